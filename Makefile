@@ -1,0 +1,84 @@
+# The two commands: `make finetune` and `make test`. Both set up .venv first; nothing outside this folder changes.
+# Variables: PYTHON (the interpreter to build environments with), RECIPE and ARGS (for finetune), PYTEST_ARGS.
+
+RECIPE ?= recipes/tiny_llama_lora.yaml
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+# The first Python that is new enough and can make environments.
+PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
+    $$name -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; \
+    done)
+
+# More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup finetune test test-oldest check lint types docs format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
+	@echo 'make test         set up .venv, then format, lint, types and the whole test suite'
+	@echo 'make test-oldest  set up .venv-oldest, then the core of the suite on the oldest supported versions'
+	@echo 'make check        format, lint, types and the code blocks of the documents'
+	@echo 'make format       format the code and mend what lint can mend'
+	@echo 'make clean        remove environments and caches, not what was trained'
+
+# --- Set-up: runs again only when the versions change. ---
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(call install,.venv,constraints.txt,dev)
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	$(call install,.venv-oldest,constraints-oldest.txt,test-core)
+
+# $(call install,environment,constraints,extra)
+define install
+	@test -n "$(PYTHON)" || { echo 'No Python 3.11 or later with venv was found. Install one' \
+	    '(Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3.12'; exit 1; }
+	@echo 'Setting up $(1) with the versions of $(2): a few minutes, once.'
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install $(if $(CI),--quiet) --constraint $(2) --editable '.[$(3)]'
+	@touch $@
+endef
+
+# --- The main job. ---
+
+# Every option is given, so that accelerate neither asks nor reads a configuration of the user's.
+finetune: .venv/.installed
+	.venv/bin/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	    --num_cpu_threads_per_process $(OMP_NUM_THREADS) scripts/finetune.py $(RECIPE) $(ARGS)
+
+# --- Checks. ---
+
+test test-oldest docs: export HF_HUB_OFFLINE = 1
+test test-oldest docs: export TOKENIZERS_PARALLELISM = false
+
+# The code blocks that `make check` runs are part of the suite.
+test: lint types
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -m core $(PYTEST_ARGS)
+
+check: lint types docs
+
+lint: .venv/.installed
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+
+types: .venv/.installed
+	.venv/bin/mypy
+
+docs: .venv/.installed
+	.venv/bin/python -m pytest tests/test_docs.py
+
+format: .venv/.installed
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+clean:
+	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,68 @@
+"""What every test runs under: no network, a cache of its own, one thread, and no deprecated call into transformers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Generator, Iterator
+from unittest import mock
+
+import pytest
+
+# Libraries read these when they are imported, and processes that tests start inherit them.
+_CACHE = tempfile.TemporaryDirectory(prefix="hf_ckpt-tests-", ignore_cleanup_errors=True)
+os.environ["HF_HOME"] = _CACHE.name
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+class DeprecationRecorder(logging.Handler):
+    """Keeps what a library's loggers say about deprecation."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "deprecat" in message.lower():
+            self.messages.append(f"{record.name}: {message}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Fail a test during which transformers logged that it is used in a deprecated way.
+
+    transformers tells of most deprecations through its loggers, which `filterwarnings` does not see.
+    """
+    recorder = DeprecationRecorder()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(recorder)
+    try:
+        result = yield
+    finally:
+        logger.removeHandler(recorder)
+    if recorder.messages:
+        pytest.fail("\n".join(["transformers reports deprecated use:", *recorder.messages]), pytrace=False)
+    return result
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_put_back() -> Iterator[None]:
+    """Undo what accelerate and the Trainer write into the environment, such as ACCELERATE_USE_FSDP."""
+    with mock.patch.dict(os.environ):
+        yield

@@ -1,0 +1,175 @@
+"""Imports run downward only (the table below), and importing the package changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.core
+
+PACKAGE = Path(__file__).parents[1] / "hf_ckpt"
+
+# What each part may import of the package, besides itself. `__init__` hands out everything and may import all.
+MAY_IMPORT = {
+    "errors": set(),
+    "policy": {"errors"},
+    "plans": {"errors", "policy"},
+    "layers": {"errors"},
+    "regions": {"errors"},
+    "refusals": {"errors", "policy", "plans", "layers"},
+    "patch": {"errors", "policy", "plans", "layers", "regions", "refusals"},
+    "use_cache": set(),
+    "input_gradients": {"layers"},
+    "first_step": {"policy", "plans", "layers", "regions"},
+    "figures": {"policy", "plans", "layers", "input_gradients"},
+    "reporters": set(),
+    "callback": {
+        *("errors", "policy", "plans", "layers", "refusals", "patch"),
+        *("use_cache", "input_gradients", "first_step", "figures", "reporters"),
+    },
+    "finetune": {"errors", "policy", "plans", "layers", "patch", "callback"},
+}
+PURE_PYTHON = {"errors", "policy", "plans"}
+CORE = set(MAY_IMPORT) - {"finetune"}
+
+CORE_REQUIREMENTS = {"torch", "transformers", "accelerate"}
+OPTIONAL = {"bitsandbytes", "liger_kernel", "matplotlib", "trl"}
+FINETUNE_ONLY = {"datasets", "tokenizers", "yaml"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and the part and line that import it."""
+
+    part: str
+    module: str
+    where: str
+    runs_on_import: bool
+
+    @property
+    def root(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def target_part(self) -> str | None:
+        """The part of the package that is imported, or None for another package."""
+        return part_of(self.module) if self.root == "hf_ckpt" else None
+
+
+def part_of(module: str) -> str:
+    return module.removeprefix("hf_ckpt").lstrip(".").partition(".")[0] or "__init__"
+
+
+def module_name(path: Path) -> str:
+    return ".".join(("hf_ckpt", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def imported_modules(node: ast.AST, importer: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    assert node.level == 0, f"{importer}, line {node.lineno}: write imports absolute"
+    assert node.module is not None
+    if node.module == "hf_ckpt":
+        return [f"hf_ckpt.{alias.name}" for alias in node.names]
+    return [node.module]
+
+
+def deferred_nodes(tree: ast.Module) -> set[ast.AST]:
+    """Nodes that importing the module does not run: bodies of functions, and what only type checkers read."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    deferred = [node for node in ast.walk(tree) if isinstance(node, functions) or is_type_checking(node)]
+    return {inner for node in deferred for inner in ast.walk(node)}
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def all_imports() -> Iterator[Import]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        importer, deferred = module_name(path), deferred_nodes(tree)
+        for node in ast.walk(tree):
+            for module in imported_modules(node, importer):
+                where = f"{path.relative_to(PACKAGE.parent)}:{node.lineno} imports {module}"
+                yield Import(part_of(importer), module, where, node not in deferred)
+
+
+IMPORTS = [found for found in all_imports() if found.part != "__init__"]
+
+
+def test_every_part_has_its_place() -> None:
+    parts = {part_of(module_name(path)) for path in PACKAGE.rglob("*.py")}
+    assert parts - {"__init__"} == set(MAY_IMPORT)
+
+
+def test_imports_run_downward_only() -> None:
+    upward = [
+        found.where
+        for found in IMPORTS
+        if found.target_part is not None and found.target_part not in MAY_IMPORT[found.part] | {found.part}
+    ]
+    assert upward == []
+
+
+def test_pure_parts_import_the_standard_library_only() -> None:
+    foreign = [
+        found.where
+        for found in IMPORTS
+        if found.part in PURE_PYTHON and found.root not in sys.stdlib_module_names | {"hf_ckpt"}
+    ]
+    assert foreign == []
+
+
+def test_core_needs_its_requirements_only() -> None:
+    allowed = sys.stdlib_module_names | CORE_REQUIREMENTS | {"hf_ckpt"}
+    foreign = [f.where for f in IMPORTS if f.part in CORE and f.runs_on_import and f.root not in allowed]
+    assert foreign == []
+
+
+def test_core_never_imports_optional_or_fine_tuning_libraries() -> None:
+    assert [f.where for f in IMPORTS if f.part in CORE and f.root in OPTIONAL | FINETUNE_ONLY] == []
+
+
+def test_optional_libraries_are_imported_where_they_are_used() -> None:
+    assert [f.where for f in IMPORTS if f.runs_on_import and f.root in OPTIONAL] == []
+
+
+EFFECTS_OF_IMPORT = """
+import json, logging, os, sys, warnings
+before = dict(os.environ), list(warnings.filters), list(logging.getLogger().handlers), sys.excepthook
+import {module}
+after = dict(os.environ), list(warnings.filters), list(logging.getLogger().handlers), sys.excepthook
+imported = sorted({{name.partition(".")[0] for name in sys.modules}})
+print(json.dumps({{"unchanged": before == after, "imported": imported}}))
+"""
+
+
+def output_of(code: str) -> str:
+    """What `code` prints in a fresh interpreter; anything on its standard error is a failure."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["hf_ckpt", "hf_ckpt.policy", "hf_ckpt.plans", "hf_ckpt.finetune.recipe"])
+def test_import_has_no_side_effect_and_loads_nothing_heavy(module: str) -> None:
+    effects = json.loads(output_of(EFFECTS_OF_IMPORT.format(module=module)))
+    assert effects["unchanged"] is True
+    heavy = CORE_REQUIREMENTS | OPTIONAL | {"datasets", "tokenizers", "peft", "numpy"}
+    assert heavy.isdisjoint(effects["imported"])
+
+
+def test_importing_every_core_module_touches_no_device() -> None:
+    modules = [module_name(path) for path in sorted(PACKAGE.rglob("*.py")) if part_of(module_name(path)) in CORE]
+    code = f"import {', '.join(modules)}; import torch; print(torch.cuda.is_initialized())"
+    assert output_of(code) == "False\n"
