@@ -1,0 +1,70 @@
+"""Activation (gradient) checkpointing for the HuggingFace Trainer, chosen per decoder layer.
+
+The names below are the whole public surface. They are loaded on first use: importing the package loads neither torch
+nor transformers, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_ckpt.callback import HFCkptCallback
+    from hf_ckpt.errors import (
+        AlreadyAppliedError,
+        DataError,
+        HFCkptError,
+        PlanMismatchError,
+        PolicyError,
+        RecipeError,
+        StructureError,
+        UnsupportedError,
+    )
+    from hf_ckpt.finetune.recipe import load_recipe
+    from hf_ckpt.layers import find_layers
+    from hf_ckpt.patch import apply, remove
+    from hf_ckpt.plans import Plan
+    from hf_ckpt.policy import Policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyAppliedError",
+    "DataError",
+    "HFCkptCallback",
+    "HFCkptError",
+    "Plan",
+    "PlanMismatchError",
+    "Policy",
+    "PolicyError",
+    "RecipeError",
+    "StructureError",
+    "UnsupportedError",
+    "__version__",
+    "apply",
+    "find_layers",
+    "load_recipe",
+    "remove",
+]
+
+_HOMES = {
+    "HFCkptCallback": "hf_ckpt.callback",
+    "Plan": "hf_ckpt.plans",
+    "Policy": "hf_ckpt.policy",
+    "apply": "hf_ckpt.patch",
+    "find_layers": "hf_ckpt.layers",
+    "load_recipe": "hf_ckpt.finetune.recipe",
+    "remove": "hf_ckpt.patch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, "hf_ckpt.errors")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,47 @@
+"""What can go wrong, as types.
+
+Every message has three parts: what was asked, what is true, what to do. Knows nothing of the rest of the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HFCkptError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class PolicyError(HFCkptError, ValueError):
+    """Raised when a policy cannot be read, or does not suit the model that it is resolved for."""
+
+
+class StructureError(HFCkptError, ValueError):
+    """Raised when decoder layers, or a part of them, cannot be found in a model."""
+
+
+class UnsupportedError(HFCkptError, ValueError):
+    """Raised when a mode could not keep loss and gradients exact, or the engine at hand cannot carry it."""
+
+
+class AlreadyAppliedError(HFCkptError, RuntimeError):
+    """Raised when a plan is applied to a model that already carries one."""
+
+
+class PlanMismatchError(HFCkptError, RuntimeError):
+    """Raised when what runs is not what was planned."""
+
+
+class RecipeError(HFCkptError, ValueError):
+    """Raised when a recipe cannot be read; lists every mistake found."""
+
+
+class DataError(HFCkptError, ValueError):
+    """Raised when a data set, a tokenizer or a chat template cannot be used."""
+
+
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
+    """Return ``' Did you mean "x"?'`` for the choice nearest to ``word``, or an empty string."""
+    near = difflib.get_close_matches(str(word), list(choices), n=1)
+    return f' Did you mean "{near[0]}"?' if near else ""

@@ -1,0 +1,413 @@
+"""A plan put onto a model, in place, and taken off again without a trace.
+
+A layer is reached through the seam that transformers provides (`gradient_checkpointing` and
+`_gradient_checkpointing_func` of a `GradientCheckpointingLayer`), a part or a layer without the seam through an
+instance `forward`. No module is wrapped and no name changes; every value set here is a module-level function or a
+`partial` of one, so that copies and pickles of the model carry the plan too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
+from hf_ckpt.layers import Layer, Stack, find_layers
+from hf_ckpt.plans import LayerPlan, Plan, resolve
+from hf_ckpt.policy import Mode, Policy, SegmentSize
+from hf_ckpt.refusals import check_exact, check_model
+from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
+from hf_ckpt.regions.recompute import recompute, run_region
+from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
+
+logger = logging.getLogger(__name__)
+
+_HANDLE = "_hf_ckpt_applied"
+_FLAG = "gradient_checkpointing"
+_FUNCTION = "_gradient_checkpointing_func"
+_FORWARD = "forward"
+
+
+class _Missing:
+    """Stands for an attribute that the instance did not have. A class: copies and pickles keep its identity."""
+
+
+@dataclass
+class _Change:
+    """One attribute set on one module."""
+
+    path: str
+    module: nn.Module
+    name: str
+    found: object
+    ours: object
+
+    def is_in_force(self) -> bool:
+        return self.module.__dict__.get(self.name, _Missing) is self.ours
+
+    def assert_again(self) -> None:
+        setattr(self.module, self.name, self.ours)
+
+    def undo(self) -> None:
+        if not self.is_in_force():
+            # Whoever came after us knows what to put back; taking theirs away would break it.
+            return
+        if self.found is _Missing:
+            delattr(self.module, self.name)
+        else:
+            setattr(self.module, self.name, self.found)
+
+
+class StackPatch:
+    """The plan of one stack on the model. Lives on the module that owns the stack, and is copied with it."""
+
+    def __init__(self, plan: Plan, path: str) -> None:
+        self.plan = plan
+        self.path = path
+        self._changes: list[_Change] = []
+        self._on_remove: list[Callable[[], None]] = []
+        self._hook: RemovableHandle | None = None
+        self._owner: nn.Module | None = None
+        self._is_paused = False
+        self._has_said = False
+
+    def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
+        """Set an attribute on a module and remember what was there.
+
+        Raises:
+            UnsupportedError: two layers share the module, and the plan wants different things of it.
+        """
+        for change in self._changes:
+            if change.module is module and change.name == name:
+                if _same(change.ours, ours):
+                    return
+                raise UnsupportedError(
+                    f"{change.path} and {path} are the same module ({type(module).__name__}), but the plan differs "
+                    "there. Give both layers one mode, without segment_size."
+                )
+        self._changes.append(_Change(path, module, name, module.__dict__.get(name, _Missing), ours))
+        setattr(module, name, ours)
+
+    def on_remove(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the patch is removed, by whomever."""
+        self._on_remove.append(undo)
+
+    def settle(self, owner: nn.Module) -> None:
+        """Leave the patch on `owner`, where copies take it along, and watch its forward."""
+        self._owner = owner
+        setattr(owner, _HANDLE, self)
+        self._hook = owner.register_forward_pre_hook(partial(_before_forward, self))
+
+    def remove(self) -> None:
+        """Put back what was found."""
+        for change in reversed(self._changes):
+            change.undo()
+        self._changes.clear()
+        for undo in self._on_remove:
+            undo()
+        self._on_remove.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        if self._owner is not None:
+            delattr(self._owner, _HANDLE)
+        self._owner = self._hook = None
+
+    def assert_in_force(self) -> None:
+        """Bring the plan back where another library switched it off.
+
+        Raises:
+            PlanMismatchError: a part's forward was replaced, so that the plan cannot be brought back.
+        """
+        lost = [change for change in self._changes if not change.is_in_force()]
+        if lost and not self._is_paused:
+            self._say_or_raise(lost)
+        for change in lost:
+            change.assert_again()
+        self._is_paused = False
+
+    def _say_or_raise(self, lost: list[_Change]) -> None:
+        for change in lost:
+            if change.name == _FORWARD:
+                raise PlanMismatchError(
+                    f"The forward of {change.path} was replaced by {_name_of(change.module.__dict__.get(_FORWARD))} "
+                    "after the policy was applied, so that the plan is no longer in force there. Apply the policy "
+                    "after that call."
+                )
+        if not self._has_said:
+            by = _name_of(lost[0].module.__dict__.get(_FUNCTION))
+            logger.info(
+                "%d layers of %s were switched to another activation checkpointing (%s) after the policy was applied; "
+                "the policy is in force again.",
+                len({change.path for change in lost}),
+                self.path,
+                by,
+            )
+            self._has_said = True
+
+    def pause(self) -> None:
+        """Switch the seam off for a forward without gradients in training mode.
+
+        transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
+        steps would give wrong tokens.
+        """
+        for change in self._changes:
+            if change.name == _FLAG and change.ours:
+                setattr(change.module, _FLAG, False)
+        self._is_paused = True
+
+
+class Applied:
+    """A plan in force on a model; also a context manager that removes it on exit.
+
+    Attributes:
+        plan: what is in force.
+    """
+
+    def __init__(self, plan: Plan, patches: list[StackPatch]) -> None:
+        self.plan = plan
+        self._patches = patches
+
+    def summary(self) -> str:
+        """Return the plan as text, equal neighbouring layers on one line."""
+        return self.plan.summary()
+
+    def assert_in_force(self) -> None:
+        """Bring the plan back where another library switched it off.
+
+        Raises:
+            PlanMismatchError: it cannot be brought back.
+        """
+        for patch in self._patches:
+            patch.assert_in_force()
+
+    def on_remove(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the plan is removed, through this handle or through `hf_ckpt.remove`."""
+        self._patches[0].on_remove(undo)
+
+    def remove(self) -> None:
+        """Put the model back as it was found. A second call does nothing."""
+        for patch in reversed(self._patches):
+            patch.remove()
+        self._patches.clear()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def apply(
+    model: nn.Module,
+    policy: object,
+    *,
+    every_n_layers: int | None = None,
+    segment_size: SegmentSize | None = None,
+    nested: bool | None = None,
+    skip_frozen: bool = False,
+    layers: str | Sequence[str] | None = None,
+    attention: str | None = None,
+    ffn: str | None = None,
+) -> Applied:
+    """Put a policy in force on a model, in place.
+
+    Loss and gradients do not change by a bit; module and parameter names stay. Activation (gradient) checkpointing
+    costs up to one more forward of the layers it reaches.
+
+    Args:
+        model: any transformers model, or another with layers that can be found; PEFT or DDP may stand around it.
+        policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
+        every_n_layers: see `Rule`.
+        segment_size: see `Rule`.
+        nested: see `Rule`.
+        skip_frozen: leave alone the layers that need no gradient.
+        layers: dotted path of the layer list, or several, where they cannot be found by structure.
+        attention: attribute name, in each layer, of the attention.
+        ffn: attribute name, in each layer, of the ffn.
+
+    Returns:
+        A handle with `summary()` and `remove()`; as a context manager it removes the plan on exit.
+
+    Raises:
+        PolicyError: the policy cannot be read or does not suit the model.
+        StructureError: the layers cannot be found.
+        UnsupportedError: a mode could not be exact on a layer.
+        AlreadyAppliedError: the model carries a plan already.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import hf_ckpt
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2)
+        >>> with hf_ckpt.apply(LlamaForCausalLM(config), "full", every_n_layers=2) as applied:
+        ...     print(applied.summary())
+        model.layers: 4 layers
+          0            full
+          1            none
+          2            full
+          3            none
+    """
+    check_model(model)
+    if _patches(model):
+        raise AlreadyAppliedError(
+            f"{type(model).__name__} carries a plan already. Call remove() on the handle that apply() returned, or "
+            "hf_ckpt.remove(model), and apply the policy then."
+        )
+    stacks = find_layers(model, layers=layers, attention=attention, ffn=ffn)
+    if isinstance(policy, Plan):
+        plan = _checked(policy, stacks, model)
+    else:
+        options = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
+        parsed = Policy.parse(policy, skip_frozen=skip_frozen, **options)  # type: ignore[arg-type]  # checked there
+        plan = resolve(parsed, stacks, type(model).__name__)
+    check_exact(plan, stacks)
+    return _put_on(model, plan, stacks)
+
+
+def remove(model: nn.Module) -> bool:
+    """Take a plan off a model without the handle that `apply` returned.
+
+    Args:
+        model: the model that the policy was applied to, or one around it.
+
+    Returns:
+        Whether there was a plan.
+    """
+    patches = _patches(model)
+    for patch in patches:
+        patch.remove()
+    return bool(patches)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Return the plan that is in force on a model, or None."""
+    patches = _patches(model)
+    return patches[0].plan if patches else None
+
+
+def _patches(model: nn.Module) -> list[StackPatch]:
+    return [module.__dict__[_HANDLE] for module in model.modules() if _HANDLE in module.__dict__]
+
+
+def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
+    planned = [(stack.path, len(stack.layers)) for stack in plan.stacks]
+    there = [(stack.path, len(stack.layers)) for stack in stacks]
+    if planned != there:
+        raise PolicyError(
+            f"The plan was made for {plan.model_class} with {_shapes(planned)}, but {type(model).__name__} has "
+            f"{_shapes(there)}. Resolve the policy for this model."
+        )
+    return plan
+
+
+def _shapes(shapes: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{num_layers} layers in {path}" for path, num_layers in shapes)
+
+
+def _put_on(model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> Applied:
+    patches: list[StackPatch] = []
+    try:
+        for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
+            patch = StackPatch(plan, stack.path)
+            patches.append(patch)
+            runner = SegmentRunner()
+            for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
+                _patch_layer(patch, entry, layer, stack, runner)
+        _switch_off_others(model, patches, stacks)
+        for patch, stack in zip(patches, stacks, strict=True):
+            patch.settle(stack.owner)
+    except BaseException:
+        for patch in reversed(patches):
+            patch.remove()
+        raise
+    return Applied(plan, patches)
+
+
+def _patch_layer(patch: StackPatch, entry: LayerPlan, layer: Layer, stack: Stack, runner: SegmentRunner) -> None:
+    path = f"{stack.path}.{layer.layer_idx}"
+    match entry.mode:
+        case Mode.FULL if entry.segment is not None:
+            region = partial(run_in_segment, runner, entry.segment, layer.layer_idx, entry.nested)
+            _make_region(patch, path, layer.module, region)
+        case Mode.FULL:
+            _make_region(patch, path, layer.module, recompute)
+        case Mode.ATTENTION:
+            _make_parts_regions(patch, path, layer, layer.attention)
+        case Mode.FFN if layer.ffn_is_inline:
+            kept = KeptModules()
+            _make_region(patch, path, layer.module, partial(recompute_around, kept))
+            for name in layer.attention:
+                _set_forward(patch, f"{path}.{name}", layer.module.get_submodule(name), partial(run_kept, kept))
+        case Mode.FFN:
+            _make_parts_regions(patch, path, layer, layer.ffn)
+
+
+def _make_parts_regions(patch: StackPatch, path: str, layer: Layer, names: tuple[str, ...]) -> None:
+    for name in names:
+        _set_forward(patch, f"{path}.{name}", layer.module.get_submodule(name), partial(run_region, recompute))
+
+
+def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Callable[..., Any]) -> None:
+    """Make a whole layer a region, through the seam if it has one."""
+    if isinstance(module, GradientCheckpointingLayer):
+        patch.set(path, module, _FUNCTION, region)
+        patch.set(path, module, _FLAG, True)
+    else:
+        _set_forward(patch, path, module, partial(run_region, region))
+
+
+def _set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[Any]) -> None:
+    """Set an instance forward that calls the one that it found there."""
+    found = module.__dict__.get(_FORWARD)
+    if isinstance(found, partial) and found.func is run.func:
+        # A module that two layers share has been reached already: `set` compares what the two want of it.
+        found = found.args[-1]
+    forward = partial(run.func, *run.args, module, found)
+    # Tools that look at the signature see the original's.
+    patch.set(path, module, _FORWARD, update_wrapper(forward, found or module.forward))
+
+
+def _switch_off_others(model: nn.Module, patches: list[StackPatch], stacks: Sequence[Stack]) -> None:
+    """Switch off what transformers' own activation checkpointing had switched on: one plan governs."""
+    ours = {change.module for patch in patches for change in patch._changes if change.name == _FLAG}
+    for path, module in model.named_modules():
+        if getattr(module, _FLAG, False) is True and module not in ours:
+            _patch_around(path, patches, stacks).set(path, module, _FLAG, False)
+
+
+def _patch_around(path: str, patches: list[StackPatch], stacks: Sequence[Stack]) -> StackPatch:
+    """Return the patch of the stack whose owner holds the module at `path`; the first one's if none does."""
+    for patch, stack in zip(patches, stacks, strict=True):
+        if path.startswith(stack.path.rpartition(".")[0]):
+            return patch
+    return patches[0]
+
+
+def _before_forward(patch: StackPatch, owner: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling() or not owner.training:
+        return
+    if torch.is_grad_enabled():
+        patch.assert_in_force()
+    else:
+        patch.pause()
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, partial) and isinstance(second, partial):
+        return first.func is second.func and first.args == second.args
+    return first is second
+
+
+def _name_of(function: object) -> str:
+    """Return the dotted name of a function, looking through `partial`s, for messages."""
+    while isinstance(function, partial):
+        function = function.func
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    return f"{module}.{name}" if name else repr(function)

@@ -1,0 +1,314 @@
+"""A policy resolved for one model: one entry per layer. Pure data, JSON both ways.
+
+Knows the shape of a model (stacks of layers with a type and parts), never the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.policy import STACK_NAMES, Mode, Policy, Rule, slice_of
+
+PLAN_FORMAT = 1
+"""Version of the JSON layout; raised when a reader of the old one would misread the new one."""
+
+
+class LayerShape(Protocol):
+    """What resolving needs to know of one layer."""
+
+    @property
+    def layer_type(self) -> str | None:
+        """The model's own word for the layer's type, if it has one."""
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Which of `attention` and `ffn` the layer has."""
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the layer, or anything before it, has a trainable parameter."""
+
+
+class StackShape(Protocol):
+    """What resolving needs to know of one stack of layers."""
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the list of layers."""
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Of `STACK_NAMES`, those that fit."""
+
+    @property
+    def layers(self) -> Sequence[LayerShape]:
+        """The layers, by `layer_idx`."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one layer does.
+
+    Args:
+        mode: the layer's mode.
+        segment: number of the segment that the layer belongs to, counted from 0 in its stack.
+        nested: checkpointed again while its segment is recomputed.
+        why: the reason where the policy asked for something else, such as `"frozen"`.
+    """
+
+    mode: Mode = Mode.NONE
+    segment: int | None = None
+    nested: bool = False
+    why: str = ""
+
+    def describe(self) -> str:
+        """Return the mode, and why it is not what the policy asked for, as one short phrase."""
+        return f"{self.mode} ({self.why})" if self.why else str(self.mode)
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """The entries of one stack, by `layer_idx`."""
+
+    path: str
+    layers: tuple[LayerPlan, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One entry per layer of every stack of one model.
+
+    Args:
+        model_class: name of the model's class, for messages.
+        stacks: the stacks in the order in which the model lists them.
+    """
+
+    model_class: str
+    stacks: tuple[StackPlan, ...]
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; `from_json` gives it back."""
+        stacks = [{"path": stack.path, "layers": [_entry(layer) for layer in stack.layers]} for stack in self.stacks]
+        return json.dumps({"format": PLAN_FORMAT, "model_class": self.model_class, "stacks": stacks}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PolicyError: when the text is not a plan of this format.
+        """
+        try:
+            read = json.loads(text)
+            if read["format"] != PLAN_FORMAT:
+                raise PolicyError(f"The plan has format {read['format']}, this version reads format {PLAN_FORMAT}.")
+            stacks = tuple(
+                StackPlan(stack["path"], tuple(_layer_plan(entry) for entry in stack["layers"]))
+                for stack in read["stacks"]
+            )
+            return cls(read["model_class"], stacks)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, PolicyError):
+                raise
+            raise PolicyError(f"This is not a plan: {error!r}. Write one with Plan.to_json().") from error
+
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that are equal for equal plans."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def count(self, mode: Mode) -> int:
+        """Return the number of layers with this mode."""
+        return sum(layer.mode is mode for stack in self.stacks for layer in stack.layers)
+
+    def summary(self) -> str:
+        """Return the plan as text, equal neighbouring layers on one line."""
+        lines = []
+        for stack in self.stacks:
+            lines.append(f"{stack.path}: {len(stack.layers)} layers")
+            lines.extend(f"  {where:<12} {what}" for where, what in _grouped(stack.layers))
+        return "\n".join(lines)
+
+
+def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> Plan:
+    """Turn a policy into a plan for a model of this shape.
+
+    Args:
+        policy: what the user wrote.
+        stacks: the shape of the model.
+        model_class: name of the model's class, for messages.
+
+    Raises:
+        PolicyError: a rule reaches nothing, reaches past the end, asks for a part that no layer has, or two rules
+            reach the same layer.
+    """
+    chosen: list[dict[int, tuple[Rule, LayerPlan]]] = [{} for _ in stacks]
+    for rule in policy.rules:
+        for number, stack in _stacks_of(rule, stacks, model_class):
+            _choose(rule, stack, chosen[number], model_class)
+    plans = []
+    for stack, entries in zip(stacks, chosen, strict=True):
+        layers = [entries[idx][1] if idx in entries else LayerPlan() for idx in range(len(stack.layers))]
+        if policy.skip_frozen:
+            layers = [_unless_frozen(entry, layer) for entry, layer in zip(layers, stack.layers, strict=True)]
+        plans.append(StackPlan(stack.path, tuple(layers)))
+    return Plan(model_class, tuple(plans))
+
+
+def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> list[tuple[int, StackShape]]:
+    reached = [
+        (number, stack)
+        for number, stack in enumerate(stacks)
+        if rule.stack is None or rule.stack == stack.path or rule.stack in stack.roles
+    ]
+    if not reached:
+        known = [name for stack in stacks for name in (*sorted(stack.roles), stack.path)]
+        raise PolicyError(
+            f'Rule {rule.describe()} asks for stack "{rule.stack}", but {model_class} has '
+            f"{', '.join(known)}.{did_you_mean(rule.stack, [*known, *STACK_NAMES])}"
+        )
+    if rule.layer_type is not None:
+        return _with_layer_type(rule, reached, model_class)
+    return reached
+
+
+def _with_layer_type(
+    rule: Rule, stacks: list[tuple[int, StackShape]], model_class: str
+) -> list[tuple[int, StackShape]]:
+    having = [
+        (number, stack)
+        for number, stack in stacks
+        if any(layer.layer_type == rule.layer_type for layer in stack.layers)
+    ]
+    if not having:
+        known = sorted({layer.layer_type for _, stack in stacks for layer in stack.layers if layer.layer_type})
+        raise PolicyError(
+            f'Rule {rule.describe()} asks for layer_type "{rule.layer_type}", but the layers of {model_class} have '
+            f"{', '.join(known) or 'no types'}.{did_you_mean(rule.layer_type, known)}"
+        )
+    return having
+
+
+def _choose(rule: Rule, stack: StackShape, chosen: dict[int, tuple[Rule, LayerPlan]], model_class: str) -> None:
+    """Enter `rule` for the layers of `stack` that it reaches."""
+    reached = [
+        idx
+        for idx in _indices(rule, len(stack.layers), model_class, stack.path)
+        if idx % rule.every_n_layers == 0
+        and (rule.layer_type is None or stack.layers[idx].layer_type == rule.layer_type)
+    ]
+    _check_part(rule, stack, reached, model_class)
+    for idx, entry in _entries(rule, stack, reached):
+        if idx in chosen:
+            _raise_overlap(chosen[idx][0], rule, stack.path, [i for i in reached if i in chosen])
+        chosen[idx] = (rule, entry)
+
+
+def _indices(rule: Rule, num_layers: int, model_class: str, path: str) -> list[int]:
+    """Return the `layer_idx` that the rule's `layers` names, sorted; unlike Python, never past the end."""
+    if rule.layers is None:
+        return list(range(num_layers))
+    if isinstance(rule.layers, str):
+        span = slice_of(rule.layers)
+        named = [bound for bound in (span.start, span.stop) if bound is not None]
+        # A stop of num_layers is the natural end; every other bound must be a layer.
+        ok = all(-num_layers <= bound <= num_layers for bound in named) and span.start != num_layers
+        reached = list(range(num_layers))[span]
+    else:
+        given = (rule.layers,) if isinstance(rule.layers, int) else rule.layers
+        ok = all(-num_layers <= idx < num_layers for idx in given)
+        reached = [idx % num_layers for idx in given]
+    if not ok or not reached:
+        does = "reaches no layer" if ok else "reaches past the end"
+        raise PolicyError(
+            f"Rule {rule.describe()} {does}: {path} of {model_class} has {num_layers} decoder layers "
+            f"(0 to {num_layers - 1}). {_range_advice(rule, num_layers)}"
+        )
+    return sorted(set(reached))
+
+
+def _range_advice(rule: Rule, num_layers: int) -> str:
+    span = slice_of(rule.layers) if isinstance(rule.layers, str) else None
+    if span is not None and span.start is not None and 0 <= span.start < num_layers and (span.stop or 0) > num_layers:
+        return f'Use "{span.start}:{num_layers}" or "{span.start}:".'
+    return f'Name layers between 0 and {num_layers - 1}, or count from the end ("-4:"); with more stacks, add stack.'
+
+
+def _check_part(rule: Rule, stack: StackShape, reached: list[int], model_class: str) -> None:
+    part = rule.mode.value
+    if rule.mode not in (Mode.ATTENTION, Mode.FFN) or any(part in stack.layers[idx].parts for idx in reached):
+        return
+    raise PolicyError(
+        f'Rule {rule.describe()} asks for "{part}", but no {part} was found in the layers of {stack.path} of '
+        f'{model_class} that it reaches. Name it with {part}="<attribute of the layer>", or use mode "full".'
+    )
+
+
+def _entries(rule: Rule, stack: StackShape, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]:
+    if rule.segment_size is not None:
+        yield from _segments(rule, reached)
+        return
+    for idx in reached:
+        missing = rule.mode in (Mode.ATTENTION, Mode.FFN) and rule.mode.value not in stack.layers[idx].parts
+        yield idx, LayerPlan(why=f"it has no {rule.mode}") if missing else LayerPlan(rule.mode)
+
+
+def _segments(rule: Rule, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]:
+    """Number the segments: runs of consecutive layers, cut into pieces of `segment_size`."""
+    size = math.ceil(math.sqrt(len(reached))) if rule.segment_size == "sqrt" else int(rule.segment_size or 1)
+    # The number of a segment is its first layer's, so that the rules of one stack cannot collide.
+    start = previous = None
+    for idx in reached:
+        if start is None or idx - 1 != previous or idx - start >= size:
+            start = idx
+        previous = idx
+        yield idx, LayerPlan(Mode.FULL, segment=start, nested=rule.nested)
+
+
+def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> None:
+    layers = f"Layer {both[0]} of {path} has" if len(both) == 1 else f"Layers {both[0]} to {both[-1]} of {path} have"
+    raise PolicyError(
+        f'{layers} two modes: "{first.mode}" from {first.describe()} and "{second.mode}" from {second.describe()}. '
+        "Give each layer one mode."
+    )
+
+
+def _unless_frozen(entry: LayerPlan, layer: LayerShape) -> LayerPlan:
+    if entry.mode is Mode.NONE or layer.needs_gradient:
+        return entry
+    return LayerPlan(why="frozen")
+
+
+def _entry(layer: LayerPlan) -> dict[str, Any]:
+    entry: dict[str, Any] = {"mode": layer.mode.value}
+    if layer.segment is not None:
+        entry["segment"] = layer.segment
+    if layer.nested:
+        entry["nested"] = True
+    if layer.why:
+        entry["why"] = layer.why
+    return entry
+
+
+def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
+    return LayerPlan(Mode(entry["mode"]), entry.get("segment"), entry.get("nested", False), entry.get("why", ""))
+
+
+def _grouped(layers: Sequence[LayerPlan]) -> Iterator[tuple[str, str]]:
+    """Yield (`"0 to 3"`, description) for runs of equal layers; segments of equal size count as equal."""
+    sizes = Counter(layer.segment for layer in layers)
+
+    def describe(layer: LayerPlan) -> str:
+        nested = ", nested" if layer.nested else ""
+        return layer.describe() if layer.segment is None else f"full, segments of {sizes[layer.segment]}{nested}"
+
+    for what, run in itertools.groupby(enumerate(layers), key=lambda pair: describe(pair[1])):
+        numbers = [idx for idx, _ in run]
+        yield (str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"), what

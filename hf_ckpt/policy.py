@@ -1,0 +1,260 @@
+"""What the user writes: modes, rules and policies, parsed from text, mappings or lists.
+
+Knows no model and imports no torch: a policy can be checked before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Literal
+
+from hf_ckpt.errors import PolicyError, did_you_mean
+
+
+class Mode(StrEnum):
+    """What one decoder layer does with its activations."""
+
+    NONE = "none"
+    """Keep everything: no recomputation."""
+    FULL = "full"
+    """Keep the layer's input, recompute the whole layer in backward."""
+    ATTENTION = "attention"
+    """Recompute the attention (or the mixer that stands in its place), keep the rest."""
+    FFN = "ffn"
+    """Recompute the feed-forward network, keep the rest."""
+
+
+STACK_NAMES = ("language", "vision", "audio", "encoder", "decoder")
+"""Names of the roles that a stack of layers can have in a model; `Rule.stack` also takes a dotted path."""
+
+SegmentSize = int | Literal["sqrt"]
+LayerSelection = str | int | tuple[int, ...]
+
+_SLICE = re.compile(r"^\s*-?\d*\s*:\s*-?\d*\s*(:\s*-?\d*\s*)?$")
+_INDEX = re.compile(r"^\s*-?\d+\s*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One line of a policy: which layers, and what they do.
+
+    Args:
+        mode: what the layers do.
+        layers: a Python slice as text (`"0:24"`, `"-4:"`, `"::2"`), one index, or several; all layers if left out.
+        stack: role of the stack (`language`, `vision`, `audio`, `encoder`, `decoder`) or its dotted path; every
+            stack if left out.
+        layer_type: only layers of this type, in the words of the model's `config.layer_types`
+            (`sliding_attention`, `full_attention`, `linear_attention`, ...).
+        every_n_layers: of the layers reached, those whose `layer_idx` is a multiple of it.
+        segment_size: so many consecutive layers share one saved input; `"sqrt"` takes the square root of the number
+            of layers reached. Only with mode `full`.
+        nested: checkpoint the layers of a segment again while it is recomputed. Only with `segment_size`.
+    """
+
+    mode: Mode
+    layers: LayerSelection | None = None
+    stack: str | None = None
+    layer_type: str | None = None
+    every_n_layers: int = 1
+    segment_size: SegmentSize | None = None
+    nested: bool = False
+
+    def describe(self) -> str:
+        """Return the rule as the user would write it, for messages."""
+        return "{" + ", ".join(f"{key}: {_show(value)}" for key, value in self.to_dict().items()) + "}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as JSON types."""
+        return {
+            field.name: _plain(getattr(self, field.name))
+            for field in fields(self)
+            if field.name == "mode" or getattr(self, field.name) != field.default
+        }
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A list of rules; layers that no rule reaches are left alone.
+
+    Args:
+        rules: the rules; no layer may be reached by two of them.
+        skip_frozen: leave alone the layers that need no gradient, whatever the rules say.
+
+    Example:
+        >>> Policy.parse("full", every_n_layers=2).rules[0].every_n_layers
+        2
+    """
+
+    rules: tuple[Rule, ...]
+    skip_frozen: bool = False
+
+    @classmethod
+    def parse(
+        cls,
+        policy: object,
+        *,
+        every_n_layers: int | None = None,
+        segment_size: SegmentSize | None = None,
+        nested: bool | None = None,
+        skip_frozen: bool = False,
+    ) -> Policy:
+        """Read a policy.
+
+        Args:
+            policy: a mode name, a mapping (one rule), a list of mappings, or a `Policy`, which is returned as it is.
+            every_n_layers: see `Rule`; only beside a mode name.
+            segment_size: see `Rule`; only beside a mode name.
+            nested: see `Rule`; only beside a mode name.
+            skip_frozen: leave alone the layers that need no gradient.
+
+        Raises:
+            PolicyError: names the key, the value, and the nearest valid word.
+        """
+        shorthand = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
+        given = {key: value for key, value in shorthand.items() if value is not None}
+        if not isinstance(skip_frozen, bool):
+            raise PolicyError(f"skip_frozen is {_show(skip_frozen)}. Use true or false.")
+        if isinstance(policy, str):
+            return cls((_parse_rule({"mode": policy, **given}),), skip_frozen)
+        if given:
+            raise PolicyError(
+                f"{', '.join(given)} was given beside a policy that is not a mode name. Write it inside the rule."
+            )
+        if isinstance(policy, Policy):
+            return policy if not skip_frozen else cls(policy.rules, True)
+        if isinstance(policy, Mapping):
+            return cls((_parse_rule(policy),), skip_frozen)
+        if isinstance(policy, Sequence) and not isinstance(policy, bytes) and policy:
+            return cls(tuple(_parse_rule(rule) for rule in policy), skip_frozen)
+        raise PolicyError(
+            f"Policy {_show(policy)} cannot be read. Use a mode name ({_mode_names()}), a mapping such as "
+            '{layers: "0:24", mode: full}, or a list of such mappings.'
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the policy as JSON types; `Policy.parse` of its `policy` gives it back."""
+        return {"policy": [rule.to_dict() for rule in self.rules], "skip_frozen": self.skip_frozen}
+
+
+def _parse_rule(rule: object) -> Rule:
+    if not isinstance(rule, Mapping):
+        raise PolicyError(f'Rule {_show(rule)} is not a mapping. Write it as {{layers: "0:24", mode: full}}.')
+    known = [field.name for field in fields(Rule)]
+    for key in rule:
+        if key not in known:
+            raise PolicyError(
+                f'Unknown key "{key}" in rule {_show(rule)}. Keys are {", ".join(known)}.{did_you_mean(key, known)}'
+            )
+    if "mode" not in rule:
+        raise PolicyError(f"Rule {_show(rule)} has no mode. Modes are {_mode_names()}.")
+    parsed = Rule(
+        mode=_parse_mode(rule["mode"]),
+        layers=_parse_layers(rule.get("layers")),
+        stack=_parse_name("stack", rule.get("stack")),
+        layer_type=_parse_name("layer_type", rule.get("layer_type")),
+        every_n_layers=_parse_count("every_n_layers", rule.get("every_n_layers", 1)),
+        segment_size=_parse_segment_size(rule.get("segment_size")),
+        nested=_parse_flag("nested", rule.get("nested", False)),
+    )
+    _check_combination(parsed)
+    return parsed
+
+
+def _check_combination(rule: Rule) -> None:
+    if rule.segment_size is not None and rule.mode is not Mode.FULL:
+        raise PolicyError(
+            f'Rule {rule.describe()} has segment_size with mode "{rule.mode}". Only whole layers can share a saved '
+            'input: use mode "full", or leave segment_size out.'
+        )
+    if rule.segment_size is not None and rule.every_n_layers != 1:
+        raise PolicyError(
+            f"Rule {rule.describe()} has both every_n_layers and segment_size. every_n_layers leaves layers between "
+            "alone, segment_size joins consecutive layers: use one of them."
+        )
+    if rule.nested and rule.segment_size is None:
+        raise PolicyError(f"Rule {rule.describe()} is nested but has no segment_size. Add segment_size: sqrt.")
+    if rule.every_n_layers != 1 and rule.mode is Mode.NONE:
+        raise PolicyError(f'Rule {rule.describe()} has every_n_layers with mode "none". Use mode "full" with it.')
+
+
+def _parse_mode(value: object) -> Mode:
+    # YAML reads a bare `none` as text but `null` and `~` as nothing; both spellings of "nothing" are likely mistakes.
+    if isinstance(value, str) and value in set(Mode):
+        return Mode(value)
+    raise PolicyError(f"Unknown mode {_show(value)}. Modes are {_mode_names()}.{did_you_mean(value, Mode)}")
+
+
+def _parse_layers(value: object) -> LayerSelection | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if isinstance(value, str) and _INDEX.match(value):
+        return int(value)
+    if isinstance(value, str) and _SLICE.match(value):
+        return _checked_slice(value)
+    if isinstance(value, list | tuple) and value and all(type(index) is int for index in value):
+        return tuple(value)
+    raise PolicyError(
+        f'layers is {_show(value)}. Use a Python slice as text ("0:24", "-4:", "::2"), one index, or a list of indices.'
+    )
+
+
+def _checked_slice(text: str) -> str:
+    if slice_of(text).step == 0:
+        raise PolicyError(f'layers is "{text}": a step of 0 reaches nothing. Use a step of 1 or more.')
+    return text.replace(" ", "")
+
+
+def slice_of(text: str) -> slice:
+    """Return the slice that `text` such as `"0:24:2"` stands for."""
+    return slice(*(int(bound) if bound.strip() else None for bound in text.split(":")))
+
+
+def _parse_name(key: str, value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise PolicyError(f"{key} is {_show(value)}. Use a name as text.")
+
+
+def _parse_count(key: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise PolicyError(f"{key} is {_show(value)}. Use a whole number of 1 or more.")
+
+
+def _parse_segment_size(value: object) -> SegmentSize | None:
+    if value is None or value == "sqrt":
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise PolicyError(
+        f'segment_size is {_show(value)}. Use a whole number of 1 or more, or "sqrt".{did_you_mean(value, ["sqrt"])}'
+    )
+
+
+def _parse_flag(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise PolicyError(f"{key} is {_show(value)}. Use true or false.")
+
+
+def _mode_names() -> str:
+    return ", ".join(f'"{mode}"' for mode in Mode)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mode):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _show(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_show(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

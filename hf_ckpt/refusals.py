@@ -1,0 +1,87 @@
+"""What cannot be kept exact is refused here, before the model is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.layers import Layer, Stack
+from hf_ckpt.plans import LayerPlan, Plan
+from hf_ckpt.policy import Mode
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models that no plan can govern.
+
+    Raises:
+        UnsupportedError: the model is an `nn.DataParallel`.
+    """
+    if isinstance(model, nn.DataParallel):
+        raise UnsupportedError(
+            "The model is wrapped in nn.DataParallel, whose replicas would run the original's layers. Start one "
+            "process for each GPU instead: accelerate launch --multi_gpu <script>, or set "
+            "CUDA_VISIBLE_DEVICES to one GPU."
+        )
+
+
+def check_engine(args: TrainingArguments) -> None:
+    """Refuse engines that the plan does not reach.
+
+    Raises:
+        UnsupportedError: several GPUs in one process, or an engine that shards the model.
+    """
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"One process would use {args.n_gpu} GPUs through nn.DataParallel, whose replicas run the original's "
+            "layers. "
+            f"Start one process for each: accelerate launch --num_processes {args.n_gpu} <script>, or set "
+            "CUDA_VISIBLE_DEVICES to one GPU."
+        )
+    if args.deepspeed or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise UnsupportedError(
+            "This run shards the model (FSDP or DeepSpeed), where the order of wrapping and checkpointing matters and "
+            "is not yet supported. Use DDP, or leave HFCkptCallback out."
+        )
+
+
+def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
+    """Refuse entries of a plan that would not keep loss, gradients and buffers as they are.
+
+    Raises:
+        UnsupportedError: names the layer, the module and the reason.
+    """
+    for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
+        for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
+            if entry.mode is not Mode.NONE:
+                _check_layer(entry, layer, stack)
+
+
+def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:
+    where = f"Layer {layer.layer_idx} of {stack.path}"
+    if hasattr(layer.module, "backward_pass"):
+        raise UnsupportedError(
+            f'{where} is set to "{entry.mode}", but {type(layer.module).__name__} computes its own backward (a '
+            "reversible layer), which already recomputes. Leave it out of the policy."
+        )
+    for name, module in _recomputed(entry, layer):
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+            raise UnsupportedError(
+                f'{where} is set to "{entry.mode}", but {name} is a {type(module).__name__} with running statistics, '
+                "which recomputation would update a second time. Freeze it with .eval(), or leave the layer out of the "
+                "policy."
+            )
+
+
+def _recomputed(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules, below the layer, that the entry runs twice."""
+    part_names = {Mode.ATTENTION: layer.attention, Mode.FFN: layer.ffn}.get(entry.mode, ())
+    kept = layer.attention if entry.mode is Mode.FFN and layer.ffn_is_inline else ()
+    for name, module in layer.module.named_modules():
+        is_inside = any(name == part or name.startswith(part + ".") for part in part_names)
+        is_kept = any(name == part or name.startswith(part + ".") for part in kept)
+        if (is_inside or not part_names) and not is_kept:
+            yield name or "the layer", module

@@ -1,0 +1,116 @@
+"""One call of a region's function, so kept that it can be run again.
+
+Tensors of the graph are handed to autograd, which frees them with the graph, lets saved-tensor hooks see them, and
+refuses them when they were changed in place. All other arguments are kept by reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from hf_ckpt.errors import UnsupportedError
+
+Function = Callable[..., Any]
+
+
+class Call:
+    """A function and its arguments, without the tensors that belong to the graph: `run` is given those.
+
+    Made by `take_apart`.
+    """
+
+    __slots__ = ("_args", "_function", "_kwargs", "_lengths", "_places", "_versions")
+
+    def __init__(self, function: Function, args: list[Any], kwargs: dict[str, Any], places: list[int | str]) -> None:
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._places = places
+        self._versions = [
+            (value, value._version)
+            for value in (*args, *kwargs.values())
+            if isinstance(value, Tensor) and not value.is_inference()
+        ]
+        self._lengths = [(value, len(value)) for value in (*args, *kwargs.values()) if isinstance(value, list)]
+
+    def run(self, *tensors: Any) -> Any:
+        """Call the function with `tensors` in their places.
+
+        Raises:
+            UnsupportedError: an argument has been changed since the call was made, by the function or by another.
+        """
+        self._check_unchanged()
+        args, kwargs = list(self._args), dict(self._kwargs)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if isinstance(place, str):
+                kwargs[place] = tensor
+            else:
+                args[place] = tensor
+        returned = self._function(*args, **kwargs)
+        self._check_unchanged()
+        return returned
+
+    def _check_unchanged(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            change = "writes into a tensor that it is given, or another module does"
+        elif any(len(values) != length for values, length in self._lengths):
+            change = "appends to a list that it is given"
+        else:
+            return
+        raise UnsupportedError(
+            f"A layer that is to be recomputed {change}, so that recomputing it would give other values "
+            f"({self._function!r:.120}). Leave it out of the policy."
+        )
+
+
+def take_apart(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:
+    """Split a call into what can be kept by reference and the tensors that autograd should keep.
+
+    Args:
+        function: a callable, or a `partial`, whose arguments are looked through as well.
+        args: positional arguments.
+    """
+    arguments: dict[int | str, Any] = {}
+    if isinstance(function, partial):
+        args = (*function.args, *args)
+        arguments.update(function.keywords)
+        function = function.func
+    arguments = {**dict(enumerate(args)), **arguments}
+    graph = {place: value for place, value in arguments.items() if _belongs_to_graph(place, value)}
+    rest = {place: None if place in graph else value for place, value in arguments.items()}
+    positional = [rest[place] for place in range(len(args))]
+    keywords = {place: value for place, value in rest.items() if isinstance(place, str)}
+    return Call(function, positional, keywords, list(graph)), list(graph.values())
+
+
+def _belongs_to_graph(place: int | str, value: Any) -> bool:
+    # Masks and rotary tables come by keyword and are shared by all layers; hidden states come either way.
+    if not isinstance(value, Tensor):
+        return False
+    return value.requires_grad or (isinstance(place, int) and value.is_floating_point())
+
+
+def without_cache(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments with every key/value cache taken out: recomputation would append to it a second time."""
+    return (
+        [None if isinstance(value, Cache) else value for value in args],
+        {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()},
+    )
+
+
+def keeps_activations(module: nn.Module) -> bool:
+    """Whether a forward of this module keeps activations for a backward of training."""
+    return module.training and torch.is_grad_enabled()
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors that a layer returned, on its own or in a tuple."""
+    if isinstance(output, Tensor):
+        return [output]
+    return [value for value in output if isinstance(value, Tensor)] if isinstance(output, tuple | list) else []

@@ -1,0 +1,77 @@
+"""The state of the random number generators and of autocast at one point, to be brought back there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of the CPU's generator and of those of the devices that tensors of a call lie on."""
+
+    cpu: Tensor
+    devices: tuple[int, ...]
+    device_states: tuple[Tensor, ...]
+    device_type: str
+
+    @classmethod
+    def of(cls, *values: Any) -> RandomState:
+        """Read the state; `values` are arguments or outputs whose tensors tell the devices."""
+        device_type = _accelerator_type()
+        devices, states = get_device_states(*values) if device_type != "cpu" else ([], [])
+        return cls(torch.get_rng_state(), tuple(devices), tuple(states), device_type)
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(list(self.devices), list(self.device_states), device_type=self.device_type)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put the generators back, on leaving, to what they were on entering."""
+        with torch.random.fork_rng(devices=list(self.devices), device_type=self.device_type, enabled=True):
+            yield
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Whether and how autocast is on, for the CPU and for the accelerator."""
+
+    settings: tuple[tuple[str, bool, torch.dtype, bool], ...]
+
+    @classmethod
+    def now(cls) -> AutocastState:
+        """Read the state."""
+        types = dict.fromkeys(("cpu", _accelerator_type()))
+        return cls(
+            tuple(
+                (
+                    kind,
+                    torch.is_autocast_enabled(kind),
+                    torch.get_autocast_dtype(kind),
+                    torch.is_autocast_cache_enabled(),
+                )
+                for kind in types
+            )
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set autocast to this state while the block runs."""
+        with ExitStack() as stack:
+            for device_type, enabled, dtype, cache in self.settings:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+
+def _accelerator_type() -> str:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if device is None else device.type

@@ -1,0 +1,50 @@
+"""Recompute a whole region in backward: keep its inputs, drop everything else.
+
+A region is a layer (through the seam of transformers, or an instance forward) or a part of one (instance forward).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_ckpt.regions.call import Function, keeps_activations, take_apart, without_cache
+
+
+def recompute(function: Function, *args: Any) -> Any:
+    """Run `function(*args)` and recompute it in backward.
+
+    Non-reentrant, and the random state of the forward is brought back: with dropout anything else gives wrong
+    gradients and the same loss. Costs one more forward of the region.
+
+    Args:
+        function: a callable, or a `partial` that carries the keyword arguments, as the seam of transformers hands it.
+        args: positional arguments.
+    """
+    call, tensors = take_apart(function, args)
+    return checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True)
+
+
+def run_region(region: Function, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
+    """Instance `forward` of a module that becomes a region.
+
+    Args:
+        region: `recompute`, or another function with its signature.
+        module: the module whose forward this is.
+        found: the forward that stood on the instance before, or None for the class's own.
+        *args: what the forward takes.
+        **kwargs: what the forward takes.
+    """
+    forward = original_forward(module, found)
+    if not keeps_activations(module):
+        return forward(*args, **kwargs)
+    positional, keywords = without_cache(args, kwargs)
+    return region(partial(forward, **keywords), *positional)
+
+
+def original_forward(module: nn.Module, found: Function | None) -> Function:
+    """Return the forward that the module had: looked up on the class at each call, so that a copy runs itself."""
+    return found if found is not None else partial(type(module).forward, module)
