@@ -1,0 +1,297 @@
+"""The Trainer plugin: events of the Trainer to the parts that do the work."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_ckpt import reporters
+from hf_ckpt.errors import PlanMismatchError, PolicyError
+from hf_ckpt.figures import StepClock, peak_memory, recomputed_share
+from hf_ckpt.first_step import FirstStep
+from hf_ckpt.input_gradients import InputGradients, are_wanted
+from hf_ckpt.layers import Stack, find_layers
+from hf_ckpt.patch import Applied, apply, remove
+from hf_ckpt.plans import Plan
+from hf_ckpt.policy import Mode, Policy, SegmentSize
+from hf_ckpt.refusals import check_engine
+from hf_ckpt.use_cache import UseCache
+
+logger = logging.getLogger(__name__)
+
+PLAN_FILE = "hf_ckpt_plan.json"
+
+
+class HFCkptCallback(TrainerCallback):
+    """Trains under an activation-checkpointing policy; everything is put back when training ends.
+
+    Works with `Trainer`, with PEFT models, and with trl's trainers. Where `TrainingArguments` ask for activation
+    (gradient) checkpointing too, this policy governs.
+
+    Args:
+        policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
+        every_n_layers: see `Rule`.
+        segment_size: see `Rule`.
+        nested: see `Rule`.
+        skip_frozen: leave alone the layers that need no gradient.
+        layers: dotted path of the layer list, or several, where they cannot be found by structure.
+        attention: attribute name, in each layer, of the attention.
+        ffn: attribute name, in each layer, of the ffn.
+        input_require_grads: whether the embeddings' output requires gradients; None decides: on PEFT models, unless
+            it would only cost.
+        on_mismatch: `"error"` stops the run when the first step shows another recomputation than planned or a lost
+            gradient; `"warn"` warns.
+        strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
+            and not results, so by default this is only said.
+
+    Raises:
+        PolicyError: the policy cannot be read.
+
+    Example:
+        trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[HFCkptCallback("full")])
+
+    The run's reporters get, when training ends:
+
+    | key | value |
+    | --- | --- |
+    | `ckpt/num_layers_<mode>` | layers with this mode |
+    | `ckpt/recomputed_share` | share of the layers' weights whose forward runs again in backward |
+    | `ckpt/peak_allocated_gib` or `ckpt/peak_resident_gib` | highest memory of the device, or of the process |
+    | `ckpt/tokens_per_sec` | tokens per second of this process, padding included, without the first step |
+    """
+
+    def __init__(
+        self,
+        policy: object,
+        *,
+        every_n_layers: int | None = None,
+        segment_size: SegmentSize | None = None,
+        nested: bool | None = None,
+        skip_frozen: bool = False,
+        layers: str | Sequence[str] | None = None,
+        attention: str | None = None,
+        ffn: str | None = None,
+        input_require_grads: bool | None = None,
+        on_mismatch: Literal["error", "warn"] = "error",
+        strict_resume: bool = False,
+    ) -> None:
+        if on_mismatch not in ("error", "warn"):
+            raise PolicyError(f'on_mismatch is "{on_mismatch}". Use "error" or "warn".')
+        shorthand: dict[str, Any] = {
+            "every_n_layers": every_n_layers,
+            "segment_size": segment_size,
+            "nested": nested,
+            "skip_frozen": skip_frozen,
+        }
+        self._policy = policy if isinstance(policy, Plan) else Policy.parse(policy, **shorthand)
+        self._structure: dict[str, Any] = {"layers": layers, "attention": attention, "ffn": ffn}
+        self._input_require_grads = input_require_grads
+        self._on_mismatch = on_mismatch
+        self._strict_resume = strict_resume
+        self._use_cache: UseCache | None = None
+        self._run: _Run | None = None
+        self._report: dict[str, float] = {}
+        self.plan: Plan | None = None
+
+    def report(self) -> dict[str, float]:
+        """Return the figures of the last run by their `ckpt/...` names; empty before one has ended."""
+        return dict(self._report)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
+        check_engine(args)
+        model = kwargs.get("model")
+        if model is not None:
+            _remove_leftover(model)
+            self._use_cache = UseCache(model)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Apply the policy to the model as it will be trained."""
+        model: nn.Module = kwargs["model"]
+        _remove_leftover(model)
+        self._run = None
+        if self._use_cache is None or not self._use_cache.covers(model):
+            self._use_cache = UseCache(model)
+        _say_who_governs(args)
+        self._run = _Run(model, self._policy, self._structure, self._input_require_grads, self._use_cache)
+        self.plan = self._run.applied.plan
+        if state.is_world_process_zero:
+            logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
+            _write_plan(self.plan, _output_folder(args))
+        self._compare_with_checkpoint(args, state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Switch the cache off and see that the plan is in force."""
+        run = self._running()
+        try:
+            run.start_step()
+        except PlanMismatchError:
+            self._stop(run)
+            raise
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Hold the first step against the plan, while the gradients are still there."""
+        run = self._running()
+        faults = run.faults_of_first_step()
+        if not faults:
+            return
+        message = "\n".join(faults)
+        if self._on_mismatch == "warn":
+            warnings.warn(message, stacklevel=2)
+            return
+        self._stop(run)
+        raise PlanMismatchError(f'{message}\nWith on_mismatch="warn" the run goes on all the same.')
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Give the cache back for what comes between steps: evaluation, generation, saving."""
+        run = self._running()
+        run.end_step()
+        if control.should_training_stop:
+            # Before on_train_end, in which some reporters end their run.
+            self._send_report(run, args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the plan into the checkpoint."""
+        folder = _checkpoint_folder(args, state)
+        if self.plan is not None and state.is_world_process_zero and folder.is_dir():
+            _write_plan(self.plan, folder)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the model back as it was found."""
+        run = self._running()
+        self._send_report(run, args, state, control)
+        self._stop(run)
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise PlanMismatchError(
+                "A training event came, but no plan is in force: it was removed while training ran, or this callback "
+                "was added after training had begun. Pass HFCkptCallback to the Trainer before train()."
+            )
+        return self._run
+
+    def _stop(self, run: _Run) -> None:
+        self._run = None
+        run.remove()
+
+    def _send_report(self, run: _Run, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        if run.is_reported:
+            return
+        run.is_reported = True
+        self._report = run.figures()
+        reporters.send(self._report, args, state, control, run.model)
+
+    def _compare_with_checkpoint(self, args: TrainingArguments, state: TrainerState) -> None:
+        saved = _checkpoint_folder(args, state) / PLAN_FILE
+        run = self._running()
+        if not state.global_step or not saved.is_file():
+            return
+        if Plan.from_json(saved.read_text()) == run.applied.plan:
+            return
+        message = f"{saved} was written under another plan."
+        if self._strict_resume:
+            self._stop(run)
+            raise PlanMismatchError(f"{message} Use the policy of that run, or leave strict_resume out.")
+        logger.info("%s Results do not change, memory does.", message)
+
+
+class _Undoable(Protocol):
+    def restore(self) -> None: ...
+
+
+class _Run:
+    """What is in force from on_train_begin to on_train_end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | Plan,
+        structure: dict[str, Any],
+        input_require_grads: bool | None,
+        use_cache: UseCache,
+    ) -> None:
+        self.model = model
+        self.is_reported = False
+        self._stacks: tuple[Stack, ...] = find_layers(model, **structure)
+        self.applied: Applied = apply(model, policy, **structure)
+        self._use_cache = use_cache
+        self._use_cache.restore()
+        self._clock = StepClock(model)
+        undoable: list[_Undoable] = [use_cache, self._clock]
+        if are_wanted(model, self._stacks, input_require_grads):
+            undoable.append(InputGradients(model))
+        for part in undoable:
+            self.applied.on_remove(part.restore)
+        self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self._stacks)
+
+    def start_step(self) -> None:
+        self._use_cache.off()
+        self.applied.assert_in_force()
+        if self._first_step is not None:
+            self._first_step.start()
+        self._clock.start_step()
+
+    def faults_of_first_step(self) -> list[str]:
+        first_step, self._first_step = self._first_step, None
+        return [] if first_step is None else first_step.finish()
+
+    def end_step(self) -> None:
+        self._clock.end_step()
+        self._use_cache.restore()
+
+    def figures(self) -> dict[str, float]:
+        plan = self.applied.plan
+        figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
+        figures["recomputed_share"] = recomputed_share(plan, self._stacks)
+        figures.update(peak_memory())
+        if (speed := self._clock.tokens_per_sec()) is not None:
+            figures["tokens_per_sec"] = speed
+        return {f"ckpt/{name}": value for name, value in figures.items()}
+
+    def remove(self) -> None:
+        if self._first_step is not None:
+            self._first_step.stop()
+        self.applied.remove()
+
+
+def _remove_leftover(model: nn.Module) -> None:
+    if remove(model):
+        logger.info(
+            "A plan of an interrupted run was still on the model; it was removed, and use_cache is the user's again."
+        )
+
+
+def _say_who_governs(args: TrainingArguments) -> None:
+    # transformers 5.2x has the new name, earlier versions the old one only.
+    if getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None):
+        logger.info(
+            "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
+        )
+
+
+def _output_folder(args: TrainingArguments) -> Path:
+    # Trainer itself sets the default; the annotation of the field is wider.
+    return Path(args.output_dir or "trainer_output")
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return _output_folder(args) / f"checkpoint-{state.global_step}"
+
+
+def _write_plan(plan: Plan, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PLAN_FILE).write_text(plan.to_json() + "\n")

@@ -1,0 +1,120 @@
+"""Figures of a training run: peak memory, tokens, time and the recomputed share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_ckpt.input_gradients import embeddings_of
+from hf_ckpt.layers import Layer, Stack
+from hf_ckpt.plans import LayerPlan, Plan
+from hf_ckpt.policy import Mode
+
+GIB = 2**30
+
+
+class StepClock:
+    """Counts the tokens that training steps see and the seconds they take.
+
+    The first step is left out: it pays for allocations and for the check of the plan.
+
+    Args:
+        model: the model that is trained; tokens are counted at its input embeddings, padding included.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.num_tokens = 0
+        self.seconds = 0.0
+        self._num_steps = 0
+        self._tokens_in_step = 0
+        self._started: float | None = None
+        self._hooks: list[RemovableHandle] = [
+            embeddings.register_forward_pre_hook(self._count) for embeddings in embeddings_of(model)[:1]
+        ]
+
+    def start_step(self) -> None:
+        """A step begins."""
+        self._tokens_in_step = 0
+        self._started = time.perf_counter()
+
+    def end_step(self) -> None:
+        """A step ends."""
+        if self._started is None:
+            return
+        if self._num_steps:
+            self.seconds += time.perf_counter() - self._started
+            self.num_tokens += self._tokens_in_step
+        self._num_steps += 1
+        self._started = None
+
+    def restore(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def tokens_per_sec(self) -> float | None:
+        """Return tokens per second of this process, or None before the second step has ended."""
+        return self.num_tokens / self.seconds if self.seconds else None
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled() and args and isinstance(args[0], Tensor):
+            self._tokens_in_step += args[0].numel()
+
+
+def peak_memory() -> dict[str, float]:
+    """Return the highest memory so far: of the device where there is one, of the process otherwise.
+
+    Returns:
+        One entry: `peak_allocated_gib` (allocator of the device) or `peak_resident_gib` (process); empty where the
+        system does not tell.
+    """
+    if torch.accelerator.is_available():
+        return {"peak_allocated_gib": torch.accelerator.max_memory_allocated() / GIB}
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+
+
+def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
+    """Return the share of the layers' weights whose forward runs again in backward, counted once per extra run.
+
+    A nested segment runs its layers twice more, so the share can exceed 1. Weights stand for the work of a forward:
+    the matrix products of a layer take time in proportion to them.
+    """
+    pairs = [
+        (entry, layer)
+        for planned, stack in zip(plan.stacks, stacks, strict=True)
+        for entry, layer in zip(planned.layers, stack.layers, strict=True)
+    ]
+    total = sum(_num_weights(layer.module) for _, layer in pairs)
+    return sum(_recomputed_weights(entry, layer) for entry, layer in pairs) / total if total else 0.0
+
+
+def _recomputed_weights(entry: LayerPlan, layer: Layer) -> int:
+    whole = _num_weights(layer.module)
+    attention = sum(_num_weights(layer.module.get_submodule(name)) for name in layer.attention)
+    match entry.mode:
+        case Mode.NONE:
+            return 0
+        case Mode.FULL:
+            return whole * (2 if entry.nested else 1)
+        case Mode.ATTENTION:
+            return attention
+        case Mode.FFN if layer.ffn_is_inline:
+            return whole - attention
+        case Mode.FFN:
+            return sum(_num_weights(layer.module.get_submodule(name)) for name in layer.ffn)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
