@@ -1,0 +1,79 @@
+"""What a run prints at its end, for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.plans import Plan
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did.
+
+    Attributes:
+        title: the recipe.
+        plan: what was in force, or None without a policy.
+        figures: `HFCkptCallback.report()`.
+        log_history: the Trainer's.
+        saved: folder that holds the adapter or the model.
+        is_adapter: whether it is an adapter.
+        merged: folder of the merged model, if one was written.
+    """
+
+    title: str
+    plan: Plan | None
+    figures: Mapping[str, float]
+    log_history: Sequence[Mapping[str, Any]]
+    saved: Path
+    is_adapter: bool
+    merged: Path | None = None
+
+    def table(self) -> str:
+        """Return the summary as a table of two columns."""
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        rule = "-" * max(len(line) for line in lines)
+        return "\n".join([rule, *lines, rule])
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "Recipe", self.title
+        yield from self._plan_rows()
+        for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", "of the process")):
+            if f"ckpt/{key}" in self.figures:
+                yield "Peak memory", f"{self.figures[f'ckpt/{key}']:.2f} GiB {what}"
+        if "ckpt/tokens_per_sec" in self.figures:
+            yield "Speed", f"{self.figures['ckpt/tokens_per_sec']:,.0f} tokens/s per process"
+        yield from self._loss_row("Training loss", "loss")
+        yield from self._loss_row("Evaluation loss", "eval_loss")
+        yield ("Adapter" if self.is_adapter else "Model"), f"{self.saved} ({_weights(self.saved)})"
+        if self.merged is not None:
+            yield "Merged model", f"{self.merged} ({_weights(self.merged)})"
+
+    def _plan_rows(self) -> Iterator[tuple[str, str]]:
+        if self.plan is None:
+            yield "Layers", "no activation checkpointing"
+            return
+        for number, line in enumerate(self.plan.summary().splitlines()):
+            yield "" if number else "Layers", line
+        yield "Recomputed", f"{self.figures['ckpt/recomputed_share']:.0%} of the layers' weights run forward twice"
+
+    def _loss_row(self, name: str, key: str) -> Iterator[tuple[str, str]]:
+        losses = [entry[key] for entry in self.log_history if key in entry]
+        # A Trainer of transformers 5.2x logs text.
+        first, last = (float(losses[0]), float(losses[-1])) if losses else (0.0, 0.0)
+        if len(losses) == 1:
+            yield name, f"{last:.3f}"
+        elif losses:
+            change = (last - first) / first if first else 0.0
+            yield name, f"{first:.3f} -> {last:.3f} ({'fell' if change < 0 else 'rose'} by {abs(change):.0%})"
+
+
+def _weights(folder: Path) -> str:
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    return f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, {size / 2**20:,.1f} MiB"

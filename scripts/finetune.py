@@ -1,0 +1,8 @@
+"""Fine-tune as a recipe says: accelerate launch scripts/finetune.py recipes/tiny_llama_lora.yaml [key.path=value ...]."""
+
+import sys
+
+from hf_ckpt.finetune.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
