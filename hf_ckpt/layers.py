@@ -24,10 +24,8 @@ _ATTENTION_WORDS = frozenset(
     "temporal lstm timemix".split()
 )
 _FFN_WORDS = frozenset("mlp ffn ff forward feedforward moe experts expert channelmix glu".split())
-_FFN_PAIRS = frozenset(
-    "fc1 fc2 fc3 lin1 lin2 linear1 linear2 wi wo intermediate output ffn_output ffn ff1 ff2 "
-    "dense_h_to_4h dense_4h_to_h intermediate_dense output_dense".split()
-)
+# First words of the names of the halves of an ffn that the layer's own forward strings together.
+_FFN_HALVES = frozenset("fc lin linear wi wo intermediate output ffn ff dense".split())
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _ACRONYM = re.compile(r"MoE|MLP|FFN|GLU|SSM")
 _ROLE_WORDS = {
@@ -75,7 +73,7 @@ class Stack:
 
     Args:
         path: dotted path of the list in the model.
-        owner: the module that holds the list, and runs it.
+        owner: the module around the list that runs it.
         roles: of `language`, `vision`, `audio`, `encoder`, `decoder`, those that fit.
         layers: the layers, by `layer_idx`.
     """
@@ -162,12 +160,12 @@ def _is_layer(module: nn.Module, names: dict[str, str | None]) -> bool:
     if not any(True for _ in module.children()):
         return False
     attention, ffn, _ = _parts(module, names)
-    return bool(attention) or (bool(ffn) and hasattr(module, "gradient_checkpointing"))
+    has_ffn = bool(ffn) or _has_inline_ffn(list(_children(module)), ())
+    return bool(attention) or (has_ffn and hasattr(module, "gradient_checkpointing"))
 
 
 def _stack(model: nn.Module, path: str, modules: Sequence[nn.Module], names: dict[str, str | None]) -> Stack:
-    owner_path = path.rpartition(".")[0]
-    owner = model.get_submodule(owner_path)
+    owner_path, owner = _owner(model, path)
     config = _nearest_config(model, owner_path)
     roles = _roles(path, model, owner_path)
     trainable = _trains_before(model, path, roles)
@@ -179,6 +177,16 @@ def _stack(model: nn.Module, path: str, modules: Sequence[nn.Module], names: dic
             Layer(idx, module, attention, ffn, inline, _layer_type(module, config, idx, len(modules)), trainable)
         )
     return Stack(path, owner, roles, tuple(layers))
+
+
+def _owner(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """Return the nearest module around the list at `path` that has a forward of its own; lists of lists have none."""
+    while path:
+        path = path.rpartition(".")[0]
+        owner = model.get_submodule(path)
+        if not isinstance(owner, nn.ModuleList | nn.ModuleDict):
+            return path, owner
+    return "", model
 
 
 def _parts(module: nn.Module, names: dict[str, str | None]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
@@ -211,7 +219,8 @@ def _is_layer_inside(child: nn.Module) -> bool:
 
 
 def _kind(name: str, child: nn.Module) -> str | None:
-    if not _has_weights(child) or _is_linear(child):
+    # The halves of BERT's ffn are called so even where they are convolutions.
+    if not _has_weights(child) or _is_linear(child) or _words(name)[:1] in (["intermediate"], ["output"]):
         return None
     for text in (type(child).__name__, name):
         # The last telling word is the noun: RecurrentGemmaMlp is an mlp, MoeMambaMixer a mixer.
@@ -243,8 +252,13 @@ def _is_linear(child: nn.Module) -> bool:
 
 def _has_inline_ffn(children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
     """Whether the layer's forward strings the halves of its ffn together itself (`fc1`/`fc2`, BERT's two modules)."""
-    halves = [name for name, child in children if name in _FFN_PAIRS and _has_weights(child)]
+    halves = [name for name, child in children if _is_half(name, child)]
     return len(halves) >= 2 and set(ffn) <= set(halves)
+
+
+def _is_half(name: str, child: nn.Module) -> bool:
+    is_called_so = any(word in _FFN_HALVES for word in _words(name)[:1])
+    return is_called_so and _has_weights(child) and _kind(name, child) != "attention"
 
 
 def _has(module: nn.Module, name: str) -> bool:

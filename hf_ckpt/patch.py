@@ -9,7 +9,7 @@ instance `forward`. No module is wrapped and no name changes; every value set he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
@@ -67,7 +68,7 @@ class _Change:
 
 
 class StackPatch:
-    """The plan of one stack on the model. Lives on the module that owns the stack, and is copied with it."""
+    """The plan of one stack on the model. Lives on the list of layers, and is copied with it."""
 
     def __init__(self, plan: Plan, path: str) -> None:
         self.plan = plan
@@ -75,7 +76,8 @@ class StackPatch:
         self._changes: list[_Change] = []
         self._on_remove: list[Callable[[], None]] = []
         self._hook: RemovableHandle | None = None
-        self._owner: nn.Module | None = None
+        self._home: nn.Module | None = None
+        self.drops_cache = False
         self._is_paused = False
         self._has_said = False
 
@@ -100,14 +102,15 @@ class StackPatch:
         """Call `undo` when the patch is removed, by whomever."""
         self._on_remove.append(undo)
 
-    def settle(self, owner: nn.Module) -> None:
-        """Leave the patch on `owner`, where copies take it along, and watch its forward."""
-        self._owner = owner
-        setattr(owner, _HANDLE, self)
-        self._hook = owner.register_forward_pre_hook(partial(_before_forward, self))
+    def settle(self, home: nn.Module, owner: nn.Module) -> None:
+        """Leave the patch on `home`, the list of layers, where copies take it along; watch the owner's forward."""
+        self._home = home
+        setattr(home, _HANDLE, self)
+        self._hook = owner.register_forward_pre_hook(partial(_before_forward, self), with_kwargs=True)
 
     def remove(self) -> None:
         """Put back what was found."""
+        self._resume()
         for change in reversed(self._changes):
             change.undo()
         self._changes.clear()
@@ -116,9 +119,24 @@ class StackPatch:
         self._on_remove.clear()
         if self._hook is not None:
             self._hook.remove()
-        if self._owner is not None:
-            delattr(self._owner, _HANDLE)
-        self._owner = self._hook = None
+        if self._home is not None:
+            delattr(self._home, _HANDLE)
+        self._home = self._hook = None
+
+    def refuse_cache(self, arguments: Iterable[object]) -> None:
+        """Refuse a forward that is handed a key/value cache: recomputed layers can neither read nor fill it.
+
+        A cache that the model makes for itself in training serves nobody, and is left out of recomputed layers.
+
+        Raises:
+            UnsupportedError: one of the arguments is a cache, and a recomputed region would have to use it.
+        """
+        if self.drops_cache and any(isinstance(argument, Cache) for argument in arguments):
+            raise UnsupportedError(
+                f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, or a "
+                "prompt that was encoded before). Recomputed layers can neither read nor fill it, and the loss would "
+                'change without a word. Use mode "none" or "ffn" for these layers, or train without the cache.'
+            )
 
     def assert_in_force(self) -> None:
         """Bring the plan back where another library switched it off.
@@ -126,12 +144,12 @@ class StackPatch:
         Raises:
             PlanMismatchError: a part's forward was replaced, so that the plan cannot be brought back.
         """
+        self._resume()
         lost = [change for change in self._changes if not change.is_in_force()]
-        if lost and not self._is_paused:
+        if lost:
             self._say_or_raise(lost)
         for change in lost:
             change.assert_again()
-        self._is_paused = False
 
     def _say_or_raise(self, lost: list[_Change]) -> None:
         for change in lost:
@@ -158,10 +176,18 @@ class StackPatch:
         transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
         steps would give wrong tokens.
         """
-        for change in self._changes:
-            if change.name == _FLAG and change.ours:
-                setattr(change.module, _FLAG, False)
+        for change in self._seams():
+            setattr(change.module, _FLAG, False)
         self._is_paused = True
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            for change in self._seams():
+                change.assert_again()
+        self._is_paused = False
+
+    def _seams(self) -> Iterator[_Change]:
+        return (change for change in self._changes if change.name == _FLAG and change.ours)
 
 
 class Applied:
@@ -322,7 +348,7 @@ def _put_on(model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> Applied:
                 _patch_layer(patch, entry, layer, stack, runner)
         _switch_off_others(model, patches, stacks)
         for patch, stack in zip(patches, stacks, strict=True):
-            patch.settle(stack.owner)
+            patch.settle(model.get_submodule(stack.path), stack.owner)
     except BaseException:
         for patch in reversed(patches):
             patch.remove()
@@ -350,12 +376,14 @@ def _patch_layer(patch: StackPatch, entry: LayerPlan, layer: Layer, stack: Stack
 
 
 def _make_parts_regions(patch: StackPatch, path: str, layer: Layer, names: tuple[str, ...]) -> None:
+    patch.drops_cache = patch.drops_cache or names is layer.attention
     for name in names:
         _set_forward(patch, f"{path}.{name}", layer.module.get_submodule(name), partial(run_region, recompute))
 
 
 def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Callable[..., Any]) -> None:
     """Make a whole layer a region, through the seam if it has one."""
+    patch.drops_cache = True
     if isinstance(module, GradientCheckpointingLayer):
         patch.set(path, module, _FUNCTION, region)
         patch.set(path, module, _FLAG, True)
@@ -390,10 +418,11 @@ def _patch_around(path: str, patches: list[StackPatch], stacks: Sequence[Stack])
     return patches[0]
 
 
-def _before_forward(patch: StackPatch, owner: nn.Module, args: Any) -> None:
+def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or not owner.training:
         return
     if torch.is_grad_enabled():
+        patch.refuse_cache((*args, *kwargs.values()))
         patch.assert_in_force()
     else:
         patch.pause()

@@ -151,8 +151,19 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
     """
     chosen: list[dict[int, tuple[Rule, LayerPlan]]] = [{} for _ in stacks]
     for rule in policy.rules:
-        for number, stack in _stacks_of(rule, stacks, model_class):
-            _choose(rule, stack, chosen[number], model_class)
+        reached = {
+            number: _reached(rule, stack, model_class) for number, stack in _stacks_of(rule, stacks, model_class)
+        }
+        if not any(reached.values()):
+            raise PolicyError(
+                f"Rule {rule.describe()} reaches no layer of {model_class}: none fits everything that it asks for. "
+                "every_n_layers takes the layers whose layer_idx is a multiple of it, counted from 0 in each stack."
+            )
+        _check_part(
+            rule, [stacks[number].layers[idx] for number, layers in reached.items() for idx in layers], model_class
+        )
+        for number, layers in reached.items():
+            _choose(rule, stacks[number], layers, chosen[number])
     plans = []
     for stack, entries in zip(stacks, chosen, strict=True):
         layers = [entries[idx][1] if idx in entries else LayerPlan() for idx in range(len(stack.layers))]
@@ -196,19 +207,22 @@ def _with_layer_type(
     return having
 
 
-def _choose(rule: Rule, stack: StackShape, chosen: dict[int, tuple[Rule, LayerPlan]], model_class: str) -> None:
-    """Enter `rule` for the layers of `stack` that it reaches."""
-    reached = [
+def _reached(rule: Rule, stack: StackShape, model_class: str) -> list[int]:
+    """Return the `layer_idx` of `stack` that the rule reaches."""
+    return [
         idx
         for idx in _indices(rule, len(stack.layers), model_class, stack.path)
-        if idx % rule.every_n_layers == 0
-        and (rule.layer_type is None or stack.layers[idx].layer_type == rule.layer_type)
+        if idx % rule.every_n_layers == 0 and rule.layer_type in (None, stack.layers[idx].layer_type)
     ]
-    _check_part(rule, stack, reached, model_class)
-    for idx, entry in _entries(rule, stack, reached):
-        if idx in chosen:
-            _raise_overlap(chosen[idx][0], rule, stack.path, [i for i in reached if i in chosen])
-        chosen[idx] = (rule, entry)
+
+
+def _choose(rule: Rule, stack: StackShape, reached: list[int], chosen: dict[int, tuple[Rule, LayerPlan]]) -> None:
+    """Enter `rule` for the layers of `stack` that it reaches."""
+    taken = [idx for idx in reached if idx in chosen]
+    if taken:
+        first = chosen[taken[0]][0]
+        _raise_overlap(first, rule, stack.path, [idx for idx in taken if chosen[idx][0] is first])
+    chosen.update((idx, (rule, entry)) for idx, entry in _entries(rule, stack, reached))
 
 
 def _indices(rule: Rule, num_layers: int, model_class: str, path: str) -> list[int]:
@@ -241,13 +255,14 @@ def _range_advice(rule: Rule, num_layers: int) -> str:
     return f'Name layers between 0 and {num_layers - 1}, or count from the end ("-4:"); with more stacks, add stack.'
 
 
-def _check_part(rule: Rule, stack: StackShape, reached: list[int], model_class: str) -> None:
+def _check_part(rule: Rule, layers: Sequence[LayerShape], model_class: str) -> None:
+    """Refuse a rule that asks for a part which none of the layers it reaches has."""
     part = rule.mode.value
-    if rule.mode not in (Mode.ATTENTION, Mode.FFN) or any(part in stack.layers[idx].parts for idx in reached):
+    if rule.mode not in (Mode.ATTENTION, Mode.FFN) or any(part in layer.parts for layer in layers):
         return
     raise PolicyError(
-        f'Rule {rule.describe()} asks for "{part}", but no {part} was found in the layers of {stack.path} of '
-        f'{model_class} that it reaches. Name it with {part}="<attribute of the layer>", or use mode "full".'
+        f'Rule {rule.describe()} asks for "{part}", but no {part} was found in the layers of {model_class} that it '
+        f'reaches. Name it with {part}="<attribute of the layer>", or use mode "full".'
     )
 
 
@@ -273,7 +288,9 @@ def _segments(rule: Rule, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]
 
 
 def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> None:
-    layers = f"Layer {both[0]} of {path} has" if len(both) == 1 else f"Layers {both[0]} to {both[-1]} of {path} have"
+    is_range = len(both) > 1 and both == list(range(both[0], both[-1] + 1))
+    which = f"{both[0]} to {both[-1]}" if is_range else ", ".join(map(str, both))
+    layers = f"Layer {which} of {path} has" if len(both) == 1 else f"Layers {which} of {path} have"
     raise PolicyError(
         f'{layers} two modes: "{first.mode}" from {first.describe()} and "{second.mode}" from {second.describe()}. '
         "Give each layer one mode."

@@ -72,7 +72,7 @@ def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:
             raise UnsupportedError(
                 f'{where} is set to "{entry.mode}", but {name} is a {type(module).__name__} with running statistics, '
                 "which recomputation would update a second time. Freeze it with .eval(), or leave the layer out of the "
-                "policy."
+                "policy, as {stack: language, mode: ...} does with towers."
             )
 
 
