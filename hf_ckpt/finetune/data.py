@@ -1,0 +1,265 @@
+"""A recipe's `data` section, turned into what a `Trainer` takes: two data sets, a collator, and counts.
+
+    tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=cache_dir)
+    prepared = prepare(recipe.data, tokenizer)
+    print(prepared.counts.summary())
+    print(describe_example(prepared, tokenizer))
+    Trainer(train_dataset=prepared.train, eval_dataset=prepared.evaluation, data_collator=prepared.collator, ...)
+
+Where rows come from is in `sources`, what their columns mean in `layouts`, how they become tokens in `examples`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from datasets import Dataset, Features, List, Value
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
+
+from hf_ckpt.errors import DataError
+from hf_ckpt.finetune.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode
+from hf_ckpt.finetune.layouts import find_layout
+from hf_ckpt.finetune.packing import packing_collator
+from hf_ckpt.finetune.sources import load_splits
+from hf_ckpt.finetune.tokenizer import complete_tokenizer
+
+DEFAULT_MAX_LENGTH = 1024
+
+_FEATURES = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "labels": List(Value("int32")),
+        "num_tokens": Value("int32"),
+        "num_loss_tokens": Value("int32"),
+        "is_truncated": Value("bool"),
+    }
+)
+_SHOWN_LINES = 24
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of one split's rows.
+
+    Attributes:
+        num_rows: rows loaded.
+        num_empty: rows without text, left out.
+        num_without_loss: other rows without a token to learn, left out.
+        num_truncated: rows longer than `max_length`, left out or not.
+        num_loss_tokens: tokens that are learned, in the examples that are kept.
+        lengths: tokens of each example that is kept, in their order.
+    """
+
+    num_rows: int
+    num_empty: int
+    num_without_loss: int
+    num_truncated: int
+    num_loss_tokens: int
+    lengths: Sequence[int]
+
+    @property
+    def num_examples(self) -> int:
+        """Examples that are kept."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all examples."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max(self.lengths, default=0)
+
+    @property
+    def share_truncated(self) -> float:
+        """Truncated rows over all rows, 0 to 1."""
+        return self.num_truncated / self.num_rows
+
+    def summary(self) -> str:
+        """Return the counts on one line."""
+        left_out = [(self.num_empty, "empty"), (self.num_without_loss, "with nothing to learn")]
+        reasons = ", ".join(f"{num:,} {what}" for num, what in left_out if num)
+        return (
+            f"{self.num_examples:,} examples, {self.num_tokens:,} tokens, {self.num_loss_tokens:,} of them learned, "
+            f"longest {self.longest:,}, truncated {self.share_truncated:.1%}"
+            + (f"; rows left out: {reasons}" if reasons else "")
+        )
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a Trainer needs.
+
+    Attributes:
+        train: `input_ids` and `labels` (-100 where nothing is learned), one row per example.
+        evaluation: the same, or None.
+        collator: turns a list of examples into a batch: padded to the longest, `input_ids`, `labels` and
+            `attention_mask` [B, S]; or packed, `input_ids`, `labels` and `position_ids` [1, S].
+        counts: of the training rows.
+        evaluation_counts: of the evaluation rows, or None.
+    """
+
+    train: Dataset
+    evaluation: Dataset | None
+    collator: Callable[[list[Any]], dict[str, Any]]
+    counts: Counts
+    evaluation_counts: Counts | None
+
+
+def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """Load and tokenise what a recipe's `data` section names.
+
+    Tokenised rows of stored data sets are cached where `datasets` keeps its own; nothing is written elsewhere.
+
+    Args:
+        section: the `data` section, with valid keys and types.
+        tokenizer: gets a padding token and `data.chat_template`, in place, where it has none.
+
+    Returns:
+        The data sets, a collator for both, and counts.
+
+    Raises:
+        DataError: if the data cannot be loaded or read, or there is nothing to learn from.
+    """
+    complete_tokenizer(tokenizer, section)
+    raw = load_splits(section)
+    train, counts = _tokenise(raw.train, "training", section, tokenizer)
+    evaluation, evaluation_counts = None, None
+    if raw.evaluation is not None:
+        evaluation, evaluation_counts = _tokenise(raw.evaluation, "evaluation", section, tokenizer)
+    collator = packing_collator() if section.get("packing", False) else _padding_collator(tokenizer)
+    return PreparedData(train, evaluation, collator, counts, evaluation_counts)
+
+
+def describe_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the first training example as text, each line marked as learned or masked.
+
+    Example:
+        First of 866 training examples: 101 tokens, 69 learned
+          masked | <s>The "pass" statement
+          masked |
+          masked | "pass" is a null operation
+          learned|  -- when it is executed, nothing happens.</s>
+    """
+    example = prepared.train[0]
+    lines = list(_marked_lines(example["input_ids"], example["labels"], tokenizer))
+    if len(lines) > _SHOWN_LINES:
+        tail = _SHOWN_LINES // 3
+        left_out = f"          ({len(lines) - _SHOWN_LINES:,} lines left out)"
+        lines = [*lines[: _SHOWN_LINES - tail], left_out, *lines[-tail:]]
+    num_learned = sum(label != IGNORED for label in example["labels"])
+    head = (
+        f"First of {prepared.counts.num_examples:,} training examples: "
+        f"{len(example['input_ids']):,} tokens, {num_learned:,} learned"
+    )
+    return "\n".join([head, *lines])
+
+
+def sample_prompt_ids(prepared: PreparedData) -> list[int]:
+    """Return the tokens of a prompt to try the model on, as it saw prompts in training.
+
+    The first evaluation example (training example, if there are none) up to what is learned of it, or its first quarter
+    if all of it is learned.
+    """
+    rows = prepared.train if prepared.evaluation is None else prepared.evaluation
+    ids: list[int] = rows[0]["input_ids"]
+    given = next(at for at, label in enumerate(rows[0]["labels"]) if label != IGNORED)
+    # Only the first token is masked in an example that is learned whole.
+    return ids[: given if given > 1 else max(1, len(ids) // 4)]
+
+
+def sample_prompt(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return `sample_prompt_ids` as text, special tokens included."""
+    return decode(tokenizer, sample_prompt_ids(prepared))
+
+
+def _tokenise(
+    rows: Dataset, split: str, section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset, Counts]:
+    encoder = _encoder(rows.column_names, section, tokenizer)
+    # `datasets` finds cached rows by a hash of the tokenizer; this call undoes the padding that an earlier use left.
+    tokenizer.encode("")
+    encoded = rows.map(
+        encoder,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=_FEATURES,
+        num_proc=section.get("num_proc"),
+        desc=f"Tokenising {split} data",
+    )
+    kept = [at for at, num in enumerate(encoded["num_loss_tokens"][:]) if num]
+    counts = _count(encoded, kept)
+    if not kept:
+        raise DataError(_nothing_to_learn(split, counts, encoder))
+    examples = encoded.select_columns(["input_ids", "labels"])
+    return (examples if len(kept) == len(rows) else examples.select(kept)), counts
+
+
+def _count(encoded: Dataset, kept: list[int]) -> Counts:
+    lengths: list[int] = encoded["num_tokens"][:]
+    num_empty = lengths.count(0)
+    return Counts(
+        num_rows=len(lengths),
+        num_empty=num_empty,
+        num_without_loss=len(lengths) - num_empty - len(kept),
+        num_truncated=sum(encoded["is_truncated"][:]),
+        num_loss_tokens=sum(encoded["num_loss_tokens"][:]),
+        lengths=[lengths[at] for at in kept],
+    )
+
+
+def _encoder(columns: list[str], section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Encoder:
+    layout = find_layout(columns, section)
+    loss_on = section.get("loss_on", DEFAULT_LOSS_ON[layout.format])
+    if loss_on not in ("all", DEFAULT_LOSS_ON[layout.format]):
+        raise DataError(
+            f"data.loss_on is {loss_on}, but the data set holds {layout.format} (columns {', '.join(columns)}). "
+            f"Use {' or '.join(sorted({'all', DEFAULT_LOSS_ON[layout.format]}))}."
+        )
+    if layout.format == "messages":
+        _check_chat_template(tokenizer)
+    return Encoder(tokenizer, layout, loss_on, section.get("max_length", DEFAULT_MAX_LENGTH))
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as error:  # there is none, or several of which none is the default
+        raise DataError(
+            f'The data set holds conversations, and the tokenizer "{tokenizer.name_or_path}" has no chat template. '
+            "Set data.chat_template to a template or the path of one, or use the tokenizer of a chat model."
+        ) from error
+
+
+def _nothing_to_learn(split: str, counts: Counts, encoder: Encoder) -> str:
+    found = [f"{counts.num_empty:,} are empty"] if counts.num_empty else []
+    if counts.num_without_loss:
+        found.append(f"{counts.num_without_loss:,} have nothing for data.loss_on {encoder.loss_on}")
+    if counts.num_truncated:
+        found.append(f"{counts.num_truncated:,} are truncated at data.max_length {encoder.max_length}")
+    return (
+        f"None of the {counts.num_rows:,} {split} rows has a token to learn: {'; '.join(found)}. "
+        "Check data.columns and data.loss_on, or raise data.max_length."
+    )
+
+
+def _padding_collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
+    # Padding on the left would shift the positions that models count from the row's start.
+    padding_tokenizer = copy.copy(tokenizer)
+    padding_tokenizer.padding_side = "right"
+    return DataCollatorForSeq2Seq(padding_tokenizer, label_pad_token_id=IGNORED)
+
+
+def _marked_lines(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    masks = [label == IGNORED for label in labels]
+    # The first token is never learned; in an example that is learned whole it goes with the rest.
+    masks[:1] = masks[1:2]
+    for is_masked, run in groupby(zip(masks, ids, strict=True), key=lambda pair: pair[0]):
+        for line in decode(tokenizer, [id_ for _, id_ in run]).split("\n"):
+            yield f"  {'masked ' if is_masked else 'learned'}| {line}"

@@ -1,0 +1,211 @@
+"""From an example to token ids and labels: what is learned, and where an example ends.
+
+Notes, cited where they matter:
+
+[boundary] A prompt is tokenised as it is when the model is asked to continue it. If the tokens of prompt and completion
+together begin with exactly those, they are used; where a token would reach over the boundary, the completion is
+tokenised on its own. Either way each token belongs to one side, so the loss mask is exact, and the model is trained on
+the prompt it will see. Offsets are not used: a token may start after the boundary and still depend on what follows it.
+
+[end] An example ends with one EOS, which is always learned. A truncated one does not: it did not end there.
+
+[first] No position predicts the first token. Its label is -100, so that counting labels counts predictions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hf_ckpt.errors import DataError
+from hf_ckpt.finetune import layouts
+from hf_ckpt.finetune.layouts import Conversation, Example, Layout, PromptCompletion, Text
+
+IGNORED = -100
+DEFAULT_LOSS_ON = {"text": "all", "prompt_completion": "completion", "messages": "assistant"}
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, and which of them are learned; both of length S."""
+
+    ids: list[int]
+    is_learned: list[bool]
+
+    def then(self, ids: list[int], is_learned: bool) -> Tokens:
+        """Return these tokens, extended to `ids`, which begin with them."""
+        return Tokens(ids, self.is_learned + [is_learned] * (len(ids) - len(self.ids)))
+
+
+_NONE = Tokens([], [])
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Return the text of token ids exactly as it is, special tokens included."""
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # a list only for a list of lists
+    return text
+
+
+def _code_hash() -> str:
+    files = (Path(__file__), Path(layouts.__file__))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows into token ids and labels; given to `Dataset.map`.
+
+    Attributes:
+        tokenizer: has an EOS token, and a chat template if the layout is messages.
+        layout: how the rows are read.
+        loss_on: "completion", "assistant" or "all".
+        max_length: tokens kept of an example, from its head.
+        code: hash of the code that encodes. `datasets` finds cached rows by the pickled encoder, which names its class
+            and does not hold it; rows encoded by other code must not be found.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    layout: Layout
+    loss_on: str
+    max_length: int
+    code: str = field(default_factory=_code_hash, init=False)
+
+    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Encode one row.
+
+        Returns:
+            `input_ids` and `labels` of length S <= max_length, `num_tokens`, `num_loss_tokens`, and `is_truncated`. An
+            empty example has no tokens.
+
+        Raises:
+            DataError: if the row cannot be read, or its loss mask cannot be found; the message has the row's number.
+        """
+        try:
+            tokens = self._encode(self.layout.read(row))
+        except DataError as error:
+            raise DataError(f"Row {index}: {error}") from error
+        ids = tokens.ids[: self.max_length]
+        labels = [id_ if learned else IGNORED for id_, learned in zip(ids, tokens.is_learned, strict=False)]
+        labels[:1] = [IGNORED] * len(labels[:1])  # note [first]
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "num_tokens": len(ids),
+            "num_loss_tokens": sum(label != IGNORED for label in labels),
+            "is_truncated": len(ids) < len(tokens.ids),
+        }
+
+    def _encode(self, example: Example) -> Tokens:
+        if isinstance(example, Text):
+            return self._encode_text(example)
+        if isinstance(example, PromptCompletion):
+            return self._encode_prompt_completion(example)
+        return self._encode_conversation(example)
+
+    def _encode_text(self, example: Text) -> Tokens:
+        if not example.text.strip():
+            return _NONE
+        return self._end(_NONE.then(self._ids(example.text), True))
+
+    def _encode_prompt_completion(self, example: PromptCompletion) -> Tokens:
+        if not example.completion.strip():
+            return _NONE
+        prompt = _NONE.then(self._ids(example.prompt), self.loss_on == "all")
+        whole = self._extend(prompt.ids, example.prompt, example.completion, add_special_tokens=True)
+        return self._end(prompt.then(whole, True))
+
+    def _encode_conversation(self, example: Conversation) -> Tokens:
+        messages = example.messages
+        if self.loss_on == "all":
+            return self._end(_NONE.then(self._template_ids(messages), True)) if messages else _NONE
+        # What follows the last assistant turn is neither learned nor seen by anything that is.
+        while messages and messages[-1]["role"] != "assistant":
+            messages = messages[:-1]
+        if not messages:
+            return _NONE
+        marks_turns = _GENERATION_BLOCK.search(self.tokenizer.get_chat_template())
+        return self._end((self._marked_turns if marks_turns else self._grown_turns)(messages))
+
+    def _marked_turns(self, messages: list[dict[str, Any]]) -> Tokens:
+        encoded = self._apply_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return Tokens(list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]])
+
+    def _grown_turns(self, messages: list[dict[str, Any]]) -> Tokens:
+        """Find the assistant's turns by rendering the conversation up to each one, and with it."""
+        tokens, text = _NONE, ""
+        for rendered, is_learned in self._prefixes(messages):
+            if not rendered.startswith(text):
+                raise DataError(_prefixes_disagree(text, rendered))
+            ids = self._extend(tokens.ids, text, rendered[len(text) :], add_special_tokens=False)
+            tokens, text = tokens.then(ids, is_learned), rendered
+        return tokens
+
+    def _prefixes(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant":
+                # A conversation that the assistant opens has nothing before it to render.
+                if at:
+                    yield self._apply_template(messages[:at], tokenize=False, add_generation_prompt=True), False
+                yield self._apply_template(messages[: at + 1], tokenize=False), True
+
+    def _template_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        return list(self._apply_template(messages, return_dict=True)["input_ids"])
+
+    def _apply_template(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template refuses the conversation: {error}. Its roles are "
+                f"{', '.join(message['role'] for message in messages)}. Change the data, or set data.chat_template."
+            ) from error
+
+    def _extend(self, ids: list[int], text: str, addition: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text and its continuation; they begin with the text's own `ids`, note [boundary]."""
+        together = self._ids(text + addition, add_special_tokens=add_special_tokens)
+        if together[: len(ids)] == ids:
+            return together
+        return ids + self._ids(addition, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        if add_special_tokens and ids[-1:] == [self.tokenizer.eos_token_id] and self._closes_every_text():
+            return ids[:-1]
+        return ids
+
+    def _closes_every_text(self) -> bool:
+        """Whether the tokenizer adds EOS by itself, to a prompt too. An empty text would not tell BOS from EOS."""
+        return bool(self.tokenizer.encode("a")[-1] == self.tokenizer.eos_token_id)
+
+    def _end(self, tokens: Tokens) -> Tokens:
+        """Close an example with one learned EOS, note [end].
+
+        Templates often write EOS and a line break after each turn; the line break is cut.
+        """
+        ids, eos = tokens.ids, self.tokenizer.eos_token_id
+        last = len(ids)
+        while last and ids[last - 1] != eos and not decode(self.tokenizer, ids[last - 1 : last]).strip():
+            last -= 1
+        if not last or ids[last - 1] != eos:
+            return tokens.then([*ids, eos], True)
+        return Tokens(ids[:last], [*tokens.is_learned[: last - 1], True])
+
+
+def _prefixes_disagree(shorter: str, longer: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
+    around = slice(max(0, at - 20), at + 40)
+    return (
+        "the assistant's turns cannot be told from the rest: the chat template writes the same messages as "
+        f"...{shorter[around]!r}... at first, and as ...{longer[around]!r}... when more follows. "
+        "Set data.chat_template to one that marks them with {% generation %}, or data.loss_on to all."
+    )
