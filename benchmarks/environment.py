@@ -1,0 +1,54 @@
+"""What a result must say about where it was measured."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+
+
+def describe() -> dict[str, Any]:
+    """Return command, versions, commit and hardware as JSON types."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _git("rev-parse", "HEAD"),
+        "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "hardware": _hardware(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _hardware() -> dict[str, Any]:
+    hardware: dict[str, Any] = {"machine": platform.machine(), "num_threads": torch.get_num_threads()}
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.is_file():
+        models = [line for line in cpu_info.read_text().splitlines() if line.startswith("model name")]
+        hardware["cpu"] = models[0].partition(":")[2].strip() if models else "unknown"
+        hardware["num_cpus"] = len(models)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        hardware["gpu"] = properties.name
+        hardware["gpu_memory_gib"] = properties.total_memory / 2**30
+        query = ["nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"]
+        hardware["power_limit"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return hardware

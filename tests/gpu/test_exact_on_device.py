@@ -1,0 +1,79 @@
+"""A step on a device, with and without a policy, bit by bit; the same code runs small on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hf_ckpt
+from tests import exactness, zoo
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MODELS = ["llama", "gemma3_text", "gpt2", "mixtral", "t5"]
+
+
+def on_device(model_type: str, device: str, **options: object) -> zoo.Case:
+    """Build a case of the zoo and move it."""
+    torch.manual_seed(0)
+    case = zoo.build(model_type, **options)
+    case.model.to(device)
+    return zoo.Case(**{**vars(case), "inputs": {name: value.to(device) for name, value in case.inputs.items()}})
+
+
+@pytest.fixture(autouse=True)
+def _repeatable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without this the backward of an embedding on CUDA adds in any order, and no two steps are alike.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation.*:UserWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("policy", exactness.POLICIES)
+def test_every_policy_is_exact(model_type: str, policy: str, device: str) -> None:
+    case = on_device(model_type, device, attn_implementation="eager")
+    expected = exactness.step(case)
+    assert exactness.differences(expected, exactness.step(case)) == [], "the step itself is not repeatable"
+    assert exactness.check(case, policy) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation.*:UserWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["full", "attention", "ffn", "segments_2", "nested"])
+def test_bf16_autocast_with_sdpa_is_exact(policy: str, device: str) -> None:
+    case = on_device("llama", device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = exactness.step(case)
+        mode, options = exactness.POLICIES[policy]
+        with hf_ckpt.apply(case.model, mode, **options):
+            got = exactness.step(case)
+    assert exactness.differences(expected, got) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_draws_the_same_masks_again(device: str) -> None:
+    case = on_device("gpt2", device, attn_implementation="eager", dropout=0.5)
+    expected = exactness.step(case)
+    other = exactness.step(case, seed=1)
+    assert exactness.differences(expected, other), "dropout must matter for this test to say anything"
+    assert exactness.check(case, "segments_2") == []
+
+
+@pytest.mark.gpu
+def test_full_frees_memory_on_the_device() -> None:
+    case = on_device("llama", "cuda", attn_implementation="eager", num_layers=8)
+
+    def peak(model: nn.Module) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        exactness.step(case)
+        return torch.cuda.max_memory_allocated() - before
+
+    without = peak(case.model)
+    with hf_ckpt.apply(case.model, "full"):
+        with_full = peak(case.model)
+    assert with_full < without
