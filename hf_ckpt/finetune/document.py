@@ -1,0 +1,328 @@
+"""The text of a recipe: YAML files, `extends` and overrides, read into values that know where they were written.
+
+Knows nothing of what the keys mean.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_ckpt.errors import did_you_mean
+from hf_ckpt.finetune.values import show
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was written.
+
+    Args:
+        source: the file, or the override on the command line.
+        folder: what the relative path of another recipe starts from.
+        line: counted from 1; nothing for a whole file and for an override.
+        is_file: false for an override.
+    """
+
+    source: str
+    folder: Path
+    line: int | None = None
+    is_file: bool = True
+
+    def at(self, mark: yaml.Mark) -> Place:
+        """Return the place that `mark` points at."""
+        return replace(self, line=mark.line + 1) if self.is_file else self
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value and its place. Mappings hold entries, lists hold entries, anything else is the value itself."""
+
+    value: Any
+    place: Place
+
+    def plain(self) -> Any:
+        """Return the value without places, as plain Python."""
+        if isinstance(self.value, dict):
+            return {key: entry.plain() for key, entry in self.value.items()}
+        if isinstance(self.value, list):
+            return [entry.plain() for entry in self.value]
+        return self.value
+
+
+@dataclass
+class Mistakes:
+    """What is wrong.
+
+    Args:
+        lines: one for each mistake.
+        unread: key paths of values that could not be read; they are given, though nothing is known of them.
+        is_whole: false once a file could not be read, so that what seems missing may be there.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    is_whole: bool = True
+
+    def add(self, place: Place, text: str) -> None:
+        """Note a mistake."""
+        self.extend([" ".join(f"{place}: {text}".split())])
+
+    def add_unread(self, place: Place, path: str, text: str) -> None:
+        """Note a value that could not be read."""
+        self.unread.add(path)
+        self.add(place, f"{path or 'top level'}: {text}")
+
+    def add_unread_file(self, place: Place, text: str) -> None:
+        """Note a file that could not be read."""
+        self.is_whole = False
+        self.add(place, text)
+
+    def extend(self, lines: Iterable[str]) -> None:
+        """Note the mistakes of another recipe, each once."""
+        self.lines.extend(line for line in lines if line not in self.lines)
+
+
+class _Reader(yaml.SafeLoader):
+    """Composes YAML nodes; nothing is constructed from tags.
+
+    YAML 1.1, which PyYAML follows, reads `1e-4` as text, `no` as false and `8:24` as 504. The words and numbers
+    here are those of YAML 1.2.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  # PyYAML's own name
+
+
+class _Writer(yaml.SafeDumper):
+    """Quotes whatever either version of YAML would not read as text."""
+
+
+def _set_scalars() -> None:
+    number = list("-+.0123456789")
+    scalars = (
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+        ("int", r"[-+]?[0-9]+", number),
+        ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", number),
+    )
+    for name, pattern, first in scalars:
+        for target in (_Reader, _Writer):
+            target.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"^({pattern})$"), first)
+
+
+_set_scalars()
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "tag:yaml.org,2002:str": str,
+    "tag:yaml.org,2002:null": lambda _: None,
+    "tag:yaml.org,2002:bool": lambda text: text.lower() == "true",
+    "tag:yaml.org,2002:int": int,
+    "tag:yaml.org,2002:float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+}
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+def read_document(path: Path, overrides: Iterable[str], mistakes: Mistakes) -> Entry:
+    """Read a recipe's file, the files it extends, and overrides.
+
+    Args:
+        path: the file.
+        overrides: `key.path=value`, the value in YAML.
+        mistakes: where to note what is wrong.
+
+    Returns:
+        the merged top-level mapping; empty where a file cannot be read.
+    """
+    document = _read_extended(path, (), mistakes)
+    for override in overrides:
+        document = _override(document, override, mistakes)
+    return document
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """Return `values` as YAML that reads back as the same."""
+    return yaml.dump(values, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
+
+
+def beside(place: Place, path: str) -> Path:
+    """Return where the recipe `path`, written at `place`, lies."""
+    return Path(os.path.normpath(place.folder / Path(path).expanduser()))
+
+
+def there_is_no(path: Path) -> str:
+    """Return that there is no file `path`, and which recipe beside it has nearly its name."""
+    beside_it = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    return f"there is no file {path}.{did_you_mean(path.name, beside_it)}"
+
+
+def _read_extended(path: Path, extending: tuple[Path, ...], mistakes: Mistakes) -> Entry:
+    document = _read_file(path, mistakes)
+    base = document.value.pop("extends", None)
+    if base is None:
+        return document
+    if not isinstance(base.value, str):
+        mistakes.add_unread_file(base.place, f"extends = {show(base.plain())}: expected the path of one recipe.")
+        return document
+    target, chain = beside(base.place, base.value), (*extending, path.resolve())
+    if target.resolve() in chain:
+        names = " -> ".join(link.name for link in (*chain, target))
+        mistakes.add_unread_file(base.place, f"extends = {show(base.value)}: a circle, {names}. Break it.")
+    elif not target.is_file():
+        mistakes.add_unread_file(base.place, f"extends = {show(base.value)}: {there_is_no(target)}")
+    else:
+        return _merge(_read_extended(target, chain, mistakes), document)
+    return document
+
+
+def _read_file(path: Path, mistakes: Mistakes) -> Entry:
+    place = Place(str(path), path.parent)
+    try:
+        entry = _parse(path.read_text(encoding="utf-8"), place, mistakes)
+    except FileNotFoundError:
+        mistakes.add_unread_file(place, there_is_no(path))
+    except (OSError, UnicodeDecodeError) as error:
+        mistakes.add_unread_file(place, f"a recipe is a YAML file in UTF-8, and this cannot be read: {error}.")
+    else:
+        if entry is not None and isinstance(entry.value, dict):
+            return entry
+        mistakes.is_whole = False
+        if entry is not None:
+            mistakes.add(place, "a recipe is a mapping with the sections model, data and training.")
+    return Entry({}, place)
+
+
+def _parse(text: str, place: Place, mistakes: Mistakes, path: str = "") -> Entry | None:
+    """Return what `text`, the value at `path`, holds, or nothing where it cannot be read."""
+    try:
+        # The reader refuses unprintable characters as soon as it is made.
+        root = _Reader(text).get_single_node()
+    except yaml.YAMLError as error:
+        _add_syntax_mistake(error, place, mistakes)
+        return None
+    return Entry(None, place) if root is None else _Walk(place, mistakes).entry(root, path, ())
+
+
+def _add_syntax_mistake(error: yaml.YAMLError, place: Place, mistakes: Mistakes) -> None:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    advice = ""
+    if "mapping values are not allowed" in problem or "':'" in problem:
+        advice = ' Put a value that holds ":" in quotes, and a space after the ":" of a key.'
+    elif "'\\t'" in problem:
+        advice = " Indent with spaces, not with tabs."
+    mistakes.add_unread_file(place.at(mark) if mark else place, f"not valid YAML: {problem}.{advice}")
+
+
+class _Walk:
+    """Turns nodes into entries. What cannot be read is noted and left out."""
+
+    def __init__(self, place: Place, mistakes: Mistakes) -> None:
+        self._place = place
+        self._mistakes = mistakes
+
+    def entry(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> Entry | None:
+        place = self._place.at(node.start_mark)
+        if any(node is other for other in above):
+            self._refuse(node, path, "refers to itself. Write the value out.")
+        elif isinstance(node, yaml.MappingNode) and node.tag in _COLLECTIONS:
+            return Entry(dict(self._pairs(node, path, (*above, node))), place)
+        elif isinstance(node, yaml.SequenceNode) and node.tag in _COLLECTIONS:
+            return Entry(list(self._items(node, path, (*above, node))), place)
+        elif isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
+            return self._scalar(node, path)
+        else:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            self._refuse(node, path, f"a recipe holds plain values only, and this has the tag {tag}.")
+        return None
+
+    def _items(self, node: yaml.SequenceNode, path: str, above: tuple[yaml.Node, ...]) -> Iterator[Entry]:
+        for index, item in enumerate(node.value):
+            entry = self.entry(item, f"{path}.{index}", above)
+            if entry is not None:
+                yield entry
+
+    def _pairs(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[Any, Entry]]:
+        first: dict[Any, Place] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path)
+            if key is None:
+                continue
+            key_path, place = f"{path}.{key.value}" if path else str(key.value), key.place
+            if key.value in first:
+                self._mistakes.add(place, f"{key_path}: given twice, first at {first[key.value]}. Keep one.")
+            first.setdefault(key.value, place)
+            entry = self.entry(value_node, key_path, above)
+            if entry is not None:
+                yield key.value, Entry(entry.value, place)
+
+    def _key(self, node: yaml.Node, path: str) -> Entry | None:
+        if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
+            return self._scalar(node, path)
+        self._refuse(node, path, "a key has to be a plain word.")
+        return None
+
+    def _scalar(self, node: yaml.ScalarNode, path: str) -> Entry | None:
+        if node.value == "" and node.style is None:
+            problem = "has no value. Write null if there is to be none."
+        elif "\0" in node.value:
+            problem = "holds a null character, which no name or path can."
+        else:
+            try:
+                return Entry(_SCALARS[node.tag](node.value), self._place.at(node.start_mark))
+            # A tag that does not fit, as in `!!int ten`.
+            except ValueError as error:
+                problem = f"{error}."
+        self._refuse(node, path, problem)
+        return None
+
+    def _refuse(self, node: yaml.Node, path: str, text: str) -> None:
+        self._mistakes.add_unread(self._place.at(node.start_mark), path, text)
+
+
+def _merge(base: Entry, over: Entry) -> Entry:
+    """Return `base` with `over` laid on it: mappings key by key, anything else whole."""
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for key, entry in over.value.items():
+        merged[key] = _merge(merged[key], entry) if key in merged else entry
+    return Entry(merged, over.place if over.place.is_file else base.place)
+
+
+def _override(document: Entry, override: str, mistakes: Mistakes) -> Entry:
+    place = Place(f"override {show(override)}", Path(), is_file=False)
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        mistakes.add(place, "expected key.path=value, such as training.learning_rate=1e-4.")
+        return document
+    if (listed := _list_on_the_way(document, keys)) is not None:
+        mistakes.add(place, f"{listed} is a list. Give the whole list, in YAML.")
+        return document
+    if not text.strip():
+        mistakes.add(place, f"{path}: has no value. Write null if there is to be none.")
+        return document
+    value = _parse(text, place, mistakes, path)
+    if value is None:
+        return document
+    for key in reversed(keys):
+        value = Entry({key: value}, place)
+    return _merge(document, value)
+
+
+def _list_on_the_way(document: Entry, keys: list[str]) -> str | None:
+    entry = document
+    for depth, key in enumerate(keys):
+        if isinstance(entry.value, list):
+            return ".".join(keys[:depth])
+        if not isinstance(entry.value, dict) or key not in entry.value:
+            return None
+        entry = entry.value[key]
+    return None

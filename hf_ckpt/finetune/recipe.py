@@ -1,0 +1,105 @@
+"""Recipes: a YAML file in, checked as a whole, a frozen `Recipe` out.
+
+Nothing heavy is imported: a recipe is read and refused in a fraction of a second, before any download. Knows no model,
+no data set and no device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.checks import Draft, check_keys
+from hf_ckpt.finetune.document import Mistakes, beside, read_document, there_is_no, write_yaml
+from hf_ckpt.finetune.rules import check_rules
+
+Values = Mapping[str, Any]
+
+_ORDER = ("model", "lora", "quantization", "data", "checkpointing", "training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe that was read and checked. Sections hold what was written, under upstream's own names.
+
+    Args:
+        model: `name_or_path` or `config`, and how to load it.
+        data: what to train and evaluate on.
+        training: fields of `transformers.TrainingArguments`.
+        lora: fields of `peft.LoraConfig`; nothing for a full fine-tune.
+        quantization: fields of `transformers.BitsAndBytesConfig`, if weights are quantised.
+        checkpointing: arguments of `HFCkptCallback`, if there is a policy.
+        path: the file it was read from.
+    """
+
+    model: Values
+    data: Values
+    training: Values
+    lora: Values | None = None
+    quantization: Values | None = None
+    checkpointing: Values | None = None
+    path: Path
+
+    def to_yaml(self) -> str:
+        """Return the recipe with everything resolved, as YAML that loads as an equal recipe."""
+        return write_yaml({name: dict(getattr(self, name)) for name in _ORDER if getattr(self, name) is not None})
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe and check it as a whole.
+
+    Args:
+        path: a YAML file.
+        overrides: `key.path=value`, the value in YAML, laid on the file as if another recipe extended it.
+
+    Returns:
+        The recipe, with what it extends and the overrides in it.
+
+    Raises:
+        RecipeError: one line for each mistake, with file and line, key path, value, and what to write instead.
+
+    Example:
+        >>> recipe = load_recipe("recipes/tiny_llama_lora.yaml", ["training.max_steps=10"])
+        >>> recipe.training["max_steps"]
+        10
+    """
+    return _load(Path(path), tuple(overrides), ())
+
+
+def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -> Recipe:
+    mistakes = Mistakes()
+    draft = check_keys(read_document(path, overrides, mistakes), mistakes)
+    if mistakes.is_whole:
+        check_rules(draft)
+    _check_base(draft, (*needed_by, path.resolve()))
+    if mistakes.lines:
+        raise RecipeError("\n".join(mistakes.lines))
+    return Recipe(path=path, **{name: MappingProxyType(values) for name, values in draft.sections.items()})
+
+
+def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:
+    """Check the recipe that makes the weights too, and note where it lies."""
+    written = draft.get("model.base_recipe")
+    if written is None:
+        return
+    path = beside(draft.place("model.base_recipe"), written)
+    if path.resolve() in needed_by:
+        draft.refuse("model.base_recipe", "recipes wait for each other's weights. Break the circle.")
+    elif not path.is_file():
+        draft.refuse("model.base_recipe", there_is_no(path))
+    else:
+        draft.sections["model"]["base_recipe"] = str(path.resolve())
+        draft.mistakes.extend(_mistakes_of(path, needed_by))
+
+
+def _mistakes_of(path: Path, needed_by: tuple[Path, ...]) -> list[str]:
+    try:
+        _load(path, (), needed_by)
+    except RecipeError as error:
+        return str(error).splitlines()
+    return []

@@ -1,0 +1,353 @@
+"""Limits and contradictions: what is of the right type, and still cannot be trained.
+
+Each rule notes what is wrong and what to do. Upstream would refuse most of these too, but later: after the imports,
+the download or the first step.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.finetune import upstream
+from hf_ckpt.finetune.checks import Draft
+from hf_ckpt.finetune.schema import POLICY_OPTIONS
+from hf_ckpt.finetune.values import show
+from hf_ckpt.policy import Policy
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Between which bounds a number lies; `at_least` is included, `above` and `below` are not."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def accepts(self, value: float) -> bool:
+        """Tell whether `value` lies between the bounds."""
+        return self.at_least <= value and self.above < value < self.below
+
+    def describe(self) -> str:
+        """Return the bounds in words."""
+        bounds = (("of at least", self.at_least), ("above", self.above), ("below", self.below))
+        return "a number " + " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
+
+
+_COUNT = Limit(at_least=1)
+_NOT_NEGATIVE = Limit(at_least=0)
+_POSITIVE = Limit(above=0)
+_SHARE = Limit(at_least=0, below=1)
+
+LIMITS = {
+    "model.tokenizer.train.vocab_size": Limit(at_least=259),  # 256 bytes, and where a text begins, ends and is padded
+    "model.config.vocab_size": _COUNT,
+    "model.config.hidden_size": _COUNT,
+    "model.config.num_hidden_layers": _COUNT,
+    "model.config.num_attention_heads": _COUNT,
+    "lora.r": _COUNT,
+    "lora.lora_alpha": _POSITIVE,
+    "lora.lora_dropout": _SHARE,
+    "quantization.llm_int8_threshold": _NOT_NEGATIVE,
+    "data.max_length": Limit(at_least=2),  # each token is learnt from those before it
+    "data.eval_fraction": Limit(above=0, below=1),
+    "data.max_examples": _COUNT,
+    "data.num_proc": _COUNT,
+    "data.seed": _NOT_NEGATIVE,
+    "training.per_device_train_batch_size": _COUNT,
+    "training.per_device_eval_batch_size": _COUNT,
+    "training.gradient_accumulation_steps": _COUNT,
+    "training.eval_accumulation_steps": _COUNT,
+    "training.torch_empty_cache_steps": _COUNT,
+    "training.num_train_epochs": _POSITIVE,
+    "training.learning_rate": _NOT_NEGATIVE,
+    "training.warmup_steps": _NOT_NEGATIVE,
+    "training.weight_decay": _NOT_NEGATIVE,
+    "training.max_grad_norm": _NOT_NEGATIVE,
+    "training.adam_beta1": _SHARE,
+    "training.adam_beta2": _SHARE,
+    "training.adam_epsilon": _NOT_NEGATIVE,
+    "training.label_smoothing_factor": _SHARE,
+    "training.neftune_noise_alpha": _NOT_NEGATIVE,
+    "training.logging_steps": _POSITIVE,
+    "training.eval_steps": _POSITIVE,
+    "training.save_steps": _POSITIVE,
+    "training.dataloader_num_workers": _NOT_NEGATIVE,
+    "training.ddp_timeout": _POSITIVE,
+    "training.seed": _NOT_NEGATIVE,
+    "training.data_seed": _NOT_NEGATIVE,
+}
+"""Bounds of single values, by key path."""
+
+# Clipping at infinity is how a gradient's norm is logged and left as it is.
+_MAY_BE_INFINITE = ("training.max_grad_norm",)
+
+
+def check_rules(draft: Draft) -> None:
+    """Check the bounds of values, and the values against each other."""
+    for path, limit in LIMITS.items():
+        _check_limit(draft, path, limit)
+    for rule in _RULES:
+        rule(draft)
+
+
+def _check_limit(draft: Draft, path: str, limit: Limit) -> None:
+    value = draft.get(path)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if not limit.accepts(value) and not (value == math.inf and path in _MAY_BE_INFINITE):
+        draft.refuse(path, f"expected {limit.describe()}.")
+
+
+def _names_are_not_empty(draft: Draft) -> None:
+    for path in ("model.name_or_path", "model.tokenizer", "data.path", "data.eval_path", "training.output_dir"):
+        if draft.get(path) in ("", []):
+            draft.refuse(path, "is empty. Write a name or a path.")
+
+
+# --- Model. ---
+
+
+def _model_has_one_source(draft: Draft) -> None:
+    if draft.has("model.name_or_path") and draft.has("model.config"):
+        draft.refuse(
+            "model.config",
+            "given beside model.name_or_path. Weights are either loaded or made: set one of the two to null.",
+        )
+    elif "model" in draft.sections and not draft.has("model.name_or_path") and not draft.has("model.config"):
+        draft.refuse("model", "has neither name_or_path (weights to load) nor config (weights to make). Add one.")
+
+
+def _made_weights_stand_alone(draft: Draft) -> None:
+    if not draft.has("model.config") or draft.has("model.name_or_path"):
+        return
+    for path in ("model.revision", "model.base_recipe"):
+        if draft.has(path):
+            draft.refuse(path, "belongs to model.name_or_path, but the weights are made from model.config. Remove it.")
+    if draft.has("quantization"):
+        draft.refuse(
+            "quantization", "weights are quantised as they are loaded, and model.config makes new ones. Remove it."
+        )
+    if draft.get("model.dtype") == "auto":
+        draft.refuse("model.dtype", "is the dtype of saved weights, and model.config makes new ones. Write float32.")
+    if not draft.has("model.tokenizer"):
+        draft.refuse(
+            "model.tokenizer", "missing, and model.config brings none. Add a hub id or {train: {vocab_size: 4096}}."
+        )
+
+
+def _loaded_weights_keep_their_tokenizer(draft: Draft) -> None:
+    if draft.has("model.name_or_path") and draft.get("model.tokenizer.train") is not None:
+        draft.refuse("model.tokenizer", "a new tokenizer would not fit the weights of model.name_or_path. Remove it.")
+
+
+def _config_fits_itself(draft: Draft) -> None:
+    hidden, heads = draft.get("model.config.hidden_size"), draft.get("model.config.num_attention_heads")
+    if _are_counts(hidden, heads) and hidden % heads and not draft.has("model.config.head_dim"):
+        draft.refuse("model.config.hidden_size", f"is not a multiple of num_attention_heads = {heads}.")
+    _check_order(draft, "model.tokenizer.train.vocab_size", "model.config.vocab_size")
+    _check_order(draft, "data.max_length", "model.config.max_position_embeddings")
+
+
+def _check_order(draft: Draft, small: str, large: str) -> None:
+    value, bound = draft.get(small), draft.get(large)
+    if _are_counts(value, bound) and value > bound:
+        draft.refuse(small, f"is more than {large} = {bound}. Lower it, or raise {large}.")
+
+
+# --- Adapters and quantisation. ---
+
+
+def _lora_trains(draft: Draft) -> None:
+    if draft.get("lora.inference_mode"):
+        draft.refuse("lora.inference_mode", "the adapter would be frozen, and nothing trained. Remove it.")
+    if draft.get("lora.task_type") not in (None, "CAUSAL_LM"):
+        draft.refuse("lora.task_type", "recipes train causal language models. Write CAUSAL_LM, or leave it out.")
+    if draft.get("lora.peft_type") not in (None, "LORA"):
+        draft.refuse("lora.peft_type", "the lora section is a LoraConfig. Leave it out.")
+
+
+def _lora_targets_are_named(draft: Draft) -> None:
+    target = draft.get("lora.target_modules")
+    if target == [] or (isinstance(target, list) and "all-linear" in target):
+        draft.refuse("lora.target_modules", "expected names of modules, or all-linear by itself (not in a list).")
+    elif isinstance(target, str) and target != "all-linear":
+        if difflib.SequenceMatcher(None, target.lower(), "all-linear").ratio() > 0.8:
+            draft.refuse("lora.target_modules", 'would be read as a regular expression. Did you mean "all-linear"?')
+        elif "," in target:
+            names = [name.strip() for name in target.split(",")]
+            draft.refuse("lora.target_modules", f"text is one name or a regular expression. Write {show(names)}.")
+
+
+def _quantization_is_one_kind(draft: Draft) -> None:
+    kinds = ["quantization.load_in_4bit", "quantization.load_in_8bit"]
+    if not draft.has("quantization"):
+        return
+    if all(draft.get(kind) for kind in kinds):
+        draft.refuse(kinds[1], "load_in_4bit is true as well. Keep one.")
+    elif all(draft.get(kind) is False or not draft.has(kind) for kind in kinds):
+        draft.refuse("quantization", "quantises nothing. Set load_in_4bit or load_in_8bit to true, or remove it.")
+    if not draft.has("lora"):
+        draft.refuse(
+            "quantization", "quantised weights cannot be trained by themselves. Add a lora section, or remove it."
+        )
+
+
+# --- Data. ---
+
+
+def _loss_suits_format(draft: Draft) -> None:
+    loss, form = draft.get("data.loss_on"), draft.get("data.format")
+    impossible = {
+        ("completion", "text"): "plain text has no completion",
+        ("assistant", "text"): "plain text has no turns",
+        ("assistant", "prompt_completion"): "prompt and completion are no turns; use completion",
+        ("completion", "messages"): "messages have turns; use assistant",
+    }
+    if (loss, form) in impossible:
+        draft.refuse(
+            "data.loss_on", f"with data.format = {show(form)}: {impossible[loss, form]}. Use all for every token."
+        )
+
+
+def _evaluation_data_has_one_source(draft: Draft) -> None:
+    for path in ("data.eval_path", "data.eval_split"):
+        if draft.has("data.eval_fraction") and draft.has(path):
+            draft.refuse(
+                "data.eval_fraction", f"given beside {path}. Evaluate on one of the two: set the other to null."
+            )
+
+
+def _evaluation_has_data(draft: Draft) -> None:
+    if any(draft.has(f"data.{key}") for key in ("eval_path", "eval_split", "eval_fraction")):
+        return
+    for path, is_asked in (
+        ("training.eval_strategy", draft.get("training.eval_strategy", "no") != "no"),
+        ("training.do_eval", draft.get("training.do_eval")),
+        ("training.eval_on_start", draft.get("training.eval_on_start")),
+    ):
+        if is_asked:
+            draft.refuse(
+                path, "there is nothing to evaluate on. Add data.eval_fraction, data.eval_split or data.eval_path."
+            )
+
+
+# --- Training. ---
+
+
+def _precision_is_one(draft: Draft) -> None:
+    for first, second in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
+        if draft.get(f"training.{first}") and draft.get(f"training.{second}"):
+            draft.refuse(f"training.{second}", f"training.{first} is true as well. Keep one.")
+    dtype = draft.get("model.dtype")
+    if draft.get("training.fp16") and dtype in ("float16", "bfloat16") and not draft.has("lora"):
+        draft.refuse(
+            "training.fp16", f"needs float32 weights to scale gradients, and model.dtype is {dtype}. Use float32."
+        )
+
+
+def _steps_are_whole(draft: Draft) -> None:
+    for path in ("training.logging_steps", "training.eval_steps", "training.save_steps"):
+        value = draft.get(path)
+        if isinstance(value, float) and value > 1 and not value.is_integer():
+            draft.refuse(path, "expected a whole number of steps, or a share of all steps below 1.")
+    limit = draft.get("training.max_steps")
+    if isinstance(limit, int) and limit < 1 and limit != -1:
+        draft.refuse("training.max_steps", "expected a whole number of at least 1, or -1 for no limit.")
+
+
+def _best_model_can_be_known(draft: Draft) -> None:
+    evaluation, saving = (_training(draft, f"{kind}_strategy") for kind in ("eval", "save"))
+    is_wanted = draft.get("training.load_best_model_at_end")
+    if evaluation == "no":
+        if is_wanted:
+            draft.refuse("training.load_best_model_at_end", "needs training.eval_strategy: steps or epoch.")
+        elif saving == "best":
+            draft.refuse("training.save_strategy", "needs training.eval_strategy: steps or epoch.")
+        elif _training(draft, "lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy"):
+            draft.refuse("training.lr_scheduler_type", "needs training.eval_strategy: steps or epoch.")
+    elif is_wanted and saving not in (evaluation, "best"):
+        draft.refuse(
+            "training.load_best_model_at_end",
+            f"needs equal strategies, but eval_strategy is {show(evaluation)} and save_strategy {show(saving)}.",
+        )
+    elif is_wanted and evaluation == saving == "steps":
+        _check_saved_steps_are_evaluated(draft)
+
+
+def _check_saved_steps_are_evaluated(draft: Draft) -> None:
+    save = _training(draft, "save_steps")
+    evaluate = _training(draft, "eval_steps") or _training(draft, "logging_steps")
+    if not (0 < save < math.inf and 0 < evaluate < math.inf):
+        return
+    ratio = save / evaluate
+    if (save < 1) != (evaluate < 1) or not math.isclose(ratio, round(ratio), abs_tol=1e-6):
+        draft.refuse(
+            "training.load_best_model_at_end",
+            f"needs save_steps = {save:g} to be a multiple of eval_steps = {evaluate:g}, in the same unit.",
+        )
+
+
+def _prefetching_has_workers(draft: Draft) -> None:
+    if draft.has("training.dataloader_prefetch_factor") and not _training(draft, "dataloader_num_workers"):
+        draft.refuse("training.dataloader_prefetch_factor", "needs training.dataloader_num_workers of at least 1.")
+
+
+# --- Activation checkpointing. ---
+
+
+def _policy_can_be_read(draft: Draft) -> None:
+    policy = draft.get("checkpointing.policy")
+    if policy is None:
+        return
+    options = {name: draft.get(f"checkpointing.{name}") for name in POLICY_OPTIONS}
+    try:
+        Policy.parse(policy, **{name: value for name, value in options.items() if value is not None})
+    except PolicyError as error:
+        draft.refuse("checkpointing.policy", str(error))
+
+
+def _one_plan_governs(draft: Draft) -> None:
+    if not draft.has("checkpointing"):
+        return
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if draft.get(f"training.{name}"):
+            draft.refuse(
+                f"training.{name}", "given beside a checkpointing section, which governs. Remove one of the two."
+            )
+        if draft.get(f"training.{name}_kwargs"):
+            draft.refuse(f"training.{name}_kwargs", "has no effect beside a checkpointing section. Remove it.")
+
+
+_RULES: tuple[Callable[[Draft], None], ...] = (
+    _names_are_not_empty,
+    _model_has_one_source,
+    _made_weights_stand_alone,
+    _loaded_weights_keep_their_tokenizer,
+    _config_fits_itself,
+    _lora_trains,
+    _lora_targets_are_named,
+    _quantization_is_one_kind,
+    _loss_suits_format,
+    _evaluation_data_has_one_source,
+    _evaluation_has_data,
+    _precision_is_one,
+    _steps_are_whole,
+    _best_model_can_be_known,
+    _prefetching_has_workers,
+    _policy_can_be_read,
+    _one_plan_governs,
+)
+
+
+def _training(draft: Draft, name: str) -> Any:
+    """Return a value of the training section, or its default."""
+    return draft.get(f"training.{name}", upstream.training_keys()[name].default)
+
+
+def _are_counts(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)
