@@ -7,7 +7,7 @@ or an ffn; a list inside a layer of another stack (experts, sub-layers) is no st
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -113,7 +113,7 @@ def find_layers(
         ('model.layers', ('self_attn',), ('mlp',))
     """
     names = {"attention": attention, "ffn": ffn}
-    lists = _named_lists(model, layers) if layers is not None else list(_found_lists(model, names))
+    lists = _named_lists(model, layers) if layers is not None else _found_lists(model, names)
     if not lists:
         raise StructureError(
             f"No decoder layers were found in {type(model).__name__}. {_seen(model)} "
@@ -145,23 +145,36 @@ def _module_lists(model: nn.Module) -> Iterator[tuple[str, Sequence[nn.Module]]]
             yield path, list(module.values())
 
 
-def _found_lists(model: nn.Module, names: dict[str, str | None]) -> Iterator[tuple[str, Sequence[nn.Module]]]:
-    """Yield the outermost lists of layers."""
+def _found_lists(model: nn.Module, names: dict[str, str | None]) -> list[tuple[str, Sequence[nn.Module]]]:
+    """Return the outermost lists of layers; where there are none, of anything that mixes positions."""
+    return list(_outermost_lists(model, names, _is_layer)) or list(_outermost_lists(model, names, _mixes_positions))
+
+
+def _outermost_lists(
+    model: nn.Module, names: dict[str, str | None], is_layer: Callable[[nn.Module, dict[str, str | None]], bool]
+) -> Iterator[tuple[str, Sequence[nn.Module]]]:
     inside: set[nn.Module] = set()
     for path, modules in _module_lists(model):
-        if modules[0] in inside or not any(_is_layer(module, names) for module in modules):
+        if modules[0] in inside or not any(is_layer(module, names) for module in modules):
             continue
         yield path, modules
         inside.update(child for module in modules for child in module.modules())
 
 
 def _is_layer(module: nn.Module, names: dict[str, str | None]) -> bool:
-    """Whether a list of such modules is a stack: it mixes positions, or it is a checkpointing layer with an ffn."""
-    if not any(True for _ in module.children()):
-        return False
+    """Whether a module is a layer: one that transformers can checkpoint, or one with an attention and an ffn.
+
+    Blocks of convolutions and single attentions in image tokenizers are no layers.
+    """
     attention, ffn, _ = _parts(module, names)
     has_ffn = bool(ffn) or _has_inline_ffn(list(_children(module)), ())
-    return bool(attention) or (has_ffn and hasattr(module, "gradient_checkpointing"))
+    if hasattr(module, "gradient_checkpointing"):
+        return bool(attention) or has_ffn
+    return bool(attention) and has_ffn
+
+
+def _mixes_positions(module: nn.Module, names: dict[str, str | None]) -> bool:
+    return bool(_parts(module, names)[0])
 
 
 def _stack(model: nn.Module, path: str, modules: Sequence[nn.Module], names: dict[str, str | None]) -> Stack:

@@ -1,0 +1,89 @@
+"""Loss and gradients of one step, with and without a policy, to be compared bit by bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+import hf_ckpt
+from tests import zoo
+
+POLICIES: dict[str, tuple[object, dict[str, object]]] = {
+    "none": ("none", {}),
+    "full": ("full", {}),
+    "attention": ("attention", {}),
+    "ffn": ("ffn", {}),
+    "every_2": ("full", {"every_n_layers": 2}),
+    "segments_2": ("full", {"segment_size": 2}),
+    "segments_sqrt": ("full", {"segment_size": "sqrt"}),
+    "nested": ("full", {"segment_size": 3, "nested": True}),
+    "mixed": ([{"layers": "0:1", "mode": "full"}, {"layers": "-1:", "mode": "attention"}], {}),
+}
+RECOMPUTING = [name for name in POLICIES if name != "none"]
+
+Result = tuple[Tensor, dict[str, Tensor | None]]
+
+
+def build(model_type: str, *, seed: int = 0, **options: object) -> zoo.Case:
+    """Build a case of the zoo, the same one after the same seed."""
+    torch.manual_seed(seed)
+    return zoo.build(model_type, **options)
+
+
+def apply(model: nn.Module, policy: str) -> hf_ckpt.patch.Applied:
+    """Put one of `POLICIES` in force."""
+    mode, options = POLICIES[policy]
+    return hf_ckpt.apply(model, mode, **options)
+
+
+def step(case: zoo.Case, seed: int = 0) -> Result:
+    """Run forward and backward once and return the loss and the gradients by parameter name."""
+    case.model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = zoo.loss(case.model, case.inputs)
+    loss.backward()
+    return loss.detach(), gradients(case.model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return a copy of the gradients by parameter name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def differences(expected: Result, got: Result) -> list[str]:
+    """Name what differs by a bit between two results of `step`."""
+    names = [] if torch.equal(expected[0], got[0]) else ["loss"]
+    for name, gradient in expected[1].items():
+        other = got[1][name]
+        same = other is None if gradient is None else other is not None and torch.equal(gradient, other)
+        if not same:
+            names.append(name)
+    return names
+
+
+def check(case: zoo.Case, policy: str, run: Callable[[zoo.Case], Result] = step) -> list[str]:
+    """Return what a policy changes in a step of this case."""
+    expected = run(case)
+    with apply(case.model, policy):
+        return differences(expected, run(case))
+
+
+@contextmanager
+def counted_entries(model: nn.Module) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Count the forward entries of every module by its name, those of forward and those of backward apart."""
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+
+    def count(name: str) -> Callable[..., None]:
+        return lambda *_: (backward if torch._C._current_graph_task_id() != -1 else forward).update([name])
+
+    hooks = [module.register_forward_pre_hook(count(name)) for name, module in model.named_modules()]
+    try:
+        yield forward, backward
+    finally:
+        for hook in hooks:
+            hook.remove()
