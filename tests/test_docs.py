@@ -64,6 +64,7 @@ def blocks_of_all(languages: set[str]) -> list[Any]:
 
 
 def prepared_names(folder: Path) -> dict[str, object]:
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
     config = LlamaConfig(
@@ -76,6 +77,7 @@ def prepared_names(folder: Path) -> dict[str, object]:
             output_dir=str(folder / "runs"), max_steps=2, report_to=[], save_strategy="no", use_cpu=True
         ),
         "data": [{"input_ids": tokens, "labels": tokens}] * 16,
+        "batch": {"input_ids": torch.tensor([tokens]), "labels": torch.tensor([tokens])},
     }
 
 
