@@ -6,19 +6,19 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt import reporters
+from hf_ckpt import reporters, use_cache
 from hf_ckpt.errors import PlanMismatchError, PolicyError
 from hf_ckpt.figures import StepClock, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
-from hf_ckpt.input_gradients import InputGradients, are_wanted
+from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.patch import Applied, apply, remove
-from hf_ckpt.plans import Plan
+from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_engine
 from hf_ckpt.use_cache import UseCache
@@ -43,8 +43,8 @@ class HFCkptCallback(TrainerCallback):
         layers: dotted path of the layer list, or several, where they cannot be found by structure.
         attention: attribute name, in each layer, of the attention.
         ffn: attribute name, in each layer, of the ffn.
-        input_require_grads: whether the embeddings' output requires gradients; None decides: on PEFT models, unless
-            it would only cost.
+        input_require_grads: whether the embeddings' output requires gradients; None decides for PEFT models: on,
+            unless it would only cost.
         on_mismatch: `"error"` stops the run when the first step shows another recomputation than planned or a lost
             gradient; `"warn"` warns.
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
@@ -89,12 +89,11 @@ class HFCkptCallback(TrainerCallback):
             "nested": nested,
             "skip_frozen": skip_frozen,
         }
-        self._policy = policy if isinstance(policy, Plan) else Policy.parse(policy, **shorthand)
+        self._policy = parse(policy, **shorthand)
         self._structure: dict[str, Any] = {"layers": layers, "attention": attention, "ffn": ffn}
         self._input_require_grads = input_require_grads
         self._on_mismatch = on_mismatch
         self._strict_resume = strict_resume
-        self._use_cache: UseCache | None = None
         self._run: _Run | None = None
         self._report: dict[str, float] = {}
         self.plan: Plan | None = None
@@ -109,19 +108,19 @@ class HFCkptCallback(TrainerCallback):
         model = kwargs.get("model")
         if model is not None:
             _remove_leftover(model)
-            self._use_cache = UseCache(model)
+            use_cache.record(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Apply the policy to the model as it will be trained."""
+        # Asked again: a callback that is added to a Trainer later has not seen on_init_end.
+        check_engine(args)
         model: nn.Module = kwargs["model"]
         _remove_leftover(model)
-        self._run = None
-        if self._use_cache is None or not self._use_cache.covers(model):
-            self._use_cache = UseCache(model)
+        use_cache.bring_back(model)
         _say_who_governs(args)
-        self._run = _Run(model, self._policy, self._structure, self._input_require_grads, self._use_cache)
+        self._run = _Run(model, self._policy, self._structure, self._input_require_grads)
         self.plan = self._run.applied.plan
         if state.is_world_process_zero:
             logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
@@ -172,12 +171,12 @@ class HFCkptCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Put the model back as it was found."""
-        run = self._running()
-        self._send_report(run, args, state, control)
-        self._stop(run)
+        if self._run is not None:
+            self._send_report(self._run, args, state, control)
+            self._stop(self._run)
 
     def _running(self) -> _Run:
-        if self._run is None:
+        if self._run is None or self._run.is_removed:
             raise PlanMismatchError(
                 "A training event came, but no plan is in force: it was removed while training ran, or this callback "
                 "was added after training had begun. Pass HFCkptCallback to the Trainer before train()."
@@ -196,21 +195,21 @@ class HFCkptCallback(TrainerCallback):
         reporters.send(self._report, args, state, control, run.model)
 
     def _compare_with_checkpoint(self, args: TrainingArguments, state: TrainerState) -> None:
-        saved = _checkpoint_folder(args, state) / PLAN_FILE
         run = self._running()
-        if not state.global_step or not saved.is_file():
+        if not state.global_step:
             return
-        if Plan.from_json(saved.read_text()) == run.applied.plan:
+        saved = _resumed_folder(args, state) / PLAN_FILE
+        if saved.is_file() and Plan.from_json(saved.read_text()) == run.applied.plan:
             return
-        message = f"{saved} was written under another plan."
+        message = f"{saved} was written under another plan." if saved.is_file() else f"There is no {saved}."
         if self._strict_resume:
             self._stop(run)
-            raise PlanMismatchError(f"{message} Use the policy of that run, or leave strict_resume out.")
-        logger.info("%s Results do not change, memory does.", message)
-
-
-class _Undoable(Protocol):
-    def restore(self) -> None: ...
+            raise PlanMismatchError(
+                f"strict_resume asks for the plan of the run that is resumed. {message} Use the policy of that run, "
+                "or leave strict_resume out."
+            )
+        if saved.is_file():
+            logger.info("%s Results do not change, memory does.", message)
 
 
 class _Run:
@@ -222,21 +221,21 @@ class _Run:
         policy: Policy | Plan,
         structure: dict[str, Any],
         input_require_grads: bool | None,
-        use_cache: UseCache,
     ) -> None:
         self.model = model
         self.is_reported = False
+        self.is_removed = False
         self._stacks: tuple[Stack, ...] = find_layers(model, **structure)
         self.applied: Applied = apply(model, policy, **structure)
-        self._use_cache = use_cache
-        self._use_cache.restore()
-        self._clock = StepClock(model)
-        undoable: list[_Undoable] = [use_cache, self._clock]
-        if are_wanted(model, self._stacks, input_require_grads):
-            undoable.append(InputGradients(model))
-        for part in undoable:
-            self.applied.on_remove(part.restore)
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self._stacks)
+        self._use_cache = UseCache(model)
+        self._clock = StepClock(model)
+        # The plan's own removal, which needs no handle, undoes all of it.
+        for undo in (self._note_removal, self._first_step.stop, self._use_cache.restore, self._clock.restore):
+            self.applied.on_remove(undo)
+        is_on = choose(model, self._stacks, input_require_grads)
+        if is_on is not None:
+            self.applied.on_remove(InputGradients(model, is_on).restore)
 
     def start_step(self) -> None:
         self._use_cache.off()
@@ -263,15 +262,17 @@ class _Run:
         return {f"ckpt/{name}": value for name, value in figures.items()}
 
     def remove(self) -> None:
-        if self._first_step is not None:
-            self._first_step.stop()
         self.applied.remove()
+
+    def _note_removal(self) -> None:
+        self.is_removed = True
 
 
 def _remove_leftover(model: nn.Module) -> None:
     if remove(model):
         logger.info(
-            "A plan of an interrupted run was still on the model; it was removed, and use_cache is the user's again."
+            "A plan was still on the model, as an interrupted run leaves one; it was removed, and use_cache is the "
+            "user's again."
         )
 
 
@@ -292,6 +293,15 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     return _output_folder(args) / f"checkpoint-{state.global_step}"
 
 
+def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    # An argument of Trainer.train() is not passed on to callbacks; without it the usual place is looked at.
+    named = args.resume_from_checkpoint
+    return Path(named) if named and Path(named).is_dir() else _checkpoint_folder(args, state)
+
+
 def _write_plan(plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLAN_FILE).write_text(plan.to_json() + "\n")
+    # A run that is killed here must not leave half a plan, which would stop the next one.
+    half = folder / f"{PLAN_FILE}.part"
+    half.write_text(plan.to_json() + "\n")
+    half.replace(folder / PLAN_FILE)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.input_gradients import embeddings_of
+from hf_ckpt.input_gradients import input_embeddings
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
@@ -34,9 +34,10 @@ class StepClock:
         self._num_steps = 0
         self._tokens_in_step = 0
         self._started: float | None = None
-        self._hooks: list[RemovableHandle] = [
-            embeddings.register_forward_pre_hook(self._count) for embeddings in embeddings_of(model)[:1]
-        ]
+        embeddings = input_embeddings(model)
+        self._hook: RemovableHandle | None = None
+        if embeddings is not None:
+            self._hook = embeddings.register_forward_pre_hook(self._count)
 
     def start_step(self) -> None:
         """A step begins."""
@@ -54,16 +55,19 @@ class StepClock:
         self._started = None
 
     def restore(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Take the hook off."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def tokens_per_sec(self) -> float | None:
-        """Return tokens per second of this process, or None before the second step has ended."""
-        return self.num_tokens / self.seconds if self.seconds else None
+        """Return tokens per second of this process, or None where none were counted after the first step."""
+        return self.num_tokens / self.seconds if self.num_tokens else None
 
     def _count(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            # A changing count would be compiled in, again at each step.
+            return
         if module.training and torch.is_grad_enabled() and args and isinstance(args[0], Tensor):
             self._tokens_in_step += args[0].numel()
 

@@ -7,7 +7,7 @@ outputs tell whether a gradient came by at all. Nothing here relies on the regio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,9 @@ from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
 from hf_ckpt.regions.call import tensors_of
 
+_SHOWN = 4
+"""Parameters that a message names; more would bury the sentence."""
+
 
 class FirstStep:
     """Watches one optimizer step, from `start` to `finish`.
@@ -31,28 +34,27 @@ class FirstStep:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> None:
-        self._model = model
         self._layers = [
             (stack, layer, entry)
             for stack, planned in zip(stacks, plan.stacks, strict=True)
             for layer, entry in zip(stack.layers, planned.layers, strict=True)
         ]
+        self._owners = _owners_of_trainable(model)
         self._hooks: list[RemovableHandle] = []
         self._entries: Counter[tuple[int, str, bool]] = Counter()
         self._has_gradient: set[nn.Module] = set()
+        self._is_cut_off: set[nn.Module] = set()
         self._accumulated: set[nn.Parameter] = set()
 
     def start(self) -> None:
         """Place the hooks."""
         for number, (_, layer, _) in enumerate(self._layers):
-            self._hooks.append(layer.module.register_forward_hook(self._watch_output))
             for region, module in _probes(layer):
                 self._hooks.append(module.register_forward_pre_hook(partial(self._count, (number, region))))
-        for module in _trainable_leaves(self._model):
+        for module in self._watched():
             self._hooks.append(module.register_forward_hook(self._watch_output))
-        for parameter in self._model.parameters():
-            if parameter.requires_grad and parameter.is_leaf:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
+        for parameter in {parameter for named in self._owners.values() for parameter in named.values()}:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Take the hooks off."""
@@ -65,69 +67,74 @@ class FirstStep:
         self.stop()
         return [*self._recomputation_faults(), *self._gradient_faults()]
 
+    def _watched(self) -> set[nn.Module]:
+        regions = {
+            module
+            for _, layer, _ in self._layers
+            for region in ("layer", "attention", "ffn")
+            for module in _modules_of(layer, region)
+        }
+        return regions | self._owners.keys()
+
     def _count(self, key: tuple[int, str], module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
+        if _is_seen():
             self._entries[*key, _in_backward()] += 1
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _in_backward() or not torch.is_grad_enabled():
+        if _in_backward() or not _is_seen():
             return
-        for tensor in tensors_of(output):
+        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        for tensor in floating:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note_gradient, module))  # type: ignore[no-untyped-call]
+        if floating and not any(tensor.requires_grad for tensor in floating):
+            self._is_cut_off.add(module)
 
     def _note_gradient(self, module: nn.Module, gradient: Tensor) -> None:
         self._has_gradient.add(module)
 
     def _recomputation_faults(self) -> Iterator[str]:
-        seen: dict[str, list[str]] = {}
+        seen: dict[tuple[str, str], list[int]] = {}
         for number, (stack, layer, entry) in enumerate(self._layers):
-            fault = self._fault_of(number, layer, entry) if layer.module in self._has_gradient else None
-            if fault is not None:
-                seen.setdefault(f"{stack.path}: {fault}", []).append(str(layer.layer_idx))
-        for fault, indices in seen.items():
-            where, _, what = fault.partition(": ")
-            yield f"Layer{'s' if len(indices) > 1 else ''} {', '.join(indices)} of {where} {what}"
+            for fault in self._faults_of(number, layer, entry):
+                seen.setdefault((stack.path, fault), []).append(layer.layer_idx)
+        for (path, fault), indices in seen.items():
+            several = len(indices) > 1
+            yield f"Layer{'s' * several} {_listed(indices)} of {path} {'are' if several else 'is'} {fault}"
 
-    def _fault_of(self, number: int, layer: Layer, entry: LayerPlan) -> str | None:
+    def _faults_of(self, number: int, layer: Layer, entry: LayerPlan) -> Iterator[str]:
         for region, is_planned in _planned(layer, entry):
             forward, backward = (self._entries[number, region, in_backward] for in_backward in (False, True))
-            if not forward or bool(backward) == is_planned:
-                continue
-            which = "its forward" if region == "layer" else f"the forward of its {region}"
-            if is_planned:
-                return (
-                    f'set to "{entry.mode}", but {which} ran once in step 1 (twice expected). Its checkpoint '
-                    "function was replaced after the policy was applied. Apply the policy after that call."
+            what = "a forward" if region == "layer" else f"the forward of {region}"
+            if backward and not is_planned:
+                yield (
+                    f'set to "{entry.mode}", but {what} ran again in the backward of step 1. Another library\'s '
+                    "activation checkpointing is on beside the plan. Turn it off."
                 )
-            return (
-                f'set to "{entry.mode}", but {which} ran twice in step 1 (once expected). Another library\'s '
-                "activation checkpointing is on beside the plan. Turn it off."
-            )
-        return None
+                return
+            # Without a gradient at its output a region has no backward, and so no reason to be recomputed.
+            reached = not self._has_gradient.isdisjoint(_modules_of(layer, region))
+            if is_planned and forward and not backward and reached:
+                yield (
+                    f'set to "{entry.mode}", but {what} ran once in step 1 (twice expected). Its checkpoint function '
+                    "was replaced after the policy was applied. Apply the policy after that call."
+                )
 
     def _gradient_faults(self) -> Iterator[str]:
-        lost = [
-            name
-            for module, names in _trainable_leaves(self._model).items()
-            if module in self._has_gradient
-            for name, parameter in names
-            if parameter.grad is None and parameter not in self._accumulated
-        ]
+        lost: dict[str, nn.Parameter] = {}
+        for module in self._owners.keys() & (self._has_gradient | self._is_cut_off):
+            lost.update((name, p) for name, p in self._owners[module].items() if not self._got_gradient(p))
         if lost:
+            names = sorted(lost)
             yield (
-                f"{len(lost)} trainable parameters got no gradient in step 1 although a gradient reached the output of "
-                f"their module: {', '.join(lost[:4])}{' ...' if len(lost) > 4 else ''}. Something between forward and "
-                "backward detached or replaced them."
+                f"{len(lost)} trainable parameter{'s' * (len(lost) > 1)} got no gradient in step 1 although the module "
+                f"ran: {_listed(names[:_SHOWN])}{' ...' * (len(lost) > _SHOWN)}. Its output does not depend on "
+                f"{'them' if len(lost) > 1 else 'it'}: is an adapter disabled, or something detached?"
             )
-        for stack, layer, _ in self._layers:
-            own = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
-            reached = layer.module in self._has_gradient
-            if own and reached and not any(p.grad is not None or p in self._accumulated for p in own):
-                yield (
-                    f"Layer {layer.layer_idx} of {stack.path} has {len(own)} trainable parameters, but none got a "
-                    "gradient in step 1. Its output does not depend on them: is an adapter disabled or detached?"
-                )
+
+    def _got_gradient(self, parameter: nn.Parameter) -> bool:
+        # Some engines have taken the gradient away by now.
+        return parameter.grad is not None or parameter in self._accumulated
 
 
 def _probes(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
@@ -135,16 +142,29 @@ def _probes(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
 
     The children of a part are asked, not the part: a part that is recomputed is entered once, its children twice.
     """
-    for child in layer.module.children():
-        yield "layer", child
-    for part in ("attention", "ffn"):
-        for name in getattr(layer, part):
-            for child in layer.module.get_submodule(name).children():
-                yield part, child
+    for region in ("layer", "attention", "ffn"):
+        for module in _modules_of(layer, region):
+            for child in _called_children(module):
+                yield region, child
+
+
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        # Lists have no forward of their own (T5 keeps the parts of a layer in one).
+        yield from _called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
+
+
+def _modules_of(layer: Layer, region: str) -> list[nn.Module]:
+    if region == "layer":
+        return [layer.module]
+    return [layer.module.get_submodule(name) for name in getattr(layer, region)]
 
 
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
     """Return which regions of a layer should run again in backward, and which should not."""
+    if hasattr(layer.module, "backward_pass"):
+        # A reversible layer (Reformer's) recomputes by itself, under any plan.
+        return []
     match entry.mode:
         case Mode.FULL:
             return [("layer", True)]
@@ -156,17 +176,33 @@ def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
             return [("attention", entry.mode is Mode.ATTENTION), ("ffn", entry.mode is Mode.FFN)]
 
 
-def _trainable_leaves(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """Return the modules without children that own trainable parameters, with the parameters' names.
+def _owners_of_trainable(model: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
+    """Return the modules whose output depends on trainable parameters whenever they run, with those parameters.
 
-    A module with children may own parameters that it does not use in every forward.
+    These are modules without children, and modules around a frozen one of their own (PEFT's `base_layer`). Of other
+    modules with children it is not known: a mixture has idle experts.
     """
-    leaves: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+    owners: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
-        named = [(f"{path}.{name}", p) for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if named and not any(True for _ in module.children()):
-            leaves[module] = named
-    return leaves
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            names = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
+        elif not any(True for _ in module.children()):
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+        else:
+            continue
+        named = {f"{path}.{name}".lstrip("."): module.get_parameter(name) for name in names}
+        if trainable := {name: p for name, p in named.items() if p.requires_grad and p.is_leaf}:
+            owners[module] = trainable
+    return owners
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _is_seen() -> bool:
+    # A compiled graph runs no hooks: there nothing is counted, and so nothing is held against the plan.
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _in_backward() -> bool:

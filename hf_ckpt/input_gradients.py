@@ -1,6 +1,6 @@
 """Gradients of the embeddings' output, which PEFT users ask for beside activation checkpointing.
 
-transformers' `enable_input_require_grads` does the same with a closure, after which the model can no longer be
+transformers' `enable_input_require_grads` switches them on with a closure, after which the model can no longer be
 pickled, and leaves attributes behind.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,31 +22,43 @@ logger = logging.getLogger(__name__)
 
 
 class InputGradients:
-    """Hooks that make the embeddings' output require gradients in training."""
+    """A hook that decides, in training, whether the output of the input embeddings requires gradients.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._hooks: list[RemovableHandle] = [
-            embeddings.register_forward_hook(_require_grad) for embeddings in embeddings_of(model)
-        ]
+    Args:
+        model: the model that is trained.
+        is_on: switch them on, or off where another library has switched them on.
+    """
+
+    def __init__(self, model: nn.Module, is_on: bool) -> None:
+        embeddings = input_embeddings(model)
+        self._hook: RemovableHandle | None = None
+        if embeddings is not None:
+            # Placed last, so that it sees what the hook of `enable_input_require_grads` has done.
+            self._hook = embeddings.register_forward_hook(partial(_set_requires_grad, is_on))
 
     def restore(self) -> None:
-        """Take the hooks off again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Take the hook off again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
-def are_wanted(model: nn.Module, stacks: Sequence[Stack], asked: bool | None) -> bool:
-    """Decide whether to ask for gradients of the embeddings' output, and say the choice and its price.
+def choose(model: nn.Module, stacks: Sequence[Stack], asked: bool | None) -> bool | None:
+    """Decide whether the embeddings' output should require gradients, and say the choice and its price.
 
     Args:
         model: the model that is trained.
         stacks: its stacks.
-        asked: the user's choice; None decides: on PEFT models, unless the first trainable parameter is in a later
+        asked: the user's choice; None decides: on for PEFT models, unless the first trainable parameter is in a later
             layer, where it would make the frozen layers below keep activations and run backward for nothing.
+
+    Returns:
+        On, off, or None to leave a model without PEFT as it is.
     """
-    if asked is not None or not _is_peft(model):
-        return bool(asked)
+    if asked is not None:
+        return asked
+    if not _is_peft(model):
+        return None
     language = next((stack for stack in stacks if "language" in stack.roles), stacks[0])
     first = next((layer.layer_idx for layer in language.layers if layer.needs_gradient), None)
     if first == 0:
@@ -61,9 +74,8 @@ def are_wanted(model: nn.Module, stacks: Sequence[Stack], asked: bool | None) ->
     return False
 
 
-def embeddings_of(model: nn.Module) -> list[nn.Module]:
-    """Return the input embeddings of a model and of the models inside it, each once."""
-    found: dict[int, nn.Module] = {}
+def input_embeddings(model: nn.Module) -> nn.Module | None:
+    """Return the input embeddings of a model, or those of the outermost model inside it that has some."""
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
@@ -73,14 +85,17 @@ def embeddings_of(model: nn.Module) -> list[nn.Module]:
             # A model without token embeddings says so in this way.
             continue
         if isinstance(embeddings, nn.Module):
-            found[id(embeddings)] = embeddings
-    return list(found.values())
+            return embeddings
+    return None
 
 
 def _is_peft(model: nn.Module) -> bool:
     return any(hasattr(module, "peft_config") for module in model.modules())
 
 
-def _require_grad(module: nn.Module, args: Any, output: Any) -> None:
-    if isinstance(output, Tensor) and output.is_floating_point() and module.training and torch.is_grad_enabled():
-        output.requires_grad_(True)
+def _set_requires_grad(is_on: bool, module: nn.Module, args: Any, output: Any) -> None:
+    if not (isinstance(output, Tensor) and output.is_floating_point() and module.training and torch.is_grad_enabled()):
+        return
+    # A tensor that was computed from trainable embeddings keeps its gradient in any case.
+    if output.is_leaf:
+        output.requires_grad_(is_on)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.layers import Layer, Stack, find_layers
-from hf_ckpt.plans import LayerPlan, Plan, resolve
-from hf_ckpt.policy import Mode, Policy, SegmentSize
+from hf_ckpt.plans import LayerPlan, Plan, parse, resolve
+from hf_ckpt.policy import Mode, SegmentSize
 from hf_ckpt.refusals import check_exact, check_model
 from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
+from hf_ckpt.regions.call import is_cache
 from hf_ckpt.regions.recompute import recompute, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 
@@ -58,11 +58,11 @@ class _Change:
         setattr(self.module, self.name, self.ours)
 
     def undo(self) -> None:
-        if not self.is_in_force():
-            # Whoever came after us knows what to put back; taking theirs away would break it.
+        if self.name == _FORWARD and not self.is_in_force():
+            # Whoever put a forward over ours knows what to put back; taking theirs away would break it.
             return
         if self.found is _Missing:
-            delattr(self.module, self.name)
+            self.module.__dict__.pop(self.name, None)
         else:
             setattr(self.module, self.name, self.found)
 
@@ -110,7 +110,6 @@ class StackPatch:
 
     def remove(self) -> None:
         """Put back what was found."""
-        self._resume()
         for change in reversed(self._changes):
             change.undo()
         self._changes.clear()
@@ -131,7 +130,7 @@ class StackPatch:
         Raises:
             UnsupportedError: one of the arguments is a cache, and a recomputed region would have to use it.
         """
-        if self.drops_cache and any(isinstance(argument, Cache) for argument in arguments):
+        if self.drops_cache and any(map(is_cache, arguments)):
             raise UnsupportedError(
                 f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, or a "
                 "prompt that was encoded before). Recomputed layers can neither read nor fill it, and the loss would "
@@ -159,12 +158,13 @@ class StackPatch:
                     "after the policy was applied, so that the plan is no longer in force there. Apply the policy "
                     "after that call."
                 )
-        if not self._has_said:
-            by = _name_of(lost[0].module.__dict__.get(_FUNCTION))
+        in_layers = [change for change in lost if change.path.startswith(f"{self.path}.")]
+        if in_layers and not self._has_said:
+            by = _name_of(in_layers[0].module.__dict__.get(_FUNCTION))
             logger.info(
                 "%d layers of %s were switched to another activation checkpointing (%s) after the policy was applied; "
                 "the policy is in force again.",
-                len({change.path for change in lost}),
+                len({change.path for change in in_layers}),
                 self.path,
                 by,
             )
@@ -280,6 +280,8 @@ def apply(
           2            full
           3            none
     """
+    options = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
+    parsed = parse(policy, skip_frozen=skip_frozen, **options)
     check_model(model)
     if _patches(model):
         raise AlreadyAppliedError(
@@ -287,11 +289,9 @@ def apply(
             "hf_ckpt.remove(model), and apply the policy then."
         )
     stacks = find_layers(model, layers=layers, attention=attention, ffn=ffn)
-    if isinstance(policy, Plan):
-        plan = _checked(policy, stacks, model)
+    if isinstance(parsed, Plan):
+        plan = _checked(parsed, stacks, model)
     else:
-        options = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
-        parsed = Policy.parse(policy, skip_frozen=skip_frozen, **options)  # type: ignore[arg-type]  # checked there
         plan = resolve(parsed, stacks, type(model).__name__)
     check_exact(plan, stacks)
     return _put_on(model, plan, stacks)
@@ -403,10 +403,10 @@ def _set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[A
 
 
 def _switch_off_others(model: nn.Module, patches: list[StackPatch], stacks: Sequence[Stack]) -> None:
-    """Switch off what transformers' own activation checkpointing had switched on: one plan governs."""
+    """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
     ours = {change.module for patch in patches for change in patch._changes if change.name == _FLAG}
     for path, module in model.named_modules():
-        if getattr(module, _FLAG, False) is True and module not in ours:
+        if hasattr(module, _FLAG) and module not in ours:
             _patch_around(path, patches, stacks).set(path, module, _FLAG, False)
 
 

@@ -137,6 +137,27 @@ class Plan:
         return "\n".join(lines)
 
 
+def parse(policy: object, **options: Any) -> Policy | Plan:
+    """Read a policy; a plan is returned as it is.
+
+    Args:
+        policy: what `Policy.parse` reads, or a `Plan`.
+        options: the options of `Policy.parse`; none of them beside a plan.
+
+    Raises:
+        PolicyError: the policy cannot be read, or options were given beside a plan.
+    """
+    if not isinstance(policy, Plan):
+        return Policy.parse(policy, **options)
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if given:
+        raise PolicyError(
+            f"{', '.join(given)} was given beside a plan, which already says what each layer does. Leave it out, or "
+            "give a policy in place of the plan."
+        )
+    return policy
+
+
 def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> Plan:
     """Turn a policy into a plan for a model of this shape.
 
@@ -162,8 +183,8 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
         _check_part(
             rule, [stacks[number].layers[idx] for number, layers in reached.items() for idx in layers], model_class
         )
-        for number, layers in reached.items():
-            _choose(rule, stacks[number], layers, chosen[number])
+        for number, indices in reached.items():
+            _choose(rule, stacks[number], indices, chosen[number])
     plans = []
     for stack, entries in zip(stacks, chosen, strict=True):
         layers = [entries[idx][1] if idx in entries else LayerPlan() for idx in range(len(stack.layers))]

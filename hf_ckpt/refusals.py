@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import TrainingArguments
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
+
+if TYPE_CHECKING:
+    # Importing it brings in the Trainer, and peft and bitsandbytes with it.
+    from transformers import TrainingArguments
 
 
 def check_model(model: nn.Module) -> None:
@@ -54,10 +58,33 @@ def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
     Raises:
         UnsupportedError: names the layer, the module and the reason.
     """
+    treated: dict[nn.Module, tuple[object, str]] = {}
     for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
         for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
+            _check_shared(entry, layer, stack, treated)
             if entry.mode is not Mode.NONE:
                 _check_layer(entry, layer, stack)
+
+
+def _check_shared(entry: LayerPlan, layer: Layer, stack: Stack, treated: dict[nn.Module, tuple[object, str]]) -> None:
+    """Refuse a module that two layers share and that the plan treats differently in each."""
+    for name, module, treatment in _treatments(entry, layer):
+        where = f"{stack.path}.{layer.layer_idx}{name}"
+        other, other_where = treated.setdefault(module, (treatment, where))
+        if other != treatment:
+            raise UnsupportedError(
+                f"{other_where} and {where} are the same module ({type(module).__name__}), but the plan differs "
+                "there. Give both layers one mode, without segment_size."
+            )
+
+
+def _treatments(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module, object]]:
+    """Yield the layer and its parts with what the entry makes of each; None where it is left alone."""
+    is_whole = entry.mode is Mode.FULL or (entry.mode is Mode.FFN and layer.ffn_is_inline)
+    yield "", layer.module, entry if is_whole else None
+    for mode, names in ((Mode.ATTENTION, layer.attention), (Mode.FFN, layer.ffn)):
+        for name in names:
+            yield f".{name}", layer.module.get_submodule(name), mode if entry.mode is mode else None
 
 
 def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 
@@ -33,13 +34,25 @@ def send(
     if not state.is_world_process_zero:
         return
     for reporter_class in get_reporting_integration_callbacks(args.report_to):  # type: ignore[no-untyped-call]
+        if reporter_class.on_log is TrainerCallback.on_log:
+            # It takes no figures; a second one would be made for nothing.
+            continue
         reporter = reporter_class()
-        # Left alone, TensorBoard's reporter of transformers 5.23 would begin a second run in the working directory.
-        if hasattr(reporter, "tb_writer") and getattr(reporter, "logging_dir", None) is None:
-            reporter.logging_dir = _newest_event_folder(args.output_dir)
+        if hasattr(reporter, "tb_writer") and not _joins_the_run(reporter, args.output_dir):
+            continue
         reporter.on_log(args, state, control, logs=dict(figures), model=model)
         if getattr(reporter, "tb_writer", None) is not None:
             reporter.tb_writer.close()
+
+
+def _joins_the_run(reporter: Any, output_dir: str | None) -> bool:
+    """Point a TensorBoard reporter at the run's own folder; False if there is none.
+
+    Left alone, that of transformers 5.23 would begin a second run in the working directory.
+    """
+    if getattr(reporter, "logging_dir", None) is None:
+        reporter.logging_dir = _newest_event_folder(output_dir)
+    return reporter.logging_dir is not None
 
 
 def _newest_event_folder(output_dir: str | None) -> str | None:

@@ -4,28 +4,59 @@ from __future__ import annotations
 
 from torch import nn
 
+_NAME = "use_cache"
+_RECORD = "_hf_ckpt_use_cache"
+
+
+class _Missing:
+    """Stands for a value that the config did not have."""
+
 
 class UseCache:
     """The `use_cache` values that a model's configs had when this was made.
 
     Args:
-        model: a model; every config of it and of the models inside it counts.
+        model: a model; its config counts, and those of the models inside it that have the value.
     """
 
     def __init__(self, model: nn.Module) -> None:
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self._found = [(config, config.use_cache) for config in configs.values() if hasattr(config, "use_cache")]
-
-    def covers(self, model: nn.Module) -> bool:
-        """Whether this was made from the config that the model has."""
-        return any(config is getattr(model, "config", None) for config, _ in self._found)
+        own = getattr(model, "config", None)
+        # The Trainer writes the value into the model's own config even where that has none (vision-language models).
+        self._found = [
+            (config, vars(config).get(_NAME, _Missing))
+            for config in configs.values()
+            if config is own or hasattr(config, _NAME)
+        ]
 
     def off(self) -> None:
         """Set every value to False: a cache would only hold memory in a training step."""
         for config, _ in self._found:
-            config.use_cache = False
+            setattr(config, _NAME, False)
 
     def restore(self) -> None:
-        """Set every value to what it was."""
+        """Set every value that is False to what it was; another value is somebody's later choice."""
         for config, value in self._found:
-            config.use_cache = value
+            if vars(config).get(_NAME) is not False:
+                continue
+            if value is _Missing:
+                delattr(config, _NAME)
+            else:
+                setattr(config, _NAME, value)
+
+
+def record(model: nn.Module) -> None:
+    """Keep the user's values on the model until `bring_back`: a Trainer that is being built overwrites them next.
+
+    A Trainer that was built earlier and has not trained may have done so already; its record is then the one to trust.
+    """
+    bring_back(model)
+    setattr(model, _RECORD, UseCache(model))
+
+
+def bring_back(model: nn.Module) -> None:
+    """Undo what Trainers did since `record`; from then on the configs themselves hold the user's values."""
+    for module in model.modules():
+        recorded = module.__dict__.pop(_RECORD, None)
+        if recorded is not None:
+            recorded.restore()

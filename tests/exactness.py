@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import hf_ckpt
@@ -25,6 +27,11 @@ POLICIES: dict[str, tuple[object, dict[str, object]]] = {
 }
 RECOMPUTING = [name for name in POLICIES if name != "none"]
 
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+every_recomputing_policy = pytest.mark.parametrize("policy", RECOMPUTING)
+# One for each way in which a plan stands on a model.
+every_kind_of_policy = pytest.mark.parametrize("policy", ["full", "attention", "ffn", "segments_2", "nested", "mixed"])
+
 Result = tuple[Tensor, dict[str, Tensor | None]]
 
 
@@ -32,6 +39,13 @@ def build(model_type: str, *, seed: int = 0, **options: object) -> zoo.Case:
     """Build a case of the zoo, the same one after the same seed."""
     torch.manual_seed(seed)
     return zoo.build(model_type, **options)
+
+
+def lora(case: zoo.Case, **options: object) -> zoo.Case:
+    """Return the case with adapters in the attention and in the ffn of a Llama."""
+    # Adapters that start at zero would give their first matrices no gradient.
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+    return zoo.Case(case.model_type, get_peft_model(case.model, config), case.inputs)
 
 
 def apply(model: nn.Module, policy: str) -> hf_ckpt.patch.Applied:
@@ -87,3 +101,10 @@ def counted_entries(model: nn.Module) -> Iterator[tuple[Counter[str], Counter[st
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def recomputed(case: zoo.Case) -> list[bool]:
+    """Tell which layers of a Llama run again in the backward of a step."""
+    with counted_entries(case.model) as (_, backward):
+        step(case)
+    return [bool(backward[name]) for name, _ in case.model.named_modules() if name.endswith("input_layernorm")]

@@ -34,7 +34,7 @@ MAY_IMPORT = {
         *("errors", "policy", "plans", "layers", "refusals", "patch"),
         *("use_cache", "input_gradients", "first_step", "figures", "reporters"),
     },
-    "finetune": {"errors", "policy", "plans", "layers", "patch", "callback"},
+    "finetune": {"errors", "policy", "plans", "layers", "refusals", "patch", "callback"},
 }
 PURE_PYTHON = {"errors", "policy", "plans"}
 CORE = set(MAY_IMPORT) - {"finetune"}

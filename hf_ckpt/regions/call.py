@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from hf_ckpt.errors import UnsupportedError
 
@@ -33,9 +32,10 @@ class Call:
         self._kwargs = kwargs
         self._places = places
         self._versions = [
-            (value, value._version)
+            (tensor, tensor._version)
             for value in (*args, *kwargs.values())
-            if isinstance(value, Tensor) and not value.is_inference()
+            for tensor in tensors_of(value)
+            if not tensor.is_inference()
         ]
         self._lengths = [(value, len(value)) for value in (*args, *kwargs.values()) if isinstance(value, list)]
 
@@ -72,6 +72,9 @@ class Call:
 def take_apart(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:
     """Split a call into what can be kept by reference and the tensors that autograd should keep.
 
+    Every key/value cache is taken out: recomputation would append to it a second time. The seam of transformers does
+    that with keyword arguments only, and GPT-2 passes its cache by position.
+
     Args:
         function: a callable, or a `partial`, whose arguments are looked through as well.
         args: positional arguments.
@@ -82,6 +85,7 @@ def take_apart(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tens
         arguments.update(function.keywords)
         function = function.func
     arguments = {**dict(enumerate(args)), **arguments}
+    arguments = {place: None if is_cache(value) else value for place, value in arguments.items()}
     graph = {place: value for place, value in arguments.items() if _belongs_to_graph(place, value)}
     rest = {place: None if place in graph else value for place, value in arguments.items()}
     positional = [rest[place] for place in range(len(args))]
@@ -96,12 +100,11 @@ def _belongs_to_graph(place: int | str, value: Any) -> bool:
     return value.requires_grad or (isinstance(place, int) and value.is_floating_point())
 
 
-def without_cache(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments with every key/value cache taken out: recomputation would append to it a second time."""
-    return (
-        [None if isinstance(value, Cache) else value for value in args],
-        {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()},
-    )
+def is_cache(value: object) -> bool:
+    """Whether a value is a key/value cache, or the state of a mamba or linear-attention layer."""
+    # In transformers 5.0 the caches of some hybrids (jamba, zamba, qwen3_next) are no subclass of Cache, as all are in
+    # 5.23: by then `isinstance` does.
+    return any(base.__name__.endswith("Cache") for base in type(value).__mro__)
 
 
 def keeps_activations(module: nn.Module) -> bool:
@@ -109,8 +112,8 @@ def keeps_activations(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
-def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors that a layer returned, on its own or in a tuple."""
-    if isinstance(output, Tensor):
-        return [output]
-    return [value for value in output if isinstance(value, Tensor)] if isinstance(output, tuple | list) else []
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in an argument or an output of a layer: itself, or those in its tuple or list."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple | list) else []

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from hf_ckpt.regions.call import tensors_of
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -25,7 +27,11 @@ class RandomState:
     def of(cls, *values: Any) -> RandomState:
         """Read the state; `values` are arguments or outputs whose tensors tell the devices."""
         device_type = _accelerator_type()
-        devices, states = get_device_states(*values) if device_type != "cpu" else ([], [])
+        on_device = {tensor.device: tensor for value in values for tensor in tensors_of(value) if not tensor.is_cpu}
+        # A device that has not been used yet has no state to read; MPS has none that could be read by device.
+        if not on_device or not getattr(torch.get_device_module(device_type), "_initialized", False):
+            return cls(torch.get_rng_state(), (), (), device_type)
+        devices, states = get_device_states(*on_device.values())
         return cls(torch.get_rng_state(), tuple(devices), tuple(states), device_type)
 
     def restore(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_ckpt.regions.call import Function, keeps_activations, take_apart, without_cache
+from hf_ckpt.regions.call import Function, keeps_activations, take_apart
 
 
 def recompute(function: Function, *args: Any) -> Any:
@@ -41,8 +41,7 @@ def run_region(region: Function, module: nn.Module, found: Function | None, *arg
     forward = original_forward(module, found)
     if not keeps_activations(module):
         return forward(*args, **kwargs)
-    positional, keywords = without_cache(args, kwargs)
-    return region(partial(forward, **keywords), *positional)
+    return region(partial(forward, **kwargs), *args)
 
 
 def original_forward(module: nn.Module, found: Function | None) -> Function:

@@ -44,10 +44,11 @@ class SegmentRunner:
         return segment
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def run_in_segment(
     runner: SegmentRunner, number: int, layer_idx: int, nested: bool, function: Function, *args: Any
 ) -> Any:
-    """Run `function(*args)`, a layer's forward, as a link of the segment `number`.
+    """Run `function(*args)`, a layer's forward, as a link of the segment `number`; never compiled.
 
     Args:
         runner: the state shared by the layers of one stack.
@@ -71,7 +72,7 @@ class _SaveForBackward(torch.autograd.Function):
     """Hands tensors to autograd, so that saved-tensor hooks see them and in-place changes are noticed."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, node_maker: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(())
 
@@ -84,12 +85,11 @@ class _SavedInputs:
     """Tensors that a segment starts from."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        # Without a gradient there is no node that could hold them.
-        self._has_node = any(tensor.requires_grad for tensor in tensors)
-        self._kept: Any = _SaveForBackward.apply(*tensors) if self._has_node else tensors  # type: ignore[no-untyped-call]
+        # The first argument brings about a node that holds the others, even if none of them needs a gradient.
+        self._kept: Any = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
 
     def get(self) -> list[Tensor]:
-        return list(self._kept.grad_fn.saved_tensors) if self._has_node else self._kept
+        return list(self._kept.grad_fn.saved_tensors)
 
 
 class _Link:
@@ -120,12 +120,11 @@ class _Link:
 class _Placeholder:
     """Stands in the graph for a tensor that is not kept. Owns its segment: graph, placeholder, segment, inputs."""
 
-    __slots__ = ("__weakref__", "last", "segment", "value")
+    __slots__ = ("__weakref__", "segment", "value")
 
     def __init__(self, segment: _Segment) -> None:
         self.segment = segment
         self.value: Tensor | None = None
-        self.last: weakref.ref[Tensor] | None = None
 
 
 class _Segment:
@@ -194,11 +193,13 @@ class _Collector:
         self._needed = alive[-1] + 1
 
     def take(self, tensor: Tensor) -> Tensor:
+        # Without its graph: a node that holds its own output would hold itself, for ever.
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         if self._taken < len(self._meta):
             self._compare(tensor)
             placeholder = self._placeholders[self._taken]()
             if placeholder is not None:
-                placeholder.value = tensor.detach() if tensor.requires_grad else tensor
+                placeholder.value = tensor
         self._taken += 1
         if self._taken == self._needed:
             raise _AllRecomputed
@@ -222,16 +223,12 @@ class _Collector:
 
 
 def _bring_back(placeholder: _Placeholder) -> Tensor:
-    value = placeholder.value
-    if value is None and placeholder.last is not None:
-        # Some backwards ask for the same tensor twice.
-        value = placeholder.last()
-    if value is None:
+    # Empty in the first backward, and whenever a tensor is asked for again: each value is handed out once, so that it
+    # is freed as soon as it has been used.
+    if placeholder.value is None:
         placeholder.segment.recompute()
-        value = placeholder.value
-        assert value is not None, "a placeholder that asks is alive, so it was filled"
-    placeholder.value = None
-    placeholder.last = weakref.ref(value)
+    value, placeholder.value = placeholder.value, None
+    assert value is not None, "a placeholder that asks is alive, so it was filled"
     return value
 
 

@@ -1,0 +1,443 @@
+"""HFCkptCallback in a Trainer: the same numbers, the plan in force, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import prepare_model_for_kbit_training
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+
+import hf_ckpt
+from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
+from tests.exactness import POLICIES
+from tests.traces import differences, snapshot
+from tests.training import During, changed, counted, llama, lora, losses, trainer, weights
+
+pytestmark = pytest.mark.core
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"full fine-tune": llama, "lora": lora}
+BUSY = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}
+PLAN_FILE = "hf_ckpt_plan.json"
+# The new name came with transformers 5.2x; before it there is only the old one.
+SWITCH = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if name in TrainingArguments.__annotations__
+)
+
+
+def callback(policy: str, **options: Any) -> HFCkptCallback:
+    mode, given = POLICIES[policy]
+    return HFCkptCallback(mode, **{**given, **options})
+
+
+def switch(model: nn.Module, on: bool) -> None:
+    """Toggle transformers' own activation checkpointing, as libraries do between two steps."""
+    prefix = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{prefix}_checkpointing_{'enable' if on else 'disable'}")()
+
+
+@functools.cache
+def without_callback(
+    kind: str, accumulation: int = 1, busy: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = MODELS[kind]()
+    with tempfile.TemporaryDirectory() as folder:
+        run = trainer(model, Path(folder), gradient_accumulation_steps=accumulation, **(BUSY if busy else {}))
+        run.train()
+    return losses(run), weights(model)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_losses_and_final_weights_are_those_without_the_callback(
+    tmp_path: Path, policy: str, kind: str, accumulation: int
+) -> None:
+    expected_losses, expected_weights = without_callback(kind, accumulation, busy=True)
+    model = MODELS[kind]()
+    run = trainer(model, tmp_path, callback(policy), gradient_accumulation_steps=accumulation, **BUSY)
+    run.train()
+    assert len(expected_losses) == 4
+    assert losses(run) == expected_losses
+    assert changed(expected_weights, weights(model)) == []
+
+
+@pytest.mark.parametrize("policy", ["full", "nested"])
+def test_resumed_run_ends_like_one_without_interruption(tmp_path: Path, policy: str) -> None:
+    whole = llama()
+    run = trainer(whole, tmp_path / "whole", max_steps=4)
+    run.train()
+    trainer(llama(), tmp_path, callback(policy), max_steps=4, save_strategy="steps", save_steps=2).train()
+    model = llama()
+    resumed = trainer(model, tmp_path, callback(policy), max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(run)
+    assert changed(weights(whole), weights(model)) == []
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint in the middle of a run under "full"."""
+    trainer(llama(), tmp_path, callback("full"), max_steps=4, save_strategy="steps", save_steps=2).train()
+    return tmp_path / "checkpoint-2"
+
+
+def test_plan_is_written_to_the_output_and_into_each_checkpoint(checkpoint: Path) -> None:
+    folders = [checkpoint.parent, checkpoint, checkpoint.with_name("checkpoint-4")]
+    plans = [Plan.from_json((folder / PLAN_FILE).read_text()) for folder in folders]
+    assert plans[0].summary() == "model.layers: 4 layers\n  0 to 3       full"
+    assert plans[0] == plans[1] == plans[2]
+    assert [path.name for path in checkpoint.parent.glob("*.part")] == []
+
+
+def test_resuming_under_another_plan_says_so_and_gives_the_same_losses(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trainer(llama(), checkpoint.parent / "whole", max_steps=4)
+    expected.train()
+    run = trainer(llama(), checkpoint.parent, callback("attention"), max_steps=4)
+    with caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    assert f"{checkpoint / PLAN_FILE} was written under another plan. Results do not change, memory does." in (
+        caplog.messages
+    )
+    assert losses(run) == losses(expected)
+
+
+def test_resuming_under_the_same_plan_says_nothing(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trainer(llama(), checkpoint.parent, callback("full", strict_resume=True), max_steps=4)
+    with caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    assert "another plan" not in caplog.text
+
+
+def test_strict_resume_refuses_another_plan_and_leaves_the_model_clean(checkpoint: Path) -> None:
+    model = llama()
+    before = snapshot(model)
+    run = trainer(model, checkpoint.parent, callback("attention", strict_resume=True), max_steps=4)
+    with pytest.raises(PlanMismatchError, match=r"was written under another plan\. Use the policy of that run, or"):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    assert [trace for trace in differences(before, snapshot(model)) if trace != ": _is_accelerate_prepared"] == []
+
+
+def test_strict_resume_refuses_a_checkpoint_without_a_plan(checkpoint: Path) -> None:
+    (checkpoint / PLAN_FILE).unlink()
+    run = trainer(llama(), checkpoint.parent, callback("full", strict_resume=True), max_steps=4)
+    with pytest.raises(PlanMismatchError, match=r"There is no .*checkpoint-2/hf_ckpt_plan.json"):
+        run.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_strict_resume_reads_the_plan_of_the_folder_named_in_the_arguments(checkpoint: Path, tmp_path: Path) -> None:
+    named = {"resume_from_checkpoint": str(checkpoint), "max_steps": 4}
+    run = trainer(llama(), tmp_path / "elsewhere", callback("attention", strict_resume=True), **named)
+    with pytest.raises(PlanMismatchError, match="was written under another plan"):
+        run.train(resume_from_checkpoint=run.args.resume_from_checkpoint)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_nothing_is_left_on_the_model_after_training(tmp_path: Path, kind: str) -> None:
+    plain, model = MODELS[kind](), MODELS[kind]()
+    trainer(plain, tmp_path).train()
+    names = [name for name, _ in model.named_modules()]
+    trainer(model, tmp_path, callback("mixed")).train()
+    assert [name for name, _ in model.named_modules()] == names
+    left = {name: set(module.__dict__) for name, module in model.named_modules()}
+    assert left == {name: set(module.__dict__) for name, module in plain.named_modules()}
+    hooks = [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert hooks == []
+    pickle.dumps(model)
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_model_can_be_pickled_and_copied_while_it_trains(tmp_path: Path, kind: str, event: str) -> None:
+    copies: list[nn.Module] = []
+
+    def take(model: nn.Module) -> None:
+        copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
+
+    model = MODELS[kind]()
+    trainer(model, tmp_path, callback("mixed"), During(event, take)).train()
+    assert len(copies) == 4
+    assert all(hf_ckpt.remove(taken) for taken in copies)
+    assert all(taken.config.use_cache for taken in copies)
+    assert [name for name, _ in copies[0].named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_report_has_the_figures_of_the_run(tmp_path: Path) -> None:
+    used = callback("every_2")
+    assert used.report() == {}
+    trainer(llama(), tmp_path, used).train()
+    report = used.report()
+    assert report.pop("ckpt/tokens_per_sec") > 0
+    memory = "ckpt/peak_allocated_gib" if torch.accelerator.is_available() else "ckpt/peak_resident_gib"
+    assert report.pop(memory) > 0
+    assert report == {"ckpt/num_layers_full": 2, "ckpt/num_layers_none": 2, "ckpt/recomputed_share": 0.5}
+    assert used.plan is not None
+    assert used.plan.summary().splitlines()[1:] == [
+        "  0            full",
+        "  1            none",
+        "  2            full",
+        "  3            none",
+    ]
+
+
+# A layer has 1,024 weights in its attention, 1,152 in its ffn, and 32 in its norms.
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("none", 0), ("full", 1), ("attention", 1024 / 2208), ("ffn", 1152 / 2208), ("segments_2", 1), ("nested", 2)],
+)
+def test_recomputed_share_is_that_of_the_weights(tmp_path: Path, policy: str, share: float) -> None:
+    used = callback(policy)
+    trainer(llama(), tmp_path, used, max_steps=1).train()
+    assert used.report()["ckpt/recomputed_share"] == pytest.approx(share)
+    assert "ckpt/tokens_per_sec" not in used.report()
+
+
+def test_tokens_per_second_leave_out_the_first_step_and_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr("hf_ckpt.figures.time.perf_counter", lambda: float(next(seconds)))
+    used = callback("full")
+    trainer(llama(), tmp_path, used, max_steps=3, gradient_accumulation_steps=2, **BUSY).train()
+    # Two batches of two texts of eight tokens a step, which begins and ends a second later.
+    assert used.report()["ckpt/tokens_per_sec"] == 32
+
+
+# --- Others that switch activation checkpointing. ---
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [("none", [2, 2, 2, 2]), ("every_2", [4, 2, 4, 2])])
+def test_plan_governs_beside_the_training_arguments_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: str, forwards: list[int]
+) -> None:
+    model = llama()
+    run = trainer(model, tmp_path, callback(policy), **{SWITCH: True})
+    with counted(model, "q_proj") as counts, caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        run.train()
+    assert [counts[idx] for idx in range(4)] == forwards
+    said = [message for message in caplog.messages if "training arguments ask for" in message]
+    assert said == [
+        "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
+    ]
+    # What the Trainer had switched on is as the Trainer left it.
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_plan_survives_a_library_that_switches_every_layer_off_and_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def toggle(model: nn.Module) -> None:
+        switch(model, on=False)
+        switch(model, on=True)
+
+    model = llama()
+    run = trainer(model, tmp_path, callback("every_2"), During("on_step_begin", toggle))
+    with counted(model, "q_proj") as counts, caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        run.train()
+    assert [counts[idx] for idx in range(4)] == [4, 2, 4, 2]
+    said = [message for message in caplog.messages if "switched to another activation checkpointing" in message]
+    assert len(said) == 1
+    assert "(torch.utils.checkpoint.checkpoint)" in said[0]
+    assert losses(run) == without_callback("full fine-tune")[0]
+
+
+@pytest.mark.parametrize("event", ["on_init_end", "on_train_begin", "on_step_begin", "on_substep_end"])
+def test_plan_survives_preparation_for_kbit_training(tmp_path: Path, event: str) -> None:
+    def prepare(model: nn.Module) -> None:
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        # It freezes everything (its users add adapters afterwards) and asks for reentrant checkpointing.
+        prepare_model_for_kbit_training(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+
+    model = lora()
+    run = trainer(model, tmp_path, callback("every_2"), During(event, prepare, step=0), gradient_accumulation_steps=2)
+    with counted(model, "q_proj.base_layer") as counts:
+        run.train()
+    assert [counts[idx] for idx in range(4)] == [8, 4, 8, 4]
+
+
+def test_second_train_applies_the_plan_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    run = trainer(model, tmp_path, callback("full"))
+    run.train()
+    with counted(model, "q_proj") as counts, caplog.at_level(logging.INFO, logger="hf_ckpt"):
+        run.train()
+    assert [counts[idx] for idx in range(4)] == [4, 4, 4, 4]
+    assert "interrupted" not in caplog.text
+    assert not hf_ckpt.remove(model)
+    assert model.config.use_cache is True
+
+
+def test_second_train_with_the_callback_gives_the_losses_of_one_without(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([], [callback("segments_2")]):
+        model = llama()
+        run = trainer(model, tmp_path, *callbacks)
+        run.train()
+        run.train()
+        found.append((losses(run), weights(model)))
+    assert found[0][0] == found[1][0]
+    assert changed(found[0][1], found[1][1]) == []
+
+
+def replacement(*args: Any, **kwargs: Any) -> Any:
+    """Stands for the forward of another library."""
+    raise AssertionError("never called: the run stops first")
+
+
+def test_replaced_forward_stops_the_run_and_names_who_replaced_it(tmp_path: Path) -> None:
+    def replace(model: nn.Module) -> None:
+        model.model.layers[2].mlp.forward = replacement
+
+    model = llama()
+    run = trainer(model, tmp_path, callback("ffn"), During("on_step_end", replace))
+    with pytest.raises(
+        PlanMismatchError,
+        match=r"The forward of model\.layers\.2\.mlp was replaced by .*test_callback\.replacement after the policy was",
+    ):
+        run.train()
+    assert not hf_ckpt.remove(model)
+    assert model.config.use_cache is True
+    assert model.model.layers[2].mlp.__dict__.pop("forward") is replacement
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_plan_removed_while_training_stops_the_run(tmp_path: Path) -> None:
+    model = llama()
+    run = trainer(model, tmp_path, callback("full"), During("on_step_end", hf_ckpt.remove, step=1))
+    with pytest.raises(PlanMismatchError, match="no plan is in force: it was removed while training ran"):
+        run.train()
+    assert model.config.use_cache is True
+
+
+def test_plan_removed_by_a_callback_at_the_end_is_no_failure(tmp_path: Path) -> None:
+    used = callback("full")
+    trainer(llama(), tmp_path, During("on_train_end", hf_ckpt.remove), used).train()
+    assert used.report()["ckpt/num_layers_full"] == 4
+
+
+def test_callback_added_while_training_stops_the_run(tmp_path: Path) -> None:
+    run = trainer(llama(), tmp_path)
+    run.add_callback(During("on_step_end", lambda model: run.add_callback(callback("full")), step=1))
+    with pytest.raises(PlanMismatchError, match="this callback was added after training had begun"):
+        run.train()
+
+
+def test_callback_added_after_the_trainer_was_built_applies_the_plan(tmp_path: Path) -> None:
+    model = llama()
+    run = trainer(model, tmp_path)
+    run.add_callback(callback("full"))
+    with counted(model, "q_proj") as counts:
+        run.train()
+    assert [counts[idx] for idx in range(4)] == [4, 4, 4, 4]
+
+
+def test_model_init_gets_the_plan_on_the_model_that_is_trained(tmp_path: Path) -> None:
+    run = trainer(None, tmp_path, callback("full"), model_init=lambda: llama())
+    built = run.model
+    found: list[dict[str, Any]] = []
+    run.add_callback(During("on_step_end", lambda model: found.append(model.model.layers[0].__dict__.copy())))
+    run.train()
+    assert run.model is not built
+    assert [attributes["gradient_checkpointing"] for attributes in found] == [True, True]
+    assert run.model.config.use_cache is True
+
+
+def test_plan_of_one_run_is_a_policy_for_another(tmp_path: Path) -> None:
+    first = callback("mixed")
+    trainer(llama(), tmp_path, first).train()
+    second = HFCkptCallback(Plan.from_json((tmp_path / PLAN_FILE).read_text()))
+    trainer(llama(), tmp_path, second).train()
+    assert first.plan == second.plan
+
+
+def test_plan_put_on_by_hand_gives_way_to_the_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    by_hand = hf_ckpt.apply(model, "full")
+    with caplog.at_level(logging.INFO, logger="hf_ckpt"), counted(model, "q_proj") as counts:
+        trainer(model, tmp_path, callback("none")).train()
+    assert [counts[idx] for idx in range(4)] == [2, 2, 2, 2]
+    assert caplog.messages[0].startswith("A plan was still on the model")
+    by_hand.remove()
+
+
+# torch looks at the attribute while it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("policy", ["full", "attention"])
+def test_compiled_model_has_the_losses_of_one_without_the_callback(tmp_path: Path, policy: str) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = trainer(llama(), tmp_path, callback(policy), **compiled)
+    run.train()
+    assert losses(run) == without_callback("full fine-tune")[0]
+
+
+def test_best_model_is_loaded_under_the_plan(tmp_path: Path) -> None:
+    best = {**BUSY, "save_steps": 1, "load_best_model_at_end": True}
+    plain, model = lora(), lora()
+    trainer(plain, tmp_path / "plain", **best).train()
+    trainer(model, tmp_path / "planned", callback("mixed"), **best).train()
+    assert changed(weights(plain), weights(model)) == []
+
+
+# --- What is refused. ---
+
+
+def test_unknown_on_mismatch_raises() -> None:
+    with pytest.raises(PolicyError, match=r'on_mismatch is "ignore"\. Use "error" or "warn"'):
+        HFCkptCallback("full", on_mismatch="ignore")  # type: ignore[arg-type]
+
+
+def test_policy_that_cannot_be_read_raises_before_there_is_a_model() -> None:
+    with pytest.raises(PolicyError, match=r'Unknown mode "ful".*Did you mean "full"\?'):
+        HFCkptCallback("ful")
+
+
+def test_policy_that_does_not_suit_the_model_leaves_it_as_it_was(tmp_path: Path) -> None:
+    model = llama()
+    before = snapshot(model)
+    run = trainer(model, tmp_path, HFCkptCallback({"layers": "30:40", "mode": "full"}))
+    with pytest.raises(PolicyError, match=r"reaches past the end: model\.layers of LlamaForCausalLM has 4"):
+        run.train()
+    # The Trainer's own mark.
+    assert [trace for trace in differences(before, snapshot(model)) if trace != ": _is_accelerate_prepared"] == []
+    assert not (tmp_path / PLAN_FILE).exists()
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(UnsupportedError, match="accelerate launch --num_processes 2 <script>"):
+        trainer(llama(), tmp_path, callback("full"))
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_engine_that_shards_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    run = trainer(llama(), tmp_path, During("on_init_end", lambda model: None))
+    monkeypatch.setattr(run.args, engine, "full_shard")
+    run.add_callback(callback("full"))
+    with pytest.raises(UnsupportedError, match=r"shards the model \(FSDP or DeepSpeed\).*Use DDP, or leave"):
+        run.train()
+
+
+def test_fsdp_from_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = trainer(llama(), tmp_path).args
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UnsupportedError, match="FSDP or DeepSpeed"):
+        callback("full").on_init_end(args, None, None, model=llama())  # type: ignore[arg-type]
+
+
+def test_callback_is_a_trainer_callback() -> None:
+    assert isinstance(callback("full"), TrainerCallback)
