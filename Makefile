@@ -48,7 +48,7 @@ endef
 
 # Every option is given, so that accelerate neither asks nor reads a configuration of the user's.
 finetune: .venv/.installed
-	.venv/bin/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	.venv/bin/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    --num_cpu_threads_per_process $(OMP_NUM_THREADS) scripts/finetune.py $(RECIPE) $(ARGS)
 
 # --- Checks. ---

@@ -279,6 +279,13 @@ def test_sample_prompt_ends_where_learning_begins(section_of: Any, rows: Any, ke
     assert tokenizer.decode(sample_prompt_ids(prepared)) == expected
 
 
+def test_sample_prompt_is_a_short_one(section_of: Any) -> None:
+    tokenizer = byte_tokenizer()
+    rows = [{"prompt": "x" * length, "completion": "y"} for length in (20, 12, 3, 9, 15)]
+    # Three letters would say nothing.
+    assert sample_prompt(prepare(section_of(rows), tokenizer), tokenizer) == "<s>" + "x" * 9
+
+
 def test_built_in_data_set_is_prepared() -> None:
     section = {"path": "pydoc_topics", "split": "train[:50]", "eval_split": "test[:5]", "max_length": 400}
     prepared = prepare(section, byte_tokenizer())

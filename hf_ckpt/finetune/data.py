@@ -39,6 +39,8 @@ _FEATURES = Features(
     }
 )
 _SHOWN_LINES = 24
+_NUM_PROMPTS_LOOKED_AT = 100
+_SHORTEST_PROMPT = 8
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,17 @@ def describe_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase)
 def sample_prompt_ids(prepared: PreparedData) -> list[int]:
     """Return the tokens of a prompt to try the model on, as it saw prompts in training.
 
-    The first evaluation example (training example, if there are none) up to what is learned of it, or its first quarter
-    if all of it is learned.
+    A short one, which is read at a glance, of the first evaluation examples (training examples, if there are none): up
+    to what is learned of it, or its first quarter if all of it is learned.
     """
     rows = prepared.train if prepared.evaluation is None else prepared.evaluation
-    ids: list[int] = rows[0]["input_ids"]
-    given = next(at for at, label in enumerate(rows[0]["labels"]) if label != IGNORED)
+    prompts = [_given(row) for row in rows.select(range(min(len(rows), _NUM_PROMPTS_LOOKED_AT)))]
+    return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
+
+
+def _given(row: Mapping[str, list[int]]) -> list[int]:
+    ids = row["input_ids"]
+    given = next(at for at, label in enumerate(row["labels"]) if label != IGNORED)
     # Only the first token is masked in an example that is learned whole.
     return ids[: given if given > 1 else max(1, len(ids) // 4)]
 

@@ -1,9 +1,13 @@
-"""The model that a recipe describes: loaded or built from a config, quantised, with adapters."""
+"""The model that a recipe describes: loaded or built from a config, quantised, with adapters.
+
+`rehearse` builds it without weights first, so that what does not suit it is refused before anything large is loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -17,8 +21,45 @@ from transformers import (
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.patch import apply
 
-_LOADING_KEYS = ("revision", "trust_remote_code", "attn_implementation")
+# What says where adapters go. The rest, such as initial values made from the weights, needs the weights.
+_ADAPTER_SHAPE = (
+    *("task_type", "r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("layer_replication", "modules_to_save", "target_parameters", "rank_pattern", "bias"),
+)
+# What the callback takes and `apply` does not.
+_CALLBACK_ONLY = ("input_require_grads", "on_mismatch", "strict_resume")
+
+
+def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
+    """Build the model on the `meta` device, and see that adapters and policy suit it.
+
+    Takes a second; loading large weights, or training a base, takes minutes.
+
+    Args:
+        recipe: the recipe.
+        shape: the `model` section that tells the model's shape: the recipe's, or that of the recipe which makes its
+            weights.
+
+    Returns:
+        The model on `meta`, with adapters and without a plan.
+
+    Raises:
+        RecipeError: the config cannot be had, or a section does not suit the model.
+        PolicyError: the policy does not suit the model.
+        StructureError: the layers cannot be found.
+        UnsupportedError: a mode could not be exact on a layer.
+    """
+    with torch.device("meta"):
+        model: torch.nn.Module = _made(_config_of(shape), shape)
+    if recipe.lora is not None:
+        section = {key: recipe.lora[key] for key in _ADAPTER_SHAPE if key in recipe.lora}
+        model = _with_adapter(model, section, low_cpu_mem_usage=True)
+    if recipe.checkpointing is not None:
+        section = {key: value for key, value in recipe.checkpointing.items() if key not in _CALLBACK_ONLY}
+        apply(model, **section).remove()
+    return model
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
@@ -49,9 +90,9 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
         RecipeError: the weights cannot be had.
     """
     name = recipe.model["name_or_path"]
-    options = {key: recipe.model[key] for key in _LOADING_KEYS if key in recipe.model}
+    options = _options(recipe.model, "revision", "attn_implementation")
     if is_quantized and recipe.quantization is not None:
-        options["quantization_config"] = BitsAndBytesConfig(**recipe.quantization)
+        options["quantization_config"] = BitsAndBytesConfig(**recipe.quantization)  # type: ignore[no-untyped-call]
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options
@@ -61,35 +102,57 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     return model
 
 
+def _options(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    # Where nothing is said of remote code, transformers asks on the terminal.
+    return {"trust_remote_code": False} | {key: section[key] for key in ("trust_remote_code", *keys) if key in section}
+
+
+def _config_of(section: Mapping[str, Any]) -> PreTrainedConfig:
+    if "config" in section:
+        # No tokenizer is there yet, and the shape of the layers does not depend on it.
+        return _config(section["config"], {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
+    name = section["name_or_path"]
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_options(section, "revision"))
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(_loading_advice(name, error)) from error
+    return config
+
+
 def _base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if "name_or_path" in recipe.model:
         return load_base(recipe, is_quantized=True)
-    options = {key: recipe.model[key] for key in ("attn_implementation",) if key in recipe.model}
-    config = _config(recipe.model["config"], tokenizer)
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=_dtype(recipe.model.get("dtype", "float32")), **options
+    config = _config(recipe.model["config"], _told_by(tokenizer))
+    vocab_size: int = config.get_text_config().vocab_size
+    if vocab_size < len(tokenizer):
+        raise RecipeError(
+            f"model.config.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it, "
+            "or leave it out to take the tokenizer's."
         )
+    return _made(config, recipe.model, dtype=_dtype(recipe.model.get("dtype", "float32")))
+
+
+def _made(config: PreTrainedConfig, section: Mapping[str, Any], **options: Any) -> PreTrainedModel:
+    """Return a model with new weights, built as a `model` section says."""
+    options |= _options(section, "attn_implementation")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
     except (ValueError, ImportError) as error:
-        raise RecipeError(f"model.config does not make a model: {error}") from error
+        raise RecipeError(f"model: no causal language model can be made: {error}") from error
     return model
 
 
-def _config(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Return the config, with what only the tokenizer knows filled in."""
-    known = {"vocab_size": len(tokenizer)} | {
-        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
-    }
-    fields = {**known, **section}
+def _told_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    return {"vocab_size": len(tokenizer), **special}
+
+
+def _config(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> PreTrainedConfig:
+    fields = {**defaults, **section}
     try:
         config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"model.config is not a config of transformers: {error}") from error
-    if config.vocab_size < len(tokenizer):
-        raise RecipeError(
-            f"model.config.vocab_size is {config.vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it, "
-            "or leave it out to take the tokenizer's."
-        )
     return config
 
 
@@ -100,29 +163,48 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _with_adapter(model: PreTrainedModel, section: Mapping[str, Any]) -> torch.nn.Module:
+def _with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **section}))
-    except (ValueError, TypeError) as error:
-        raise RecipeError(f"lora does not suit {type(model).__name__}: {error}") from error
+        config = LoraConfig(**{"task_type": "CAUSAL_LM", **section})
+        adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
+    except (ValueError, TypeError, ImportError) as error:
+        linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        raise RecipeError(
+            f"lora does not suit {type(model).__name__}: {error} Its linear layers are {', '.join(sorted(linear))}."
+        ) from error
+    return adapted
 
 
 def _loading_advice(name: str, error: Exception) -> str:
     """Say what to do about weights that did not load."""
-    first_line = str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
     if isinstance(error, ImportError):
-        return f"model.name_or_path: {name} needs a package that is not installed: {first_line}"
-    text = f"{type(error.__cause__).__name__} {error}".lower()
+        return f"model.name_or_path: {name} needs a package that is not installed: {reason}."
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.name_or_path: {name} brings code of its own, which would run here. Read it, and set "
+            "model.trust_remote_code=true if you trust it."
+        )
+    if _is_path(name):
+        there = Path(name).expanduser().is_dir()
+        what = f"{name} cannot be loaded: {reason}" if there else f"there is no folder {name}"
+        return f"model.name_or_path: {what}. Check the path, or give a hub id."
+    text = f"{type(error.__cause__).__name__} {reason}".lower()
     if "gated" in text or "401" in text or "403" in text:
         return (
-            f"model.name_or_path: {name} is gated. Accept its licence on its page, log in with `hf auth login`, or give "
-            "the path of a local copy."
+            f"model.name_or_path: {name} is gated. Accept its licence on its page, log in with `hf auth login`, or "
+            "give the path of a local copy."
         )
     if isinstance(error, ValueError):
-        return f"model.name_or_path: {name} cannot be loaded: {first_line}"
+        return f"model.name_or_path: {name} cannot be loaded: {reason}."
     return (
-        f"model.name_or_path: {name} is neither a local folder with a model nor to be had from the hub ({first_line}) "
+        f"model.name_or_path: {name} is neither a local folder with a model nor to be had from the hub ({reason}). "
         "Check the name, log in with `hf auth login` if it is gated or private, or give the path of a local copy."
     )
+
+
+def _is_path(name: str) -> bool:
+    """Tell a path from a hub id, which has at most one slash."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()

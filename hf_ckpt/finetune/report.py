@@ -64,13 +64,12 @@ class RunSummary:
 
     def _loss_row(self, name: str, key: str) -> Iterator[tuple[str, str]]:
         losses = [entry[key] for entry in self.log_history if key in entry]
-        # A Trainer of transformers 5.2x logs text.
-        first, last = (float(losses[0]), float(losses[-1])) if losses else (0.0, 0.0)
         if len(losses) == 1:
-            yield name, f"{last:.3f}"
+            yield name, f"{losses[0]:.3f}"
         elif losses:
-            change = (last - first) / first if first else 0.0
-            yield name, f"{first:.3f} -> {last:.3f} ({'fell' if change < 0 else 'rose'} by {abs(change):.0%})"
+            first, last = losses[0], losses[-1]
+            change = abs(last - first) / first if first else 0.0
+            yield name, f"{first:.3f} -> {last:.3f} ({'fell' if last < first else 'rose'} by {change:.1%})"
 
 
 def _weights(folder: Path) -> str:

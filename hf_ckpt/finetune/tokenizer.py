@@ -45,7 +45,9 @@ def load_tokenizer(
     if wanted is None:
         raise DataError("model.tokenizer is missing, and there is no model.name_or_path to take it from. Set one.")
     if isinstance(wanted, str):
-        options = {key: model_section[key] for key in ("revision", "trust_remote_code") if key in model_section}
+        # Where nothing is said of remote code, transformers asks on the terminal.
+        options = {"trust_remote_code": False}
+        options |= {key: model_section[key] for key in ("revision", "trust_remote_code") if key in model_section}
         tokenizer = _load(wanted, options)
     else:
         directory = train_tokenizer(_texts(data_section), vocab_size=wanted["train"]["vocab_size"], cache_dir=cache_dir)

@@ -1,27 +1,38 @@
-"""A recipe carried out: tokenizer, data, model, training, sample, summary."""
+"""A recipe carried out: base, tokenizer, data, model, training, sample, summary.
+
+What can be refused is refused before anything is written: `training.output_dir` does not exist until the first step is
+about to run.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.arguments import training_arguments
 from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt_ids
-from hf_ckpt.finetune.model import build_model, load_base
+from hf_ckpt.finetune.examples import decode
+from hf_ckpt.finetune.model import build_model, load_base, rehearse
 from hf_ckpt.finetune.packing import check_packing
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
+from hf_ckpt.finetune.recipe import Recipe, Values, load_recipe
 from hf_ckpt.finetune.report import RunSummary
+from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.tokenizer import load_tokenizer
+from hf_ckpt.refusals import check_engine
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
 _NUM_SAMPLE_TOKENS = 48
+_REPETITION_PENALTY = 1.2
 
 
 def finetune(recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = False) -> RunSummary:
@@ -41,23 +52,19 @@ def finetune(recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = Fals
     Raises:
         RecipeError: the recipe does not suit this machine, its model or its output folder.
         DataError: the data cannot be used.
+        PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
     """
-    if is_merged and recipe.lora is None:
-        raise RecipeError("--merge merges an adapter, but this recipe has no lora section. Leave --merge out.")
-    args = _training_arguments(recipe)
-    checkpoint = _newest_checkpoint(args) if is_resumed else None
+    args = _checked_arguments(recipe, is_merged=is_merged)
+    checkpoint = _checkpoint_to_resume(args) if is_resumed else None
+    _check_optimizer(args, rehearse(recipe, _section_with_shape(recipe)))
     _make_base(recipe, args)
     set_seed(args.seed)
-    tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
-    data = prepare(recipe.data, tokenizer)
-    _say(args, f"Training data: {data.counts.summary()}")
-    _say(args, describe_example(data, tokenizer))
+    tokenizer, data = _prepare(recipe, args)
     trainer, callback = _trainer(recipe, args, tokenizer, data)
     with _failing_gracefully(args):
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     merged = _merge(recipe, args, tokenizer) if is_merged else None
-    _say_sample(trainer, tokenizer, data)
     summary = RunSummary(
         title=str(recipe.path),
         plan=None if callback is None else callback.plan,
@@ -67,63 +74,125 @@ def finetune(recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = Fals
         is_adapter=recipe.lora is not None,
         merged=merged,
     )
-    _say(args, summary.table())
+    if _is_main(args):
+        _say(args, _sample(trainer, tokenizer, sample_prompt_ids(data)))
+        _say(args, summary.table())
     if args.push_to_hub:
         trainer.push_to_hub()
+    # What follows may read what this run wrote.
+    PartialState().wait_for_everyone()
     return summary
 
 
-def _training_arguments(recipe: Recipe) -> TrainingArguments:
-    _check_bf16(recipe)
+def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
+    if is_merged and recipe.lora is None:
+        raise RecipeError("--merge merges an adapter, but this recipe has no lora section. Leave --merge out.")
+    if is_merged and "name_or_path" not in recipe.model:
+        raise RecipeError(
+            "--merge loads the base model again, but model.config makes new weights in each run. Make them with a "
+            "recipe of their own, and name its output in model.name_or_path."
+        )
+    args = training_arguments(recipe)
+    if recipe.checkpointing is not None:
+        # The callback asks too, but only once the Trainer has made its folder.
+        check_engine(args)
+    return args
+
+
+def _check_optimizer(args: TrainingArguments, model: Any) -> None:
     try:
-        return TrainingArguments(**recipe.training)
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"training does not make TrainingArguments: {error}") from error
+        Trainer.get_optimizer_cls_and_kwargs(args, model)
+    except (ValueError, ImportError) as error:
+        raise RecipeError(f"training.optim: {error}") from error
 
 
-def _check_bf16(recipe: Recipe) -> None:
-    uses_cuda = torch.cuda.is_available() and not recipe.training.get("use_cpu", False)
-    if recipe.training.get("bf16") and uses_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+# --- Checkpoints to go on from. ---
+
+
+def _checkpoint_to_resume(args: TrainingArguments) -> Path:
+    checkpoint = _newest_checkpoint(args)
+    if checkpoint is None:
         raise RecipeError(
-            f"training.bf16 is true, but {torch.cuda.get_device_name()} has no bfloat16. Use float16 instead: "
-            "training.bf16=false training.fp16=true model.dtype=float32"
+            f"--resume: {args.output_dir} holds no complete checkpoint. Start without --resume, or name the folder of "
+            "the run to go on with (training.output_dir=...)."
         )
+    _say(args, f"Going on from {checkpoint}.")
+    return checkpoint
 
 
-def _newest_checkpoint(args: TrainingArguments) -> str:
-    """Return the checkpoint written last; one without trainer_state.json was not written to its end."""
-    complete = [path.parent for path in _output_dir(args).glob("checkpoint-*/trainer_state.json")]
-    if not complete:
+def _newest_checkpoint(args: TrainingArguments) -> Path | None:
+    """Return the complete checkpoint that was written last."""
+    states = [path for path in _output_dir(args).glob("checkpoint-*/trainer_state.json") if _is_whole(path)]
+    return max(states, key=lambda path: path.stat().st_mtime_ns).parent if states else None
+
+
+def _is_whole(state: Path) -> bool:
+    """Tell whether a checkpoint's state can be read; the Trainer writes it last."""
+    try:
+        json.loads(state.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
+
+
+# --- The recipe that makes the weights. ---
+
+
+def _missing_base(recipe: Recipe) -> Recipe | None:
+    """Return the recipe that makes the weights of this one, where they are not there yet."""
+    path = recipe.model.get("base_recipe")
+    if path is None or _holds_weights(Path(recipe.model["name_or_path"])):
+        return None
+    base, wanted = load_recipe(path), recipe.model["name_or_path"]
+    made = base.training["output_dir"]
+    if Path(made).resolve() != Path(wanted).resolve():
         raise RecipeError(
-            f"--resume: {args.output_dir} holds no complete checkpoint. Start without --resume, or name the output folder "
-            "of the run to go on with (training.output_dir=...)."
+            f"model.base_recipe {path} writes to {made}, but model.name_or_path is {wanted}. Make them the same folder."
         )
-    return str(max(complete, key=lambda path: (path / "trainer_state.json").stat().st_mtime_ns))
+    if base.lora is not None:
+        raise RecipeError(f"model.base_recipe {path} makes an adapter. Name a recipe without a lora section.")
+    return base
+
+
+def _holds_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def _section_with_shape(recipe: Recipe) -> Values:
+    """Return the `model` section that tells the shape of the model, before its weights are made."""
+    base = _missing_base(recipe)
+    return recipe.model if base is None else _section_with_shape(base)
 
 
 def _make_base(recipe: Recipe, args: TrainingArguments) -> None:
-    """Carry out the base recipe where the weights that it makes are missing."""
-    base = recipe.model.get("base_recipe")
-    if base is None or (Path(recipe.model["name_or_path"]) / "config.json").is_file():
+    """Carry out the base recipe where its weights are missing. With several processes, all of them do so together."""
+    base = _missing_base(recipe)
+    if base is None:
         return
-    base_recipe = load_recipe(base)
-    made = base_recipe.training["output_dir"]
-    if Path(made).resolve() != Path(recipe.model["name_or_path"]).resolve():
-        raise RecipeError(
-            f"model.base_recipe {base} writes to {made}, but model.name_or_path is {recipe.model['name_or_path']}. Make "
-            "them the same folder."
-        )
-    _say(args, f"{made} is not there yet: training it first with {base}.")
-    # One process makes it, the others wait for its end.
-    with args.main_process_first(desc="training the base model"):
-        if not (Path(made) / "config.json").is_file():
-            finetune(base_recipe)
+    # Data that cannot be had is told now, not when the base is done.
+    load_splits(recipe.data)
+    _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {base.path}.")
+    finetune(base)
+    _say(args, f"Now {recipe.path}.")
+
+
+# --- From data to a trained model. ---
+
+
+def _prepare(recipe: Recipe, args: TrainingArguments) -> tuple[PreTrainedTokenizerBase, PreparedData]:
+    # One process fills the caches, the others read them.
+    with args.main_process_first(desc="preparing the data"):
+        tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
+        data = prepare(recipe.data, tokenizer)
+    _say(args, f"Training data: {data.counts.summary()}")
+    _say(args, describe_example(data, tokenizer))
+    return tokenizer, data
 
 
 def _trainer(
     recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: PreparedData
 ) -> tuple[Trainer, HFCkptCallback | None]:
-    model = build_model(recipe, tokenizer)
+    model: Any = build_model(recipe, tokenizer)
     if recipe.data.get("packing", False):
         check_packing(model)
     callback = HFCkptCallback(**recipe.checkpointing) if recipe.checkpointing is not None else None
@@ -136,10 +205,14 @@ def _trainer(
         processing_class=tokenizer,
         callbacks=[] if callback is None else [callback],
     )
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    _say(args, f"Model: {total:,} parameters, {trainable:,} of them trained ({trainable / total:.2%})")
+    _say(args, _describe_parameters(model))
     return trainer, callback
+
+
+def _describe_parameters(model: Any) -> str:
+    # transformers' own count knows that a 4-bit weight holds two numbers in a byte; PEFT's wrapper hands it on.
+    num_trained, num_all = model.num_parameters(only_trainable=True), model.num_parameters()
+    return f"Model: {num_all:,} parameters, {num_trained:,} of them trained ({num_trained / num_all:.2%})"
 
 
 @contextmanager
@@ -148,7 +221,9 @@ def _failing_gracefully(args: TrainingArguments) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say(args, f"\nStopped. --resume goes on from the newest checkpoint in {args.output_dir}.")
+        checkpoint = _newest_checkpoint(args)
+        how = "There is no checkpoint to go on from." if checkpoint is None else f"--resume goes on from {checkpoint}."
+        _say(args, f"\nStopped. {how}")
         raise
 
 
@@ -166,10 +241,8 @@ def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokeniz
     return folder
 
 
-def _say_sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
-    if not trainer.is_world_process_zero():
-        return
-    prompt = sample_prompt_ids(data)
+def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
+    """Return a prompt of the evaluation data and how the trained model goes on."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     model.eval()
     ids = torch.tensor([prompt], device=model.device)
@@ -179,20 +252,31 @@ def _say_sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: Prep
             attention_mask=torch.ones_like(ids),
             max_new_tokens=_NUM_SAMPLE_TOKENS,
             do_sample=False,
+            # A small model would say the same thing again and again.
+            repetition_penalty=_REPETITION_PENALTY,
             pad_token_id=tokenizer.pad_token_id,
         )
-    written = tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
-    print(f"Sample:\n  {_indented(tokenizer.decode(prompt, skip_special_tokens=True))} [...]{_indented(written)}")
+    given, written = (decode(tokenizer, ids) for ids in (prompt, output[0, len(prompt) :].tolist()))
+    return f"Sample, a prompt of the data ==> what the model writes:\n{_indented(f'{given} ==>{written.rstrip()}')}"
 
 
 def _indented(text: str) -> str:
-    return text.replace("\n", "\n  ")
+    return "\n".join(f"  {line}" for line in text.split("\n"))
+
+
+# --- Words. ---
 
 
 def _output_dir(args: TrainingArguments) -> Path:
+    # The Trainer's own default, where the annotation of the field is wider.
     return Path(args.output_dir or "trainer_output")
 
 
+def _is_main(args: TrainingArguments) -> bool:
+    index: int = args.process_index
+    return index == 0
+
+
 def _say(args: TrainingArguments, text: str) -> None:
-    if args.process_index == 0:
+    if _is_main(args):
         print(text, flush=True)
