@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 
 def send(
@@ -32,9 +33,6 @@ def send(
     """
     if not state.is_world_process_zero:
         return
-    # Here and not above: it brings in peft, and with it bitsandbytes, which speaks up when it is imported.
-    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-
     for reporter_class in get_reporting_integration_callbacks(args.report_to):  # type: ignore[no-untyped-call]
         if reporter_class.on_log is TrainerCallback.on_log:
             # It takes no figures; a second one would be made for nothing.
