@@ -1,0 +1,91 @@
+"""A recipe's `training` section as `TrainingArguments`, held against this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.recipe import Recipe
+
+
+def training_arguments(recipe: Recipe) -> TrainingArguments:
+    """Make the `TrainingArguments` of a recipe. Nothing is written.
+
+    Args:
+        recipe: the recipe.
+
+    Raises:
+        RecipeError: this machine, or what is installed here, cannot do what the section asks for.
+    """
+    _check_precision(recipe)
+    try:
+        args = TrainingArguments(**recipe.training)
+    # OSError: a file that the section names, such as DeepSpeed's.
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise RecipeError(f"training: TrainingArguments refuse it: {error}") from error
+    _check_reporters(args)
+    if args.device.type == "cpu" and "dataloader_pin_memory" not in recipe.training:
+        # Memory is pinned for a device; without one torch warns in each run.
+        args.dataloader_pin_memory = False
+    return args
+
+
+def _check_precision(recipe: Recipe) -> None:
+    training = recipe.training
+    is_cpu = training.get("use_cpu", False) or not torch.accelerator.is_available()
+    if training.get("fp16") and is_cpu:
+        raise RecipeError(
+            "training.fp16 is true, but there is no GPU to scale gradients on. On a CPU use training.fp16=false, with "
+            "training.bf16=true or in float32."
+        )
+    if not training.get("bf16") or training.get("use_cpu", False):
+        return
+    if is_cpu:
+        raise RecipeError(
+            "training.bf16 is true, but there is no GPU. To train on the CPU all the same, slowly, use "
+            f"training.use_cpu=true. On a GPU without bfloat16 use float16: {_float16_overrides(recipe)}"
+        )
+    if not _has_bfloat16():
+        raise RecipeError(
+            f"training.bf16 is true, but {_device_name()} has no bfloat16. Use float16: {_float16_overrides(recipe)}"
+        )
+
+
+def _has_bfloat16() -> bool:
+    # Older cards emulate it, at a fraction of their speed.
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(is_torch_bf16_gpu_available())
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
+
+
+def _float16_overrides(recipe: Recipe) -> str:
+    """Return the overrides that turn a bfloat16 recipe into a float16 one."""
+
+    def overrides() -> Iterator[str]:
+        yield "training.bf16=false training.fp16=true"
+        if recipe.model.get("dtype") == "bfloat16":
+            # Gradients are scaled for float32 weights: adapters are in float32, other weights are as loaded.
+            yield f"model.dtype={'float32' if recipe.lora is None else 'float16'}"
+        if recipe.quantization is not None and recipe.quantization.get("bnb_4bit_compute_dtype") == "bfloat16":
+            yield "quantization.bnb_4bit_compute_dtype=float16"
+
+    return " ".join(overrides())
+
+
+def _check_reporters(args: TrainingArguments) -> None:
+    installed: list[str] = get_available_reporting_integrations()  # type: ignore[no-untyped-call]  # upstream
+    missing = [name for name in args.report_to or [] if name not in installed]
+    if missing:
+        raise RecipeError(
+            f"training.report_to names {', '.join(missing)}, which is not installed here. Install it, or use "
+            f"{' or '.join(['none', *installed])}."
+        )

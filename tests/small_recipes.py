@@ -1,0 +1,70 @@
+"""Recipes that are carried out in a second: a tiny model made from a config, sentences in a local file."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SENTENCES = [
+    ("The sun", " rises in the east and sets in the west."),
+    ("Water", " boils at a hundred degrees, and freezes at none."),
+    ("A loop", " runs its body once for each item of a list."),
+    ("An error", " says what was asked, what is true and what to do."),
+    ("A checkpoint", " keeps what a run needs to go on."),
+    ("Rain", " falls on the hills and runs down to the sea."),
+]
+
+_SECTIONS: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "attention_dropout": 0.1,
+        },
+        "tokenizer": {"train": {"vocab_size": 300}},
+    },
+    "data": {"path": "sentences.jsonl", "eval_fraction": 0.2, "max_length": 64},
+    "checkpointing": {"policy": [{"layers": "0:2", "mode": "full"}, {"layers": 2, "mode": "ffn"}]},
+    "training": {
+        "output_dir": "run",
+        "use_cpu": True,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    },
+}
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+
+
+def write(folder: Path, name: str = "small.yaml", **sections: dict[str, Any] | None) -> Path:
+    """Write a recipe, with its data and its output in `folder`.
+
+    Args:
+        folder: where everything goes.
+        name: the recipe's file.
+        sections: keys to lay on a section; a section that is None is left out.
+    """
+    contents = copy.deepcopy(_SECTIONS)
+    contents["data"]["path"] = str(folder / "sentences.jsonl")
+    contents["training"]["output_dir"] = str(folder / "run")
+    for section, keys in sections.items():
+        contents[section] = None if keys is None else {**contents.get(section, {}), **keys}
+    rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in SENTENCES * 16]
+    (folder / "sentences.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    path = folder / name
+    path.write_text(yaml.safe_dump({key: value for key, value in contents.items() if value is not None}))
+    return path
+
+
+def on_weights(weights: Path) -> dict[str, Any]:
+    """Return the `model` section of a recipe that starts from weights."""
+    return {"config": None, "tokenizer": None, "name_or_path": str(weights), "dtype": "float32"}
