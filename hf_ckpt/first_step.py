@@ -43,14 +43,17 @@ class FirstStep:
         self._hooks: list[RemovableHandle] = []
         self._entries: Counter[tuple[int, str, bool]] = Counter()
         self._has_gradient: set[nn.Module] = set()
+        self._buffers: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._is_cut_off: set[nn.Module] = set()
         self._accumulated: set[nn.Parameter] = set()
 
     def start(self) -> None:
         """Place the hooks."""
-        for number, (_, layer, _) in enumerate(self._layers):
+        for number, (_, layer, entry) in enumerate(self._layers):
             for region, module in _probes(layer):
                 self._hooks.append(module.register_forward_pre_hook(partial(self._count, (number, region))))
+            if entry.mode is not Mode.NONE and any(True for _ in layer.module.buffers()):
+                self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
         for module in self._watched():
             self._hooks.append(module.register_forward_hook(self._watch_output))
         for parameter in {parameter for named in self._owners.values() for parameter in named.values()}:
@@ -65,7 +68,7 @@ class FirstStep:
     def finish(self) -> list[str]:
         """Take the hooks off and return what is not as planned, in words."""
         self.stop()
-        return [*self._recomputation_faults(), *self._gradient_faults()]
+        return [*self._recomputation_faults(), *self._buffer_faults(), *self._gradient_faults()]
 
     def _watched(self) -> set[nn.Module]:
         regions = {
@@ -92,6 +95,23 @@ class FirstStep:
 
     def _note_gradient(self, module: nn.Module, gradient: Tensor) -> None:
         self._has_gradient.add(module)
+
+    def _note_buffers(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        if not _in_backward():
+            self._buffers[number] = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+
+    def _buffer_faults(self) -> Iterator[str]:
+        for number, noted in self._buffers.items():
+            stack, layer, entry = self._layers[number]
+            now = dict(layer.module.named_buffers())
+            changed = [
+                name for name, buffer, version in noted if now.get(name) is not buffer or buffer._version != version
+            ]
+            if changed:
+                yield (
+                    f'Layer {layer.layer_idx} of {stack.path} is set to "{entry.mode}", but its recomputation wrote to '
+                    f"{_listed(changed[:_SHOWN])} a second time. Leave the layer out of the policy."
+                )
 
     def _recomputation_faults(self) -> Iterator[str]:
         seen: dict[tuple[str, str], list[int]] = {}

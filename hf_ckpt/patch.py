@@ -84,17 +84,10 @@ class StackPatch:
     def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
         """Set an attribute on a module and remember what was there.
 
-        Raises:
-            UnsupportedError: two layers share the module, and the plan wants different things of it.
+        Layers that share a module want the same of it (`check_exact` has seen to that): the first one sets it.
         """
-        for change in self._changes:
-            if change.module is module and change.name == name:
-                if _same(change.ours, ours):
-                    return
-                raise UnsupportedError(
-                    f"{change.path} and {path} are the same module ({type(module).__name__}), but the plan differs "
-                    "there. Give both layers one mode, without segment_size."
-                )
+        if any(change.module is module and change.name == name for change in self._changes):
+            return
         self._changes.append(_Change(path, module, name, module.__dict__.get(name, _Missing), ours))
         setattr(module, name, ours)
 
@@ -132,9 +125,9 @@ class StackPatch:
         """
         if self.drops_cache and any(map(is_cache, arguments)):
             raise UnsupportedError(
-                f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, or a "
-                "prompt that was encoded before). Recomputed layers can neither read nor fill it, and the loss would "
-                'change without a word. Use mode "none" or "ffn" for these layers, or train without the cache.'
+                f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, a "
+                "prompt that was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, "
+                'and the loss would change without a word. Set use_cache=False, or use mode "none" or "ffn" there.'
             )
 
     def assert_in_force(self) -> None:
@@ -330,6 +323,14 @@ def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
             f"The plan was made for {plan.model_class} with {_shapes(planned)}, but {type(model).__name__} has "
             f"{_shapes(there)}. Resolve the policy for this model."
         )
+    for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
+        for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
+            if entry.mode in (Mode.ATTENTION, Mode.FFN) and entry.mode not in layer.parts:
+                raise PolicyError(
+                    f"The plan was made for {plan.model_class} and asks for the {entry.mode} of layer "
+                    f"{layer.layer_idx} of {stack.path}, but that layer of {type(model).__name__} has none. Resolve "
+                    "the policy for this model."
+                )
     return plan
 
 
@@ -395,8 +396,8 @@ def _set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[A
     """Set an instance forward that calls the one that it found there."""
     found = module.__dict__.get(_FORWARD)
     if isinstance(found, partial) and found.func is run.func:
-        # A module that two layers share has been reached already: `set` compares what the two want of it.
-        found = found.args[-1]
+        # A module that two layers share: the first of them has reached it already.
+        return
     forward = partial(run.func, *run.args, module, found)
     # Tools that look at the signature see the original's.
     patch.set(path, module, _FORWARD, update_wrapper(forward, found or module.forward))
@@ -426,12 +427,6 @@ def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict
         patch.assert_in_force()
     else:
         patch.pause()
-
-
-def _same(first: object, second: object) -> bool:
-    if isinstance(first, partial) and isinstance(second, partial):
-        return first.func is second.func and first.args == second.args
-    return first is second
 
 
 def _name_of(function: object) -> str:

@@ -81,7 +81,9 @@ def _check_shared(entry: LayerPlan, layer: Layer, stack: Stack, treated: dict[nn
 def _treatments(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module, object]]:
     """Yield the layer and its parts with what the entry makes of each; None where it is left alone."""
     is_whole = entry.mode is Mode.FULL or (entry.mode is Mode.FFN and layer.ffn_is_inline)
-    yield "", layer.module, entry if is_whole else None
+    # A link of a segment knows its place, so that one module cannot be two of them.
+    place = layer.layer_idx if entry.segment is not None else None
+    yield "", layer.module, (entry, place) if is_whole else None
     for mode, names in ((Mode.ATTENTION, layer.attention), (Mode.FFN, layer.ffn)):
         for name in names:
             yield f".{name}", layer.module.get_submodule(name), mode if entry.mode is mode else None

@@ -1,4 +1,4 @@
-"""Fine-tune as a recipe says: accelerate launch scripts/finetune.py recipes/tiny_llama_lora.yaml [key.path=value ...]."""
+"""Fine-tune as a recipe says: accelerate launch scripts/finetune.py recipes/tiny_llama_lora.yaml [key=value ...]."""
 
 import sys
 

@@ -181,6 +181,34 @@ def test_fault_warns_once_and_the_run_goes_on_when_asked_to(tmp_path: Path) -> N
     assert len(losses(run)) == 2
 
 
+class CountingBlock(plain_models.Block):
+    """Counts its forwards in a buffer, as balanced routers count their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_forwards", torch.zeros(()))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.num_forwards += 1
+        return super().forward(hidden, mask)
+
+
+@pytest.mark.parametrize(("policy", "is_fault"), [("full", True), ("attention", False), ("none", False)])
+def test_buffer_that_recomputation_writes_to_is_named(policy: str, is_fault: bool) -> None:
+    case = plain_models.case(plain_models.Decoder([plain_models.Block(), CountingBlock()]))
+    stacks = find_layers(case.model)
+    with hf_ckpt.apply(case.model, policy) as applied:
+        watch = FirstStep(case.model, applied.plan, stacks)
+        watch.start()
+        zoo.loss(case.model, case.inputs).backward()
+        faults = watch.finish()
+    expected = (
+        'Layer 1 of blocks is set to "full", but its recomputation wrote to num_forwards a second time. Leave the '
+        "layer out of the policy."
+    )
+    assert faults == ([expected] if is_fault else [])
+
+
 # --- No false alarm. ---
 
 

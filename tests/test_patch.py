@@ -12,7 +12,9 @@ from torch import nn
 import hf_ckpt
 from hf_ckpt import patch
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError, UnsupportedError
-from hf_ckpt.plans import Plan
+from hf_ckpt.layers import find_layers
+from hf_ckpt.plans import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy import Mode
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import POLICIES, every_policy
 
@@ -289,3 +291,11 @@ def test_data_parallel_raises() -> None:
         "The model is wrapped in nn.DataParallel, whose replicas would run the original's layers. Start one process "
         "for each GPU instead: accelerate launch --multi_gpu <script>, or set CUDA_VISIBLE_DEVICES to one GPU."
     )
+
+
+def test_plan_that_asks_for_a_part_which_the_layer_has_not_is_refused() -> None:
+    model = zoo.build("mamba").model
+    stack = find_layers(model)[0]
+    plan = Plan("LlamaForCausalLM", (StackPlan(stack.path, (LayerPlan(Mode.FFN),) * len(stack.layers)),))
+    with pytest.raises(PolicyError, match=r"asks for the ffn of layer 0 of backbone\.layers, but that layer of Mamba"):
+        hf_ckpt.apply(model, plan)

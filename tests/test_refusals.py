@@ -225,9 +225,9 @@ def test_cache_handed_to_recomputed_layers_raises(policy: str) -> None:
     with exactness.apply(case.model, policy), pytest.raises(UnsupportedError) as raised:
         exactness.step(prompted)
     assert str(raised.value) == (
-        "The model that runs model.layers was handed a key/value cache in a training step (prefix tuning, or a prompt "
-        "that was encoded before). Recomputed layers can neither read nor fill it, and the loss would change without a "
-        'word. Use mode "none" or "ffn" for these layers, or train without the cache.'
+        "The model that runs model.layers was handed a key/value cache in a training step (prefix tuning, a prompt that "
+        "was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, and the loss would "
+        'change without a word. Set use_cache=False, or use mode "none" or "ffn" there.'
     )
 
 
