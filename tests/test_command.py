@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -42,9 +43,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         before = sorted(tmp_path.rglob("*"))
         assert main(arguments) == 2
         assert sorted(tmp_path.rglob("*")) == before
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err
-        return printed.err
+        # Progress bars begin their lines anew.
+        message = "\n".join(line for line in capsys.readouterr().err.split("\n") if "\r" not in line).lstrip("\n")
+        assert "Traceback" not in message
+        return message
 
     return run
 
@@ -185,6 +187,33 @@ def test_folder_without_a_model_is_named(tmp_path: Path, refused: Callable[..., 
     message = refused(hub_recipe(tmp_path, name_or_path=str(tmp_path / "weights")))
     assert message.startswith(f"model.name_or_path: {tmp_path / 'weights'} ")
     assert "config.json" in message
+
+
+def test_damaged_weights_are_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    weights = tmp_path / "weights"
+    shutil.copytree(twins.model("meta-llama/Llama-3.1-8B-Instruct"), weights)
+    whole = (weights / "model.safetensors").read_bytes()
+    (weights / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    message = refused(hub_recipe(tmp_path, name_or_path=str(weights)))
+    assert message.startswith(f"model.name_or_path: {weights} cannot be loaded: ")
+
+
+def test_output_folder_that_is_a_file(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "run").touch()
+    recipe = small_recipes.write(tmp_path)
+    assert refused(str(recipe)) == (
+        f"training.output_dir is {tmp_path / 'run'}, but {tmp_path / 'run'} is a file. Name another folder.\n"
+    )
+
+
+def test_vocabulary_with_too_little_room(tmp_path: Path, refused: Callable[..., str]) -> None:
+    tokenizer = str(twins.model("meta-llama/Llama-3.1-8B-Instruct"))
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    recipe = small_recipes.write(tmp_path, model={"config": {**config, "vocab_size": 100}, "tokenizer": tokenizer})
+    assert refused(str(recipe)) == (
+        "model.config.vocab_size is 100, but the tokenizer has 259 tokens. Raise it, or leave it out to take the "
+        "tokenizer's.\n"
+    )
 
 
 def fail_on_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, status: int) -> None:

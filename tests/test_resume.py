@@ -35,12 +35,12 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 def adapter_recipe(folder: Path) -> Path:
     """A recipe with an adapter, dropout, accumulation and evaluation on the way."""
     folder.mkdir()
-    steps = {"max_steps": 16, "save_strategy": "steps", "save_steps": 8, "eval_strategy": "steps", "eval_steps": 3}
+    steps = {"max_steps": 32, "save_strategy": "steps", "save_steps": 16, "eval_strategy": "steps", "eval_steps": 6}
     return small_recipes.write(
         folder,
         model=small_recipes.on_weights(twins.model(LLAMA)),
         lora=small_recipes.LORA,
-        training={**steps, "gradient_accumulation_steps": 2},
+        training={**steps, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
     )
 
 
@@ -68,13 +68,13 @@ def kill_at_step(recipe: Path, step: int) -> None:
 def test_killed_run_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(adapter_recipe(tmp_path / "whole"))]) == 0
     recipe = adapter_recipe(tmp_path / "killed")
-    kill_at_step(recipe, 10)
+    kill_at_step(recipe, 18)
     killed, whole = tmp_path / "killed" / "run", tmp_path / "whole" / "run"
-    assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-16"]
     assert not (killed / "adapter_model.safetensors").exists()
     # What a kill while a checkpoint was written would leave: its state comes last.
-    for name, state in (("checkpoint-9", None), ("checkpoint-10", '{"global_step": 10')):
-        shutil.copytree(killed / "checkpoint-8", killed / name)
+    for name, state in (("checkpoint-17", None), ("checkpoint-18", '{"global_step": 18')):
+        shutil.copytree(killed / "checkpoint-16", killed / name)
         (killed / name / "trainer_state.json").unlink()
         if state is not None:
             (killed / name / "trainer_state.json").write_text(state)
@@ -82,9 +82,9 @@ def test_killed_run_ends_as_one_that_was_not(tmp_path: Path, capsys: pytest.Capt
 
     assert main([str(recipe), "--resume"]) == 0
 
-    assert f"Going on from {killed / 'checkpoint-8'}." in capsys.readouterr().out
-    assert history(killed / "checkpoint-16") == history(whole / "checkpoint-16")
-    assert [entry["step"] for entry in history(killed / "checkpoint-16") if "loss" in entry] == list(range(1, 17))
+    assert f"Going on from {killed / 'checkpoint-16'}." in capsys.readouterr().out
+    assert history(killed / "checkpoint-32") == history(whole / "checkpoint-32")
+    assert [entry["step"] for entry in history(killed / "checkpoint-32") if "loss" in entry] == list(range(1, 33))
     assert_same_weights(killed / "adapter_model.safetensors", whole / "adapter_model.safetensors")
 
 

@@ -21,10 +21,7 @@ from hf_ckpt.finetune.recipe import Recipe, load_recipe
 from hf_ckpt.finetune.report import RunSummary
 from tests import twins
 
-# bitsandbytes' 8-bit optimizer says on the CPU that its state is not paged there.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*[Pp]aged.*"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("tiny_"))
@@ -60,9 +57,9 @@ LINEAR_SIZES = {
     "k_proj": (64, 32),
     "v_proj": (64, 32),
     "o_proj": (64, 64),
-    "gate_proj": (64, 64),
-    "up_proj": (64, 64),
-    "down_proj": (64, 64),
+    "gate_proj": (64, 256),
+    "up_proj": (64, 256),
+    "down_proj": (256, 64),
 }
 """Inputs and outputs of the linear layers of a twin's decoder layer."""
 
@@ -147,6 +144,7 @@ def test_recipe_trains_as_without_its_plan(stem: str, tmp_path: Path, capsys: py
     check_losses(run, plain)
     check_plan(run)
     check_weights_are_those_without_the_plan(run, plain)
+    check_optimizer(run)
     if has_adapter:
         check_adapter_is_whole(run)
         check_merged_model(run)
@@ -173,6 +171,24 @@ def check_weights_are_those_without_the_plan(run: Run, plain: Run) -> None:
     weights, others = run.weights, plain.weights
     assert weights.keys() == others.keys()
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+def check_optimizer(run: Run) -> None:
+    (checkpoint,) = run.folder.glob("checkpoint-*")
+    if run.recipe.training.get("save_only_model"):
+        assert not (checkpoint / "optimizer.pt").exists()
+        return
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=False)["state"]
+    dtypes = {tensor.dtype for tensor in tensors_in(state)}
+    assert (torch.uint8 in dtypes) is ("8bit" in run.recipe.training["optim"])
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
 
 
 def check_adapter_is_whole(run: Run) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import TrainingArguments
@@ -23,6 +25,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         RecipeError: this machine, or what is installed here, cannot do what the section asks for.
     """
     _check_precision(recipe)
+    _check_folder(Path(recipe.training["output_dir"]))
     try:
         args = TrainingArguments(**recipe.training)
     # OSError: a file that the section names, such as DeepSpeed's.
@@ -33,6 +36,14 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         # Memory is pinned for a device; without one torch warns in each run.
         args.dataloader_pin_memory = False
     return args
+
+
+def _check_folder(folder: Path) -> None:
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise RecipeError(f"training.output_dir is {folder}, but {nearest} is a file. Name another folder.")
+    if not os.access(nearest, os.W_OK):
+        raise RecipeError(f"training.output_dir is {folder}, but {nearest} cannot be written to. Name another folder.")
 
 
 def _check_precision(recipe: Recipe) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -97,7 +98,7 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RecipeError(_loading_advice(name, error)) from error
     return model
 

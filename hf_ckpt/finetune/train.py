@@ -66,7 +66,7 @@ def finetune(recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = Fals
     trainer.save_model()
     merged = _merge(recipe, args, tokenizer) if is_merged else None
     summary = RunSummary(
-        title=str(recipe.path),
+        title=_shown(recipe.path),
         plan=None if callback is None else callback.plan,
         figures={} if callback is None else callback.report(),
         log_history=trainer.state.log_history,
@@ -171,9 +171,9 @@ def _make_base(recipe: Recipe, args: TrainingArguments) -> None:
         return
     # Data that cannot be had is told now, not when the base is done.
     load_splits(recipe.data)
-    _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {base.path}.")
+    _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {_shown(base.path)}.")
     finetune(base)
-    _say(args, f"Now {recipe.path}.")
+    _say(args, f"Now {_shown(recipe.path)}.")
 
 
 # --- From data to a trained model. ---
@@ -270,6 +270,12 @@ def _indented(text: str) -> str:
 def _output_dir(args: TrainingArguments) -> Path:
     # The Trainer's own default, where the annotation of the field is wider.
     return Path(args.output_dir or "trainer_output")
+
+
+def _shown(path: Path) -> str:
+    """Return a path as the user would write it here."""
+    here, whole = Path.cwd(), path.absolute()
+    return str(whole.relative_to(here) if whole.is_relative_to(here) else path)
 
 
 def _is_main(args: TrainingArguments) -> bool:
