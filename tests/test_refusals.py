@@ -226,8 +226,8 @@ def test_cache_handed_to_recomputed_layers_raises(policy: str) -> None:
         exactness.step(prompted)
     assert str(raised.value) == (
         "The model that runs model.layers was handed a key/value cache in a training step (prefix tuning, a prompt "
-        "that was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, and the loss would "
-        'change without a word. Set use_cache=False, or use mode "none" or "ffn" there.'
+        "that was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, and the loss "
+        'would change without a word. Set use_cache=False, or use mode "none" or "ffn" there.'
     )
 
 
