@@ -66,3 +66,13 @@ def _environment_is_put_back() -> Iterator[None]:
     """Undo what accelerate and the Trainer write into the environment, such as ACCELERATE_USE_FSDP."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_put_back() -> Iterator[None]:
+    """Undo what the fine-tuning command sets for the process that it usually has to itself."""
+    loggers = [logging.getLogger(name) for name in ("hf_ckpt", "bitsandbytes")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
