@@ -108,8 +108,9 @@ def measure(case: str, device: str, num_warmup: int, num_steps: int) -> dict[str
     peaks: dict[str, list[int]] = {name: [] for name in CONTENDERS}
     facts: dict[str, dict[str, Any]] = {}
     for number in range(num_warmup + num_steps):
-        for name, contender in CONTENDERS.items():
-            with contender(model):
+        # Back and forth, so that no contender always finds the caches as the same other one leaves them.
+        for name in list(CONTENDERS)[:: 1 if number % 2 == 0 else -1]:
+            with CONTENDERS[name](model):
                 if not number:
                     facts[name] = {"flops": flops(model, inputs), "loss": step(model, inputs)}
                 with Peak(device) as peak:
