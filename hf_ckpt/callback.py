@@ -16,7 +16,6 @@ from hf_ckpt.errors import PlanMismatchError, PolicyError
 from hf_ckpt.figures import StepClock, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
-from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.patch import Applied, apply, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Mode, Policy, SegmentSize
@@ -225,15 +224,14 @@ class _Run:
         self.model = model
         self.is_reported = False
         self.is_removed = False
-        self._stacks: tuple[Stack, ...] = find_layers(model, **structure)
         self.applied: Applied = apply(model, policy, **structure)
-        self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self._stacks)
+        self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
         self._use_cache = UseCache(model)
         self._clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
         for undo in (self._note_removal, self._first_step.stop, self._use_cache.restore, self._clock.restore):
             self.applied.on_remove(undo)
-        is_on = choose(model, self._stacks, input_require_grads)
+        is_on = choose(model, self.applied.stacks, input_require_grads)
         if is_on is not None:
             self.applied.on_remove(InputGradients(model, is_on).restore)
 
@@ -255,7 +253,7 @@ class _Run:
     def figures(self) -> dict[str, float]:
         plan = self.applied.plan
         figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
-        figures["recomputed_share"] = recomputed_share(plan, self._stacks)
+        figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
         figures.update(peak_memory())
         if (speed := self._clock.tokens_per_sec()) is not None:
             figures["tokens_per_sec"] = speed

@@ -188,10 +188,12 @@ class Applied:
 
     Attributes:
         plan: what is in force.
+        stacks: the stacks of the model that the plan is in force on.
     """
 
-    def __init__(self, plan: Plan, patches: list[StackPatch]) -> None:
+    def __init__(self, plan: Plan, stacks: tuple[Stack, ...], patches: list[StackPatch]) -> None:
         self.plan = plan
+        self.stacks = stacks
         self._patches = patches
 
     def summary(self) -> str:
@@ -338,7 +340,7 @@ def _shapes(shapes: list[tuple[str, int]]) -> str:
     return ", ".join(f"{num_layers} layers in {path}" for path, num_layers in shapes)
 
 
-def _put_on(model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> Applied:
+def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...]) -> Applied:
     patches: list[StackPatch] = []
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
@@ -354,7 +356,7 @@ def _put_on(model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> Applied:
         for patch in reversed(patches):
             patch.remove()
         raise
-    return Applied(plan, patches)
+    return Applied(plan, stacks, patches)
 
 
 def _patch_layer(patch: StackPatch, entry: LayerPlan, layer: Layer, stack: Stack, runner: SegmentRunner) -> None:

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from hf_ckpt.errors import DataError
 from hf_ckpt.finetune import examples
-from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt, sample_prompt_ids
+from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.finetune.examples import decode
 
 pytestmark = pytest.mark.core
 
@@ -275,7 +276,7 @@ def test_described_example_is_shortened(section_of: Any) -> None:
 def test_sample_prompt_ends_where_learning_begins(section_of: Any, rows: Any, keys: Any, expected: str) -> None:
     tokenizer = byte_tokenizer()
     prepared = prepare(section_of(rows, **keys), tokenizer)
-    assert sample_prompt(prepared, tokenizer) == expected
+    assert decode(tokenizer, sample_prompt_ids(prepared)) == expected
     assert tokenizer.decode(sample_prompt_ids(prepared)) == expected
 
 
@@ -283,7 +284,7 @@ def test_sample_prompt_is_a_short_one(section_of: Any) -> None:
     tokenizer = byte_tokenizer()
     rows = [{"prompt": "x" * length, "completion": "y"} for length in (20, 12, 3, 9, 15)]
     # Three letters would say nothing.
-    assert sample_prompt(prepare(section_of(rows), tokenizer), tokenizer) == "<s>" + "x" * 9
+    assert decode(tokenizer, sample_prompt_ids(prepare(section_of(rows), tokenizer))) == "<s>" + "x" * 9
 
 
 def test_built_in_data_set_is_prepared() -> None:

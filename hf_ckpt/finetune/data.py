@@ -181,11 +181,6 @@ def _given(row: Mapping[str, list[int]]) -> list[int]:
     return ids[: given if given > 1 else max(1, len(ids) // 4)]
 
 
-def sample_prompt(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return `sample_prompt_ids` as text, special tokens included."""
-    return decode(tokenizer, sample_prompt_ids(prepared))
-
-
 def _tokenise(
     rows: Dataset, split: str, section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Dataset, Counts]:

@@ -81,8 +81,10 @@ class _Outputs:
             return output
         with _outside_of_region():
             output = forward(*args, **kwargs)
-        self._returned.append((_detached(output), RandomState.of(output)))
-        self._versions.extend((tensor, tensor._version) for tensor in map(Tensor.detach, tensors_of(output)))
+        detached = _detached(output)
+        self._returned.append((detached, RandomState.of(detached)))
+        # A detached tensor counts writes together with the one that the layer goes on with.
+        self._versions.extend((tensor, tensor._version) for tensor in tensors_of(detached))
         return output
 
 
