@@ -106,7 +106,7 @@ def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
 
 def _recomputed_weights(entry: LayerPlan, layer: Layer) -> int:
     whole = _num_weights(layer.module)
-    attention = sum(_num_weights(layer.module.get_submodule(name)) for name in layer.attention)
+    attention = sum(_num_weights(layer.submodule(name)) for name in layer.attention)
     match entry.mode:
         case Mode.NONE:
             return 0
@@ -117,7 +117,7 @@ def _recomputed_weights(entry: LayerPlan, layer: Layer) -> int:
         case Mode.FFN if layer.ffn_is_inline:
             return whole - attention
         case Mode.FFN:
-            return sum(_num_weights(layer.module.get_submodule(name)) for name in layer.ffn)
+            return sum(_num_weights(layer.submodule(name)) for name in layer.ffn)
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -177,7 +177,7 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
 def _modules_of(layer: Layer, region: str) -> list[nn.Module]:
     if region == "layer":
         return [layer.module]
-    return [layer.module.get_submodule(name) for name in getattr(layer, region)]
+    return [layer.submodule(name) for name in getattr(layer, region)]
 
 
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:

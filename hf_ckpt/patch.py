@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_ckpt import fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.layers import Layer, Stack, find_layers
-from hf_ckpt.plans import LayerPlan, Plan, parse, resolve
+from hf_ckpt.layers import Layer, Stack, class_name, clean_path, find_layers, members
+from hf_ckpt.plans import LayerPlan, Plan, StackPlan, parse, resolve
 from hf_ckpt.policy import Mode, SegmentSize
 from hf_ckpt.refusals import check_exact, check_model
 from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
 from hf_ckpt.regions.call import is_cache
 from hf_ckpt.regions.recompute import recompute, run_region
-from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
+from hf_ckpt.regions.segments import SegmentRunner, enter, leave, run_in_segment
+from hf_ckpt.shapes import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class StackPatch:
         self._on_remove: list[Callable[[], None]] = []
         self._hook: RemovableHandle | None = None
         self._home: nn.Module | None = None
+        self.doors: _Doors | None = None
         self.drops_cache = False
         self._is_paused = False
         self._has_said = False
@@ -111,6 +115,8 @@ class StackPatch:
         self._on_remove.clear()
         if self._hook is not None:
             self._hook.remove()
+        if self.doors is not None:
+            self.doors.remove()
         if self._home is not None:
             delattr(self._home, _HANDLE)
         self._home = self._hook = None
@@ -137,6 +143,8 @@ class StackPatch:
             PlanMismatchError: a part's forward was replaced, so that the plan cannot be brought back.
         """
         self._resume()
+        if self.doors is not None and self._home is not None:
+            self.doors.watch(self._home)
         lost = [change for change in self._changes if not change.is_in_force()]
         if lost:
             self._say_or_raise(lost)
@@ -181,6 +189,54 @@ class StackPatch:
 
     def _seams(self) -> Iterator[_Change]:
         return (change for change in self._changes if change.name == _FLAG and change.ours)
+
+
+class _Doors:
+    """Hooks on what stands outermost in the place of a segment's layers, where FSDP gathers their weights.
+
+    Args:
+        runner: of the stack.
+        indices: the layers that run in segments.
+    """
+
+    def __init__(self, runner: SegmentRunner, indices: list[int]) -> None:
+        self._runner = runner
+        self._indices = indices
+        self._hooks: dict[int, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
+
+    def watch(self, home: nn.Module) -> None:
+        """Place the hooks, first and last of the module's own, wherever FSDP has come since they were placed."""
+        modules = members(home)
+        for layer_idx in self._indices:
+            outer = modules[layer_idx]
+            if fsdp.is_unit(outer) and not self._is_watched(layer_idx, outer) and not _holds_its_hooks(outer):
+                self._place(layer_idx, outer)
+
+    def _is_watched(self, layer_idx: int, outer: nn.Module) -> bool:
+        if layer_idx not in self._hooks:
+            return False
+        module, first, last = self._hooks[layer_idx]
+        return module is outer and first.id == next(iter(outer._forward_pre_hooks)) and last.id in outer._forward_hooks
+
+    def _place(self, layer_idx: int, outer: nn.Module) -> None:
+        self._take_off(layer_idx)
+        first = outer.register_forward_pre_hook(partial(enter, self._runner, layer_idx), prepend=True, with_kwargs=True)
+        last = outer.register_forward_hook(partial(leave, self._runner, layer_idx))
+        self._hooks[layer_idx] = (outer, first, last)
+
+    def _take_off(self, layer_idx: int) -> None:
+        for hook in self._hooks.pop(layer_idx, ())[1:]:
+            hook.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for layer_idx in self._indices:
+            self._take_off(layer_idx)
+
+
+def _holds_its_hooks(outer: nn.Module) -> bool:
+    """Whether the region of a layer takes in the layer's own hooks, FSDP's among them (transformers before 5.23)."""
+    return isinstance(outer, GradientCheckpointingLayer) and "__call__" in vars(GradientCheckpointingLayer)
 
 
 class Applied:
@@ -284,10 +340,8 @@ def apply(
             "hf_ckpt.remove(model), and apply the policy then."
         )
     stacks = find_layers(model, layers=layers, attention=attention, ffn=ffn)
-    if isinstance(parsed, Plan):
-        plan = _checked(parsed, stacks, model)
-    else:
-        plan = resolve(parsed, stacks, type(model).__name__)
+    fsdp.check_units(model, stacks)
+    plan = _checked(parsed, stacks, model) if isinstance(parsed, Plan) else resolve(parsed, stacks, class_name(model))
     check_exact(plan, stacks)
     return _put_on(model, plan, stacks)
 
@@ -346,12 +400,10 @@ def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...]) -> Applied:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
             patch = StackPatch(plan, stack.path)
             patches.append(patch)
-            runner = SegmentRunner()
-            for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
-                _patch_layer(patch, entry, layer, stack, runner)
+            _patch_stack(model, patch, stack_plan, stack)
         _switch_off_others(model, patches, stacks)
         for patch, stack in zip(patches, stacks, strict=True):
-            patch.settle(model.get_submodule(stack.path), stack.owner)
+            patch.settle(stack.home, stack.owner)
     except BaseException:
         for patch in reversed(patches):
             patch.remove()
@@ -359,29 +411,59 @@ def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...]) -> Applied:
     return Applied(plan, stacks, patches)
 
 
-def _patch_layer(patch: StackPatch, entry: LayerPlan, layer: Layer, stack: Stack, runner: SegmentRunner) -> None:
+_Setting = tuple[nn.Module, Callable[[], None]]
+"""A module, and what makes it carry its part of the plan."""
+
+
+def _patch_stack(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack) -> None:
+    runner = SegmentRunner()
+    settings: dict[nn.Module, list[Callable[[], None]]] = {}
+    for entry, layer in zip(plan.layers, stack.layers, strict=True):
+        for module, make in _settings(patch, entry, layer, stack, runner):
+            settings.setdefault(module, []).append(make)
+    if fsdp.is_sharded(model):
+        fsdp.set_in_place(model, settings)
+    else:
+        for make in chain.from_iterable(settings.values()):
+            make()
+    in_segments = [idx for idx, entry in enumerate(plan.layers) if entry.segment is not None]
+    if in_segments:
+        patch.doors = _Doors(runner, in_segments)
+
+
+def _settings(
+    patch: StackPatch, entry: LayerPlan, layer: Layer, stack: Stack, runner: SegmentRunner
+) -> Iterator[_Setting]:
     path = f"{stack.path}.{layer.layer_idx}"
     match entry.mode:
         case Mode.FULL if entry.segment is not None:
             region = partial(run_in_segment, runner, entry.segment, layer.layer_idx, entry.nested)
-            _make_region(patch, path, layer.module, region)
+            yield _region(patch, path, layer.module, region)
         case Mode.FULL:
-            _make_region(patch, path, layer.module, recompute)
+            yield _region(patch, path, layer.module, recompute)
         case Mode.ATTENTION:
-            _make_parts_regions(patch, path, layer, layer.attention)
+            patch.drops_cache = True
+            yield from _part_regions(patch, path, layer, layer.attention)
         case Mode.FFN if layer.ffn_is_inline:
             kept = KeptModules()
-            _make_region(patch, path, layer.module, partial(recompute_around, kept))
+            yield _region(patch, path, layer.module, partial(recompute_around, kept))
             for name in layer.attention:
-                _set_forward(patch, f"{path}.{name}", layer.module.get_submodule(name), partial(run_kept, kept))
+                yield _forward(patch, f"{path}.{name}", layer.submodule(name), partial(run_kept, kept))
         case Mode.FFN:
-            _make_parts_regions(patch, path, layer, layer.ffn)
+            yield from _part_regions(patch, path, layer, layer.ffn)
 
 
-def _make_parts_regions(patch: StackPatch, path: str, layer: Layer, names: tuple[str, ...]) -> None:
-    patch.drops_cache = patch.drops_cache or names is layer.attention
+def _part_regions(patch: StackPatch, path: str, layer: Layer, names: tuple[str, ...]) -> Iterator[_Setting]:
     for name in names:
-        _set_forward(patch, f"{path}.{name}", layer.module.get_submodule(name), partial(run_region, recompute))
+        yield _forward(patch, f"{path}.{name}", layer.submodule(name), partial(run_region, recompute))
+
+
+def _region(patch: StackPatch, path: str, module: nn.Module, region: Callable[..., Any]) -> _Setting:
+    return module, partial(_make_region, patch, path, module, region)
+
+
+def _forward(patch: StackPatch, path: str, module: nn.Module, run: partial[Any]) -> _Setting:
+    return module, partial(_set_forward, patch, path, module, run)
 
 
 def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Callable[..., Any]) -> None:
@@ -408,8 +490,10 @@ def _set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[A
 def _switch_off_others(model: nn.Module, patches: list[StackPatch], stacks: Sequence[Stack]) -> None:
     """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
     ours = {change.module for patch in patches for change in patch._changes if change.name == _FLAG}
-    for path, module in model.named_modules():
-        if hasattr(module, _FLAG) and module not in ours:
+    for raw_path, module in model.named_modules():
+        # A wrapper shows the attributes of what it wraps.
+        if hasattr(module, _FLAG) and module not in ours and unwrapped(module) is module:
+            path = clean_path(model, raw_path)
             _patch_around(path, patches, stacks).set(path, module, _FLAG, False)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from hf_ckpt import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
@@ -22,7 +23,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse models that no plan can govern.
 
     Raises:
-        UnsupportedError: the model is an `nn.DataParallel`.
+        UnsupportedError: the model is an `nn.DataParallel`, or holds wrappers that checkpoint activations.
     """
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
@@ -30,6 +31,7 @@ def check_model(model: nn.Module) -> None:
             "process for each GPU instead: accelerate launch --multi_gpu <script>, or set "
             "CUDA_VISIBLE_DEVICES to one GPU."
         )
+    fsdp.check_wrappers(model)
 
 
 def check_engine(args: TrainingArguments) -> None:
@@ -86,7 +88,7 @@ def _treatments(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module
     yield "", layer.module, (entry, place) if is_whole else None
     for mode, names in ((Mode.ATTENTION, layer.attention), (Mode.FFN, layer.ffn)):
         for name in names:
-            yield f".{name}", layer.module.get_submodule(name), mode if entry.mode is mode else None
+            yield f".{name}", layer.submodule(name), mode if entry.mode is mode else None
 
 
 def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:

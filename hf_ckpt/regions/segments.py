@@ -4,6 +4,10 @@ Each layer runs at its natural place in the model's own forward, with its own ke
 shared. In backward the layers are run again in a row, from the saved input. A segment ends early where the model does
 something between two layers, because a row of layers would not repeat that.
 
+Where an engine shards each layer (FSDP), what stands outermost in its place gathers and frees its weights. There the
+row goes through that module, and tensors are recognised as they come in and go out of it: the engine's hooks hand
+on other objects inside. Such a module is watched by `enter` and `leave`.
+
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174); nested as in its
 section 4.4.
 """
@@ -12,14 +16,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_ckpt.regions.call import Call, Function, take_apart, tensors_of
+from hf_ckpt.regions.call import Call, Function, keeps_activations, take_apart, tensors_of
 from hf_ckpt.regions.random_state import AutocastState, RandomState
 from hf_ckpt.regions.recompute import recompute
 
@@ -29,19 +35,56 @@ class SegmentRunner:
 
     def __init__(self) -> None:
         self._open: weakref.ref[_Segment] | None = None
+        self._entered: tuple[int, Function, tuple[Any, ...]] | None = None
+        self.replayed: tuple[_Link, _Collector] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The open segment belongs to a running forward, which a copy of the model has not.
-        return {"_open": None}
+        # All of it belongs to a running forward or backward, which a copy of the model has not.
+        return {"_open": None, "_entered": None, "replayed": None}
 
     def join(self, number: int, layer_idx: int, tensors: list[Tensor]) -> _Segment:
         """Return the open segment if a call with these tensors continues it, a new one otherwise."""
-        segment = self._open() if self._open is not None else None
+        segment = self.open_segment()
         if segment is None or not segment.goes_on_with(number, layer_idx, tensors):
-            segment = _Segment(number)
+            segment = _Segment(self, number)
             # Weak: the graph owns the segment. A forward without a backward must leave nothing behind.
             self._open = weakref.ref(segment)
         return segment
+
+    def open_segment(self) -> _Segment | None:
+        """Return the segment that the last layer ran in, if it is still there."""
+        return self._open() if self._open is not None else None
+
+    def enter(self, layer_idx: int, function: Function, args: tuple[Any, ...]) -> None:
+        """Note the call of the module that stands outermost in the place of a layer."""
+        self._entered = (layer_idx, function, args)
+
+    def take_entered(self, layer_idx: int) -> tuple[Function, tuple[Any, ...]] | None:
+        """Return the call that led to this layer, if it was noted."""
+        entered, self._entered = self._entered, None
+        return entered[1:] if entered is not None and entered[0] == layer_idx else None
+
+    @contextmanager
+    def replaying(self, link: _Link, collector: _Collector) -> Iterator[None]:
+        """Let the layer's call that comes next be the recomputation of `link`."""
+        self.replayed = (link, collector)
+        try:
+            yield
+        finally:
+            self.replayed = None
+
+
+def enter(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook, the first one, of the module that stands outermost in the place of a layer."""
+    if keeps_activations(outer) and runner.replayed is None:
+        runner.enter(layer_idx, partial(outer, **kwargs), args)
+
+
+def leave(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook, the last one, of the module that stands outermost in the place of a layer."""
+    segment = runner.open_segment()
+    if keeps_activations(outer) and runner.replayed is None and segment is not None:
+        segment.leave(layer_idx, output)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
@@ -61,7 +104,13 @@ def run_in_segment(
     if not torch.is_grad_enabled():
         return function(*args)
     call, tensors = take_apart(function, args)
-    return runner.join(number, layer_idx, tensors).run(layer_idx, call, tensors, nested)
+    if runner.replayed is not None:
+        link, collector = runner.replayed
+        return link.recompute(call, tensors, collector)
+    entered = runner.take_entered(layer_idx)
+    outer = None if entered is None else take_apart(*entered)
+    segment = runner.join(number, layer_idx, tensors if outer is None else outer[1])
+    return segment.run(layer_idx, call, tensors, outer, nested)
 
 
 class _AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
@@ -93,44 +142,65 @@ class _SavedInputs:
 
 
 class _Link:
-    """One layer's call in a segment: what it takes from the layer before, and what it takes from elsewhere."""
+    """One layer's call in a segment: what it takes from the layer before, and what it takes from elsewhere.
 
-    def __init__(self, call: Call, tensors: list[Tensor], outputs: list[weakref.ref[Tensor]], nested: bool) -> None:
-        self.call = call
-        self.nested = nested
+    Args:
+        call: the layer's own call, or that of the module around it.
+        tensors: what the call is given.
+        is_outer: whether the call leads to the layer through a module around it.
+        outputs: what the layer before returned.
+        nested: checkpoint the layer again while the segment is recomputed.
+    """
+
+    def __init__(
+        self, call: Call, tensors: list[Tensor], is_outer: bool, outputs: list[weakref.ref[Tensor]], nested: bool
+    ) -> None:
+        self._call = call
+        self._is_outer = is_outer
+        self._nested = nested
         self.random_state = RandomState.of(*tensors)
-        self.autocast = AutocastState.now()
+        self._autocast = AutocastState.now()
         # Index into the outputs of the layer before, or None for a tensor from elsewhere.
-        self.sources = [_position(tensor, outputs) for tensor in tensors]
-        own = [tensor for tensor, source in zip(tensors, self.sources, strict=True) if source is None]
-        self.own_inputs = _SavedInputs(own)
+        self._sources = [_position(tensor, outputs) for tensor in tensors]
+        own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
+        self._own_inputs = _SavedInputs(own)
 
-    def replay(self, before: list[Tensor]) -> Any:
+    def replay(self, runner: SegmentRunner, before: list[Tensor], collector: _Collector) -> Any:
         """Run the layer again on the outputs `before` of the layer before it."""
-        own = iter(self.own_inputs.get())
-        tensors = [next(own) if source is None else before[source] for source in self.sources]
-        self.random_state.restore()
-        with self.autocast.restored():
-            return self.run(tensors)
+        own = iter(self._own_inputs.get())
+        tensors = [next(own) if source is None else before[source] for source in self._sources]
+        if not self._is_outer:
+            return self.recompute(self._call, tensors, collector)
+        with runner.replaying(self, collector):
+            return self._call.run(*tensors)
 
-    def run(self, tensors: list[Tensor]) -> Any:
-        return recompute(self.call.run, *tensors) if self.nested else self.call.run(*tensors)
+    def recompute(self, call: Call, tensors: list[Tensor], collector: _Collector) -> Any:
+        """Run the layer's own call again, and collect what it saves."""
+        self.random_state.restore()
+        with self._autocast.restored(), collector.hooks():
+            return self.run(call, tensors)
+
+    def run(self, call: Call, tensors: list[Tensor]) -> Any:
+        """Run the layer's own call."""
+        return recompute(call.run, *tensors) if self._nested else call.run(*tensors)
 
 
 class _Placeholder:
     """Stands in the graph for a tensor that is not kept. Owns its segment: graph, placeholder, segment, inputs."""
 
-    __slots__ = ("__weakref__", "segment", "value")
+    __slots__ = ("__weakref__", "link", "segment", "value")
 
-    def __init__(self, segment: _Segment) -> None:
+    def __init__(self, segment: _Segment, link: int) -> None:
         self.segment = segment
+        self.link = link
         self.value: Tensor | None = None
 
 
 class _Segment:
     """One saved input and the calls of the layers that follow from it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, runner: SegmentRunner, number: int) -> None:
+        self._runner = runner
         self._number = number
         self._layer_idx = -1
         self._links: list[_Link] = []
@@ -147,36 +217,64 @@ class _Segment:
         position = _position(tensors[0], self._outputs) if tensors else None
         return position is not None and tensors[0]._version == self._versions[position]
 
-    def run(self, layer_idx: int, call: Call, tensors: list[Tensor], nested: bool) -> Any:
-        """Run a layer for the first time."""
+    def run(
+        self,
+        layer_idx: int,
+        call: Call,
+        tensors: list[Tensor],
+        outer: tuple[Call, list[Tensor]] | None,
+        nested: bool,
+    ) -> Any:
+        """Run a layer for the first time.
+
+        Args:
+            layer_idx: its position.
+            call: its own call.
+            tensors: what that is given.
+            outer: the same of the module around it, if the row has to go through that.
+            nested: checkpoint the layer again while the segment is recomputed.
+        """
         self._layer_idx = layer_idx
-        link = _Link(call, tensors, self._outputs, nested)
+        replayed = (call, tensors) if outer is None else outer
+        link = _Link(*replayed, outer is not None, self._outputs, nested)
         self._links.append(link)
         with self._hooks():
-            output = link.run(tensors)
-        returned = tensors_of(output)
-        self._outputs = [weakref.ref(tensor) for tensor in returned]
-        self._versions = [tensor._version for tensor in returned]
+            output = link.run(call, tensors)
+        self.leave(layer_idx, output)
         return output
+
+    def leave(self, layer_idx: int, output: Any) -> None:
+        """Note what a layer hands on: at first its own output, then that of the module around it."""
+        if layer_idx == self._layer_idx:
+            returned = tensors_of(output)
+            self._outputs = [weakref.ref(tensor) for tensor in returned]
+            self._versions = [tensor._version for tensor in returned]
 
     def _hooks(self) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(self._leave_out, _bring_back)
 
     def _leave_out(self, tensor: Tensor) -> _Placeholder:
-        placeholder = _Placeholder(self)
+        placeholder = _Placeholder(self, len(self._links) - 1)
         self._placeholders.append(weakref.ref(placeholder))
         self._meta.append((tensor.shape, tensor.dtype, tensor.device))
         return placeholder
 
-    def recompute(self) -> None:
-        """Run all layers again and fill the placeholders that are still needed."""
+    def recompute(self, trigger: int) -> None:
+        """Run the layers again and fill the placeholders that are still needed.
+
+        Args:
+            trigger: the link whose backward is running.
+        """
         collector = _Collector(self._placeholders, self._meta)
-        state = self._links[0].random_state
-        with state.kept(), torch.enable_grad(), saved_tensors_hooks(collector.take, _as_it_is):
+        outputs: list[Tensor] = []
+        with self._links[0].random_state.kept(), torch.enable_grad():
             try:
-                outputs: list[Tensor] = []
-                for link in self._links:
-                    outputs = tensors_of(link.replay(outputs))
+                for number, link in enumerate(self._links):
+                    # An engine must see the end of each layer's forward, but for the one that is in its backward.
+                    collector.may_stop = number == trigger
+                    outputs = tensors_of(link.replay(self._runner, outputs, collector))
+                    if collector.is_done:
+                        break
             except _AllRecomputed:
                 pass
         collector.check()
@@ -191,6 +289,16 @@ class _Collector:
         self._taken = 0
         alive = [number for number, placeholder in enumerate(placeholders) if placeholder() is not None]
         self._needed = alive[-1] + 1
+        self.may_stop = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last tensor that is needed has come by."""
+        return self._taken >= self._needed
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Collect what autograd saves in the block."""
+        return saved_tensors_hooks(self.take, _as_it_is)
 
     def take(self, tensor: Tensor) -> Tensor:
         # Without its graph: a node that holds its own output would hold itself, for ever.
@@ -201,7 +309,7 @@ class _Collector:
             if placeholder is not None:
                 placeholder.value = tensor
         self._taken += 1
-        if self._taken == self._needed:
+        if self.is_done and self.may_stop:
             raise _AllRecomputed
         return tensor
 
@@ -226,7 +334,7 @@ def _bring_back(placeholder: _Placeholder) -> Tensor:
     # Empty in the first backward, and whenever a tensor is asked for again: each value is handed out once, so that it
     # is freed as soon as it has been used.
     if placeholder.value is None:
-        placeholder.segment.recompute()
+        placeholder.segment.recompute(placeholder.link)
     value, placeholder.value = placeholder.value, None
     assert value is not None, "a placeholder that asks is alive, so it was filled"
     return value

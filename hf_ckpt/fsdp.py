@@ -1,0 +1,123 @@
+"""FSDP: what is sharded, what stands in the way of a plan there, and torch's own way in.
+
+The plan is applied after wrapping. Both versions are meant: FSDP1 (`FullyShardedDataParallel`) and FSDP2
+(`fully_shard`), whoever did the wrapping: accelerate, transformers' `DistributedConfig`, or the user.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.layers import Layer, Stack, class_name
+
+logger = logging.getLogger(__name__)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP gathers and frees the parameters of this module together."""
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has sharded the model, or a part of it."""
+    return any(map(is_unit, model.modules()))
+
+
+def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], None]]]) -> None:
+    """Make settings on modules through torch's `apply_activation_checkpointing`.
+
+    Its `checkpoint_wrapper_fn` may return what it was given: the settings are made in place, no module is wrapped, and
+    so no name changes, which PEFT and state dicts rely on.
+
+    Args:
+        model: the sharded model.
+        settings: what to do for which modules.
+    """
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda module: _made(module, settings.pop(module, [])),
+        check_fn=lambda module: module in settings,
+    )
+    assert not settings, "torch visits every module below the model"
+
+
+def _made(module: nn.Module, settings: list[Callable[[], None]]) -> nn.Module:
+    for make in settings:
+        make()
+    return module
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse a model on which somebody has put torch's wrapper modules.
+
+    Raises:
+        UnsupportedError: names the first of them.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, ActivationWrapper):
+            raise UnsupportedError(
+                f"{path} is wrapped in {type(module).__name__} (accelerate's fsdp_activation_checkpointing, or "
+                "apply_activation_checkpointing with torch's wrapper). It renames parameters, so that PEFT saves an "
+                "empty adapter, and layers would be recomputed twice. Leave it out: the policy does its work."
+            )
+
+
+def check_units(model: nn.Module, stacks: Sequence[Stack]) -> None:
+    """Refuse a sharded model of which no decoder layer is a unit of its own.
+
+    Raises:
+        UnsupportedError: the whole model is one shard, which would be gathered whole.
+    """
+    units = [module for module in model.modules() if is_unit(module)]
+    layers = [layer for stack in stacks for layer in stack.layers]
+    if not units or any(_is_gathered_apart(layer, model) for layer in layers):
+        return
+    names = sorted({class_name(layer.module) for layer in layers})
+    raise UnsupportedError(
+        f"FSDP wrapped {len(units)} module{'s' * (len(units) > 1)} of {class_name(model)}, but none of its "
+        f"{len(layers)} decoder layers: every device would gather the whole model at once. Set "
+        f"fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP and fsdp_transformer_layer_cls_to_wrap: {','.join(names)}."
+    )
+
+
+def _is_gathered_apart(layer: Layer, model: nn.Module) -> bool:
+    if layer.outer is not model and is_unit(layer.outer):
+        return True
+    # A policy by size may have taken the parts instead.
+    return any(is_unit(layer.module.get_submodule(name)) for name in (*layer.attention, *layer.ffn))
+
+
+def switch_off_accelerates_own() -> Callable[[], None] | None:
+    """Switch off the activation checkpointing that accelerate would wrap layers with, if it is asked for.
+
+    Only possible before accelerate prepares the model.
+
+    Returns:
+        A function that puts it back; None where there was nothing to switch off.
+    """
+    plugin = _accelerates_plugin()
+    if plugin is None or not plugin.activation_checkpointing:
+        return None
+    plugin.activation_checkpointing = False
+    logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
+
+    def put_back() -> None:
+        plugin.activation_checkpointing = True
+
+    return put_back
+
+
+def _accelerates_plugin() -> Any:
+    # Asking AcceleratorState for its plugin would start one where there is none.
+    return AcceleratorState._shared_state.get("fsdp_plugin")

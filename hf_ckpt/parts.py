@@ -1,0 +1,139 @@
+"""The attention and the ffn of a decoder layer, told by what modules hold and are called; never by a list of models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from hf_ckpt.shapes import Shapes, unwrapped
+
+PARTS = ("attention", "ffn")
+
+# What classes and attributes of mixers and feed-forward networks are called, as single lower-case words. A class name
+# says more than an attribute name ("mixer" of a hybrid layer may be an mlp), so it is asked first.
+_ATTENTION_WORDS = frozenset(
+    "attention attn att mixer mamba mamba2 ssm ssd recurrent retention delta deltanet conv shortconv hyena "
+    "temporal lstm timemix".split()
+)
+_FFN_WORDS = frozenset("mlp ffn ff forward feedforward moe experts expert channelmix glu".split())
+# First words of the names of the halves of an ffn that the layer's own forward strings together.
+_FFN_HALVES = frozenset("fc lin linear wi wo intermediate output ffn ff dense".split())
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+_ACRONYM = re.compile(r"MoE|MLP|FFN|GLU|SSM")
+
+
+class PartFinder:
+    """Finds the parts of the layers of one model.
+
+    Args:
+        shapes: the unsharded shapes of the model's parameters.
+        names: by part, the attribute name that the user gave, or None.
+    """
+
+    def __init__(self, shapes: Shapes, names: Mapping[str, str | None]) -> None:
+        self._shapes = shapes
+        self._names = names
+
+    def is_layer(self, module: nn.Module) -> bool:
+        """Whether a module is a layer: one that transformers can checkpoint, or one with an attention and an ffn.
+
+        Blocks of convolutions and single attentions in image tokenizers are no layers.
+        """
+        attention, ffn, _ = self.parts(module)
+        has_ffn = bool(ffn) or self._has_inline_ffn(list(self.children(module)), ())
+        if hasattr(module, "gradient_checkpointing"):
+            return bool(attention) or has_ffn
+        return bool(attention) and has_ffn
+
+    def mixes_positions(self, module: nn.Module) -> bool:
+        """Whether a module has an attention, or a mixer in its place."""
+        return bool(self.parts(module)[0])
+
+    def parts(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+        """Return the names of the attention modules, those of the ffn modules, and whether the ffn is inline."""
+        children = list(self.children(module))
+        kinds = {name: self._kind(name, child) for name, child in children}
+        found = {part: tuple(name for name, _ in children if kinds[name] == part) for part in PARTS}
+        for part in PARTS:
+            name = self._names[part]
+            if name is not None:
+                found[part] = (name,) if _has(module, name) else ()
+        if self._names["ffn"] is not None:
+            return found["attention"], found["ffn"], False
+        inline = self._has_inline_ffn(children, found["ffn"]) and bool(found["attention"])
+        return found["attention"], () if inline else found["ffn"], inline
+
+    def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the direct children, looking through lists (T5) and layers inside layers (Zamba)."""
+        for name, child in _named_children(module):
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) or self._is_layer_inside(child):
+                yield from ((f"{name}.{key}", grandchild) for key, grandchild in _named_children(child))
+            else:
+                yield name, child
+
+    def _is_layer_inside(self, child: nn.Module) -> bool:
+        kinds = {self._kind(name, grandchild) for name, grandchild in _named_children(child)}
+        return hasattr(child, "gradient_checkpointing") or kinds >= set(PARTS)
+
+    def _kind(self, name: str, child: nn.Module) -> str | None:
+        # The halves of BERT's ffn are called so even where they are convolutions.
+        is_half = words(name)[:1] in (["intermediate"], ["output"])
+        if is_half or not self._has_weights(child) or self._is_linear(child):
+            return None
+        for text in (type(child).__name__, name):
+            # The last telling word is the noun: RecurrentGemmaMlp is an mlp, MoeMambaMixer a mixer.
+            for word in reversed(words(text)):
+                if word in _ATTENTION_WORDS:
+                    return "attention"
+                if word in _FFN_WORDS:
+                    return "ffn"
+        return None
+
+    def _has_weights(self, child: nn.Module) -> bool:
+        """Whether the module multiplies by a matrix; norms, dropouts and rotary embeddings do not."""
+        return any(len(shape) >= 2 for module in child.modules() for shape in self._own_shapes(module).values())
+
+    def _is_linear(self, child: nn.Module) -> bool:
+        """Whether the module is one matrix product: nn.Linear, Conv1D, or a quantised or LoRA layer in their place."""
+        # LoRA layers show the weight of the layer below them, so the attribute is asked and not the class.
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() >= 2:
+            return True
+        # FSDP1 and ZeRO-3 leave something flat in its place.
+        while isinstance(base := getattr(child, "base_layer", None), nn.Module):
+            child = unwrapped(base)
+        return len(self._own_shapes(child).get("weight", ())) >= 2
+
+    def _own_shapes(self, module: nn.Module) -> Mapping[str, torch.Size]:
+        return self._shapes.get(module, {})
+
+    def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
+        """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules)."""
+        halves = [name for name, child in children if self._is_half(name, child)]
+        return len(halves) >= 2 and set(ffn) <= set(halves)
+
+    def _is_half(self, name: str, child: nn.Module) -> bool:
+        is_called_so = any(word in _FFN_HALVES for word in words(name)[:1])
+        return is_called_so and self._has_weights(child) and self._kind(name, child) != "attention"
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a name in lower case, however they are joined: `NemotronHMLP` is nemotron, h, mlp."""
+    # Otherwise NemotronHMLP would be one word behind "Nemotron".
+    spelled = _ACRONYM.sub(lambda acronym: acronym.group().capitalize(), text)
+    return [word.lower() for word in _WORD.findall(spelled)]
+
+
+def _named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, unwrapped(child)) for name, child in unwrapped(module).named_children())
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
