@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt import reporters, use_cache
-from hf_ckpt.errors import PlanMismatchError, PolicyError
+from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
+from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError
 from hf_ckpt.figures import StepClock, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
-from hf_ckpt.patch import Applied, apply, remove
+from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_engine
@@ -30,8 +30,9 @@ PLAN_FILE = "hf_ckpt_plan.json"
 class HFCkptCallback(TrainerCallback):
     """Trains under an activation-checkpointing policy; everything is put back when training ends.
 
-    Works with `Trainer`, with PEFT models, and with trl's trainers. Where `TrainingArguments` ask for activation
-    (gradient) checkpointing too, this policy governs.
+    Works with `Trainer`, with PEFT models, and with trl's trainers; in one process and in many (DDP, FSDP, DeepSpeed),
+    where all train under one plan and an error in one ends all. Where `TrainingArguments` or accelerate's FSDP settings
+    ask for activation (gradient) checkpointing too, this policy governs.
 
     Args:
         policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
@@ -94,6 +95,7 @@ class HFCkptCallback(TrainerCallback):
         self._on_mismatch = on_mismatch
         self._strict_resume = strict_resume
         self._run: _Run | None = None
+        self._put_back_accelerates_own: Callable[[], None] | None = None
         self._report: dict[str, float] = {}
         self.plan: Plan | None = None
 
@@ -104,6 +106,8 @@ class HFCkptCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
         check_engine(args)
+        # Only now is it in time: accelerate wraps layers when it prepares the model.
+        self._put_back_accelerates_own = fsdp.switch_off_accelerates_own()
         model = kwargs.get("model")
         if model is not None:
             _remove_leftover(model)
@@ -120,6 +124,9 @@ class HFCkptCallback(TrainerCallback):
         use_cache.bring_back(model)
         _say_who_governs(args)
         self._run = _Run(model, self._policy, self._structure, self._input_require_grads)
+        if not args.auto_find_batch_size:
+            # There the Trainer itself handles a forward that runs out of memory.
+            self._run.report_failures()
         self.plan = self._run.applied.plan
         if state.is_world_process_zero:
             logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
@@ -133,8 +140,8 @@ class HFCkptCallback(TrainerCallback):
         run = self._running()
         try:
             run.start_step()
-        except PlanMismatchError:
-            self._stop(run)
+        except PlanMismatchError as error:
+            self._fail(run, error)
             raise
 
     def on_pre_optimizer_step(
@@ -149,8 +156,9 @@ class HFCkptCallback(TrainerCallback):
         if self._on_mismatch == "warn":
             warnings.warn(message, stacklevel=2)
             return
-        self._stop(run)
-        raise PlanMismatchError(f'{message}\nWith on_mismatch="warn" the run goes on all the same.')
+        error = PlanMismatchError(f'{message}\nWith on_mismatch="warn" the run goes on all the same.')
+        self._fail(run, error)
+        raise error
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give the cache back for what comes between steps: evaluation, generation, saving."""
@@ -182,9 +190,16 @@ class HFCkptCallback(TrainerCallback):
             )
         return self._run
 
+    def _fail(self, run: _Run, error: HFCkptError) -> None:
+        run.tell_others(error)
+        self._stop(run)
+
     def _stop(self, run: _Run) -> None:
         self._run = None
         run.remove()
+        if self._put_back_accelerates_own is not None:
+            self._put_back_accelerates_own()
+            self._put_back_accelerates_own = None
 
     def _send_report(self, run: _Run, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         if run.is_reported:
@@ -202,11 +217,12 @@ class HFCkptCallback(TrainerCallback):
             return
         message = f"{saved} was written under another plan." if saved.is_file() else f"There is no {saved}."
         if self._strict_resume:
-            self._stop(run)
-            raise PlanMismatchError(
+            error = PlanMismatchError(
                 f"strict_resume asks for the plan of the run that is resumed. {message} Use the policy of that run, "
                 "or leave strict_resume out."
             )
+            self._fail(run, error)
+            raise error
         if saved.is_file():
             logger.info("%s Results do not change, memory does.", message)
 
@@ -224,16 +240,36 @@ class _Run:
         self.model = model
         self.is_reported = False
         self.is_removed = False
-        self.applied: Applied = apply(model, policy, **structure)
+        self._watch = watch.start()
+        try:
+            self.applied: Applied = ranks.apply_on_all(model, policy, structure)
+        except BaseException:
+            # The error is raised on all ranks.
+            self._close_watch()
+            raise
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
         self._use_cache = UseCache(model)
         self._clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
-        for undo in (self._note_removal, self._first_step.stop, self._use_cache.restore, self._clock.restore):
+        undos = (self._note_removal, self._first_step.stop, self._use_cache.restore, self._clock.restore)
+        for undo in (*undos, self._close_watch):
             self.applied.on_remove(undo)
         is_on = choose(model, self.applied.stacks, input_require_grads)
         if is_on is not None:
             self.applied.on_remove(InputGradients(model, is_on).restore)
+
+    def report_failures(self) -> None:
+        """Let the other processes know when a forward raises in this one."""
+        if self._watch is not None:
+            self.applied.on_remove(watch.report_failures(self._watch, self.model))
+
+    def tell_others(self, error: Exception) -> None:
+        if self._watch is not None:
+            self._watch.fail(str(error))
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def start_step(self) -> None:
         self._use_cache.off()

@@ -33,6 +33,14 @@ class PlanMismatchError(HFCkptError, RuntimeError):
     """Raised when what runs is not what was planned."""
 
 
+class OtherProcessError(HFCkptError, RuntimeError):
+    """Raised in a process in which nothing went wrong, when something did in another one of the run."""
+
+
+class SavedFilesError(HFCkptError, RuntimeError):
+    """Raised when what was saved is not the whole adapter or model."""
+
+
 class RecipeError(HFCkptError, ValueError):
     """Raised when a recipe cannot be read; lists every mistake found."""
 

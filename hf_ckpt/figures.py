@@ -15,6 +15,7 @@ from hf_ckpt.input_gradients import input_embeddings
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
+from hf_ckpt.shapes import Shapes, parameter_shapes
 
 GIB = 2**30
 
@@ -100,13 +101,16 @@ def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
         for planned, stack in zip(plan.stacks, stacks, strict=True)
         for entry, layer in zip(planned.layers, stack.layers, strict=True)
     ]
-    total = sum(_num_weights(layer.module) for _, layer in pairs)
-    return sum(_recomputed_weights(entry, layer) for entry, layer in pairs) / total if total else 0.0
+    shapes: Shapes = {}
+    for stack in stacks:
+        shapes |= parameter_shapes(stack.home)
+    total = sum(_num_weights(layer.module, shapes) for _, layer in pairs)
+    return sum(_recomputed_weights(entry, layer, shapes) for entry, layer in pairs) / total if total else 0.0
 
 
-def _recomputed_weights(entry: LayerPlan, layer: Layer) -> int:
-    whole = _num_weights(layer.module)
-    attention = sum(_num_weights(layer.submodule(name)) for name in layer.attention)
+def _recomputed_weights(entry: LayerPlan, layer: Layer, shapes: Shapes) -> int:
+    whole = _num_weights(layer.module, shapes)
+    attention = sum(_num_weights(layer.submodule(name), shapes) for name in layer.attention)
     match entry.mode:
         case Mode.NONE:
             return 0
@@ -117,8 +121,8 @@ def _recomputed_weights(entry: LayerPlan, layer: Layer) -> int:
         case Mode.FFN if layer.ffn_is_inline:
             return whole - attention
         case Mode.FFN:
-            return sum(_num_weights(layer.submodule(name)) for name in layer.ffn)
+            return sum(_num_weights(layer.submodule(name), shapes) for name in layer.ffn)
 
 
-def _num_weights(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _num_weights(module: nn.Module, shapes: Shapes) -> int:
+    return sum(shape.numel() for child in module.modules() for shape in shapes.get(child, {}).values())

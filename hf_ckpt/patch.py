@@ -9,7 +9,7 @@ instance `forward`. No module is wrapped and no name changes; every value set he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
@@ -24,7 +24,7 @@ from hf_ckpt import fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.layers import Layer, Stack, class_name, clean_path, find_layers, members
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan, parse, resolve
-from hf_ckpt.policy import Mode, SegmentSize
+from hf_ckpt.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_exact, check_model
 from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
 from hf_ckpt.regions.call import is_cache
@@ -333,17 +333,35 @@ def apply(
     """
     options = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
     parsed = parse(policy, skip_frozen=skip_frozen, **options)
+    return _put_on(model, *_planned(model, parsed, {"layers": layers, "attention": attention, "ffn": ffn}))
+
+
+def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Any) -> Plan:
+    """Return the plan that `apply` would put in force, and leave the model alone.
+
+    Args:
+        model: see `apply`.
+        policy: see `apply`.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+
+    Raises:
+        HFCkptError: what `apply` raises.
+    """
+    return _planned(model, policy, structure)[0]
+
+
+def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, Any]) -> tuple[Plan, tuple[Stack, ...]]:
     check_model(model)
     if _patches(model):
         raise AlreadyAppliedError(
-            f"{type(model).__name__} carries a plan already. Call remove() on the handle that apply() returned, or "
+            f"{class_name(model)} carries a plan already. Call remove() on the handle that apply() returned, or "
             "hf_ckpt.remove(model), and apply the policy then."
         )
-    stacks = find_layers(model, layers=layers, attention=attention, ffn=ffn)
+    stacks = find_layers(model, **structure)
     fsdp.check_units(model, stacks)
-    plan = _checked(parsed, stacks, model) if isinstance(parsed, Plan) else resolve(parsed, stacks, class_name(model))
+    plan = _checked(policy, stacks, model) if isinstance(policy, Plan) else resolve(policy, stacks, class_name(model))
     check_exact(plan, stacks)
-    return _put_on(model, plan, stacks)
+    return plan, stacks
 
 
 def remove(model: nn.Module) -> bool:
@@ -376,7 +394,7 @@ def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
     there = [(stack.path, len(stack.layers)) for stack in stacks]
     if planned != there:
         raise PolicyError(
-            f"The plan was made for {plan.model_class} with {_shapes(planned)}, but {type(model).__name__} has "
+            f"The plan was made for {plan.model_class} with {_shapes(planned)}, but {class_name(model)} has "
             f"{_shapes(there)}. Resolve the policy for this model."
         )
     for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
@@ -384,7 +402,7 @@ def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
             if entry.mode in (Mode.ATTENTION, Mode.FFN) and entry.mode not in layer.parts:
                 raise PolicyError(
                     f"The plan was made for {plan.model_class} and asks for the {entry.mode} of layer "
-                    f"{layer.layer_idx} of {stack.path}, but that layer of {type(model).__name__} has none. Resolve "
+                    f"{layer.layer_idx} of {stack.path}, but that layer of {class_name(model)} has none. Resolve "
                     "the policy for this model."
                 )
     return plan

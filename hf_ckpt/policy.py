@@ -91,6 +91,11 @@ class Policy:
     rules: tuple[Rule, ...]
     skip_frozen: bool = False
 
+    def describe(self) -> str:
+        """Return the policy as the user would write it, for messages."""
+        text = "[" + ", ".join(rule.describe() for rule in self.rules) + "]"
+        return f"{text}, skip_frozen: true" if self.skip_frozen else text
+
     @classmethod
     def parse(
         cls,

@@ -38,7 +38,7 @@ def check_engine(args: TrainingArguments) -> None:
     """Refuse engines that the plan does not reach.
 
     Raises:
-        UnsupportedError: several GPUs in one process, or an engine that shards the model.
+        UnsupportedError: several GPUs in one process, or an engine together with reentrant checkpointing.
     """
     if args.n_gpu > 1:
         raise UnsupportedError(
@@ -47,11 +47,26 @@ def check_engine(args: TrainingArguments) -> None:
             f"Start one process for each: accelerate launch --num_processes {args.n_gpu} <script>, or set "
             "CUDA_VISIBLE_DEVICES to one GPU."
         )
-    if args.deepspeed or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if _is_distributed(args) and _asks_for_reentrant(args):
         raise UnsupportedError(
-            "This run shards the model (FSDP or DeepSpeed), where the order of wrapping and checkpointing matters and "
-            "is not yet supported. Use DDP, or leave HFCkptCallback out."
+            "The training arguments ask for reentrant activation checkpointing (use_reentrant: True) beside the "
+            "policy. It runs a backward of its own inside the backward, which DDP, FSDP and DeepSpeed take for the end "
+            "of theirs, and the policy is never reentrant. Set gradient_checkpointing=False: the policy does its work."
         )
+
+
+def _is_distributed(args: TrainingArguments) -> bool:
+    is_fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return args.world_size > 1 or is_fsdp or bool(args.deepspeed)
+
+
+def _asks_for_reentrant(args: TrainingArguments) -> bool:
+    # transformers 5.2x has the new names, earlier versions the old ones only.
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        options = getattr(args, f"{name}_kwargs", None) or {}
+        if getattr(args, name, None) and options.get("use_reentrant"):
+            return True
+    return False
 
 
 def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:

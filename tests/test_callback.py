@@ -423,21 +423,5 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
         trainer(llama(), tmp_path, callback("full"))
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-def test_engine_that_shards_the_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    run = trainer(llama(), tmp_path, During("on_init_end", lambda model: None))
-    monkeypatch.setattr(run.args, engine, "full_shard")
-    run.add_callback(callback("full"))
-    with pytest.raises(UnsupportedError, match=r"shards the model \(FSDP or DeepSpeed\).*Use DDP, or leave"):
-        run.train()
-
-
-def test_fsdp_from_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = trainer(llama(), tmp_path).args
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UnsupportedError, match="FSDP or DeepSpeed"):
-        callback("full").on_init_end(args, None, None, model=llama())  # type: ignore[arg-type]
-
-
 def test_callback_is_a_trainer_callback() -> None:
     assert isinstance(callback("full"), TrainerCallback)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import DynamicCache
 
 import hf_ckpt
@@ -252,7 +253,7 @@ def test_cache_in_evaluation_is_used() -> None:
 
 
 def engine(**changes: object) -> SimpleNamespace:
-    return SimpleNamespace(**{"n_gpu": 1, "deepspeed": None, "fsdp": [], **changes})
+    return SimpleNamespace(**{"n_gpu": 1, "world_size": 1, "deepspeed": None, "fsdp": [], **changes})
 
 
 def test_one_device_is_accepted() -> None:
@@ -269,14 +270,44 @@ def test_several_gpus_in_one_process_raise() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "environment"),
-    [({"fsdp": ["full_shard"]}, {}), ({"deepspeed": "zero.json"}, {}), ({}, {"ACCELERATE_USE_FSDP": "true"})],
-)
-def test_engines_that_shard_the_model_raise(
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+ENGINES = [
+    ({"world_size": 2}, {}),
+    ({"fsdp": "full_shard"}, {}),
+    ({"deepspeed": "z.json"}, {}),
+    ({}, {"ACCELERATE_USE_FSDP": "true"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "environment"), ENGINES)
+def test_reentrant_request_beside_an_engine_raises(
     changes: dict[str, object], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedError, match=r"^This run shards the model \(FSDP or DeepSpeed\)"):
-        check_engine(engine(**changes))
+    check_engine(engine(**changes))
+    check_engine(engine(**changes, **{**REENTRANT, "gradient_checkpointing": False}))
+    check_engine(engine(**changes, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}))
+    with pytest.raises(UnsupportedError, match=r"use_reentrant: True.*Set gradient_checkpointing=False"):
+        check_engine(engine(**changes, **REENTRANT))
+
+
+def test_reentrant_request_in_one_process_gives_way() -> None:
+    check_engine(engine(**REENTRANT))
+
+
+# --- Wrappers of others. ---
+
+
+def test_model_with_checkpoint_wrappers_raises() -> None:
+    model = zoo.build("llama").model
+    apply_activation_checkpointing(model, check_fn=lambda module: module is model.model.layers[1])
+    before = traces.snapshot(model)
+    with pytest.raises(UnsupportedError) as raised:
+        hf_ckpt.apply(model, "full")
+    assert str(raised.value) == (
+        "model.layers.1 is wrapped in CheckpointWrapper (accelerate's fsdp_activation_checkpointing, or "
+        "apply_activation_checkpointing with torch's wrapper). It renames parameters, so that PEFT saves an empty "
+        "adapter, and layers would be recomputed twice. Leave it out: the policy does its work."
+    )
+    assert traces.differences(before, traces.snapshot(model)) == []

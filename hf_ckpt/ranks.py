@@ -1,0 +1,105 @@
+"""One plan on all ranks, and an error on one of them raised on all.
+
+A rank is a process of the default process group. A rank that went on with another plan, or alone, would leave the
+others waiting in a collective for as long as the engine's timeout, or train with gradients of something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from hf_ckpt.errors import HFCkptError, OtherProcessError, PlanMismatchError
+from hf_ckpt.patch import Applied, apply, make_plan
+from hf_ckpt.plans import Plan
+from hf_ckpt.policy import Policy
+
+Told = TypeVar("Told")
+
+
+def size() -> int:
+    """Return how many ranks train together; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Applied:
+    """Put a policy in force on every rank's model: rank 0 makes the plan, all apply it, and compare what is in force.
+
+    Args:
+        model: this rank's model.
+        policy: the same on all ranks.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+
+    Raises:
+        OtherProcessError: it failed on another rank.
+        PlanMismatchError: ranks were given different policies, or different plans are in force.
+        HFCkptError: what `apply` raises, on the rank where it does.
+    """
+    if size() == 1:
+        return apply(model, policy, **structure)
+    plan = _plan_of_rank_0(model, policy, structure)
+    applied: Applied | None = None
+    error: Exception | None = None
+    try:
+        applied = apply(model, plan, **structure)
+    # Whatever it is, the others would wait for this rank.
+    except Exception as raised:  # noqa: BLE001
+        error = raised
+    try:
+        in_force = _exchange(error, "" if applied is None else applied.plan.digest(), "applying the policy")
+        _check_equal(in_force, "plan is in force")
+    except BaseException:
+        if applied is not None:
+            applied.remove()
+        raise
+    assert applied is not None, "an error on this rank was raised by the exchange"
+    return applied
+
+
+def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Plan:
+    plan: Plan | None = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            plan = make_plan(model, policy, **structure)
+        except Exception as raised:  # noqa: BLE001  # as above
+            error = raised
+    told = (_described(policy, structure), None if plan is None else plan.to_json())
+    said = _exchange(error, told, "making the plan")
+    _check_equal([asked for asked, _ in said], "policy was asked for")
+    return Plan.from_json(said[0][1] or "")
+
+
+def _exchange(error: Exception | None, told: Told, doing: str) -> list[Told]:
+    """Return what each rank tells; raise on all ranks if one of them has an error."""
+    said: list[tuple[str | None, Told]] = [(None, told)] * size()
+    dist.all_gather_object(said, (None if error is None else _text(error), told))
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, (text, _) in enumerate(said) if text is not None}
+    if failed:
+        rank, text = min(failed.items())
+        raise OtherProcessError(f"Process {rank} failed while {doing}: {text}")
+    return [value for _, value in said]
+
+
+def _check_equal(said: list[str], what: str) -> None:
+    if len(set(said)) == 1:
+        return
+    other = next(rank for rank, value in enumerate(said) if value != said[0])
+    raise PlanMismatchError(
+        f"Another {what} in process {other} than in process 0: {said[other]}, and not {said[0]}. All processes of a "
+        "run train under one plan. Give all of them the same policy and the same model."
+    )
+
+
+def _described(policy: Policy | Plan, structure: dict[str, Any]) -> str:
+    given = {name: value for name, value in structure.items() if value is not None}
+    what = f"plan {policy.digest()}" if isinstance(policy, Plan) else policy.describe()
+    return f"{what} with {given}" if given else what
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"
