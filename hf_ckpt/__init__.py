@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PlanMismatchError,
         PolicyError,
         RecipeError,
+        SavedFilesError,
         StructureError,
         UnsupportedError,
     )
@@ -39,6 +40,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RecipeError",
+    "SavedFilesError",
     "StructureError",
     "UnsupportedError",
     "__version__",

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
-from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError
+from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError, SavedFilesError
 from hf_ckpt.figures import StepClock, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
@@ -20,6 +20,7 @@ from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_engine
+from hf_ckpt.saved_files import SavedFiles
 from hf_ckpt.use_cache import UseCache
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class HFCkptCallback(TrainerCallback):
         input_require_grads: whether the embeddings' output requires gradients; None decides for PEFT models: on,
             unless it would only cost.
         on_mismatch: `"error"` stops the run when the first step shows another recomputation than planned or a lost
-            gradient; `"warn"` warns.
+            gradient, or a checkpoint lacks a part of the adapter; `"warn"` warns.
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
 
@@ -96,6 +97,7 @@ class HFCkptCallback(TrainerCallback):
         self._strict_resume = strict_resume
         self._run: _Run | None = None
         self._put_back_accelerates_own: Callable[[], None] | None = None
+        self._saved_files: SavedFiles | None = None
         self._report: dict[str, float] = {}
         self.plan: Plan | None = None
 
@@ -112,6 +114,8 @@ class HFCkptCallback(TrainerCallback):
         if model is not None:
             _remove_leftover(model)
             use_cache.record(model)
+            # Before an engine shards the model.
+            self._saved_files = SavedFiles.of(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -169,10 +173,26 @@ class HFCkptCallback(TrainerCallback):
             self._send_report(run, args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the plan into the checkpoint."""
+        """Write the plan into the checkpoint, and see that the adapter in it is whole."""
         folder = _checkpoint_folder(args, state)
         if self.plan is not None and state.is_world_process_zero and folder.is_dir():
             _write_plan(self.plan, folder)
+        self._check_adapter(folder, kwargs["model"])
+
+    def _check_adapter(self, folder: Path, model: nn.Module) -> None:
+        expected = self._saved_files
+        if expected is None or not expected.has_adapter:
+            return
+        fault = ranks.told_by_rank_0(lambda: expected.fault_of_checkpoint(folder, model))
+        if fault is None:
+            return
+        if self._on_mismatch == "warn":
+            warnings.warn(fault, stacklevel=2)
+            return
+        error = SavedFilesError(f'{fault}\nWith on_mismatch="warn" the run goes on all the same.')
+        if self._run is not None:
+            self._fail(self._run, error)
+        raise error
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

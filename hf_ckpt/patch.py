@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_ckpt import fsdp
+from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.layers import Layer, Stack, class_name, clean_path, find_layers, members
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan, parse, resolve
@@ -361,6 +361,7 @@ def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, An
     fsdp.check_units(model, stacks)
     plan = _checked(policy, stacks, model) if isinstance(policy, Plan) else resolve(policy, stacks, class_name(model))
     check_exact(plan, stacks)
+    deepspeed.check_version(plan, stacks)
     return plan, stacks
 
 

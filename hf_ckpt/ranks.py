@@ -6,6 +6,7 @@ others waiting in a collective for as long as the engine's timeout, or train wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -56,6 +57,29 @@ def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, A
         raise
     assert applied is not None, "an error on this rank was raised by the exchange"
     return applied
+
+
+def told_by_rank_0(work: Callable[[], Told]) -> Told:
+    """Let rank 0 work, and return its result on all ranks: what it finds in files that only it writes.
+
+    Args:
+        work: gives what can be pickled.
+
+    Raises:
+        OtherProcessError: `work` raised; on rank 0, what it raised.
+    """
+    if size() == 1:
+        return work()
+    told: Told | None = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            told = work()
+        except Exception as raised:  # noqa: BLE001  # the others wait for the result
+            error = raised
+    told_by_all: list[Any] = _exchange(error, told, "looking at what was saved")
+    result: Told = told_by_all[0]
+    return result
 
 
 def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Plan:

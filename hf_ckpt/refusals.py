@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hf_ckpt import fsdp
+from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
@@ -38,7 +38,8 @@ def check_engine(args: TrainingArguments) -> None:
     """Refuse engines that the plan does not reach.
 
     Raises:
-        UnsupportedError: several GPUs in one process, or an engine together with reentrant checkpointing.
+        UnsupportedError: several GPUs in one process, or an engine together with checkpointing of its own or a
+            reentrant one.
     """
     if args.n_gpu > 1:
         raise UnsupportedError(
@@ -47,6 +48,7 @@ def check_engine(args: TrainingArguments) -> None:
             f"Start one process for each: accelerate launch --num_processes {args.n_gpu} <script>, or set "
             "CUDA_VISIBLE_DEVICES to one GPU."
         )
+    deepspeed.check_own_checkpointing(args)
     if _is_distributed(args) and _asks_for_reentrant(args):
         raise UnsupportedError(
             "The training arguments ask for reentrant activation checkpointing (use_reentrant: True) beside the "

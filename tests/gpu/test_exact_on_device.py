@@ -21,15 +21,6 @@ def on_device(model_type: str, device: str, **options: object) -> zoo.Case:
     return zoo.Case(**{**vars(case), "inputs": {name: value.to(device) for name, value in case.inputs.items()}})
 
 
-@pytest.fixture(autouse=True)
-def _repeatable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without this the backward of an embedding on CUDA adds in any order, and no two steps are alike.
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation.*:UserWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model_type", MODELS)

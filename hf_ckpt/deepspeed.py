@@ -1,0 +1,92 @@
+"""What of DeepSpeed cannot run beside a plan, and what a plan cannot do under ZeRO.
+
+DeepSpeed is an optional library, and never imported here: the Trainer's configuration, and what a run that uses it has
+left on the parameters and among the loaded modules, tell all that is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.layers import Stack
+from hf_ckpt.plans import Plan
+from hf_ckpt.policy import Mode
+
+if TYPE_CHECKING:
+    # Importing it brings in the Trainer, and peft and bitsandbytes with it.
+    from transformers import TrainingArguments
+
+_SECTION = "activation_checkpointing"
+_ITS_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+_KEEPS_FROZEN_WEIGHTS = Version("0.19.3")
+"""The first version in which ZeRO-3 lets the frozen weights that a recomputation gathers stand until they are used.
+
+Before, it emptied them when the module's forward ended, with torch's checkpoint still holding them (DeepSpeed #8148,
+trl #2514). torch raises then; a checkpoint that did not compare shapes would go on with empty weights.
+"""
+
+
+def check_own_checkpointing(args: TrainingArguments) -> None:
+    """Refuse DeepSpeed's own activation checkpointing beside the policy.
+
+    Raises:
+        UnsupportedError: DeepSpeed's configuration asks for it, or `deepspeed.checkpointing.configure` was called.
+    """
+    asked = [key for key, value in _section(args).items() if value]
+    if asked:
+        raise UnsupportedError(
+            f"DeepSpeed's configuration asks for its own activation checkpointing ({_SECTION}: {', '.join(asked)}) "
+            "beside the policy, and layers would be recomputed by both. Take that section out: the policy does its "
+            "work. Or leave HFCkptCallback out."
+        )
+    checkpointing = sys.modules.get(_ITS_CHECKPOINTING)
+    if checkpointing is not None and checkpointing.is_configured():
+        raise UnsupportedError(
+            "deepspeed.checkpointing.configure() was called, for layers that recompute themselves through DeepSpeed's "
+            "own activation checkpointing. Beside the policy they would be recomputed twice. Leave that call out: the "
+            "policy does its work. Or leave HFCkptCallback out."
+        )
+
+
+def check_version(plan: Plan, stacks: Sequence[Stack]) -> None:
+    """Refuse frozen weights in recomputed layers under ZeRO-3 of a version that empties them.
+
+    Args:
+        plan: what is to be put in force.
+        stacks: the stacks that it was made for, after DeepSpeed has partitioned their parameters.
+
+    Raises:
+        UnsupportedError: the version of DeepSpeed is older than 0.19.3.
+    """
+    if not _recomputes_frozen_shards(plan, stacks):
+        return
+    version = importlib.metadata.version("deepspeed")
+    if Version(version) < _KEEPS_FROZEN_WEIGHTS:
+        raise UnsupportedError(
+            f"The policy recomputes layers with frozen weights, which ZeRO-3 has sharded, but DeepSpeed {version} "
+            "empties weights that were gathered for a recomputation before they are used. Install DeepSpeed "
+            f"{_KEEPS_FROZEN_WEIGHTS} or later (pip install 'deepspeed>={_KEEPS_FROZEN_WEIGHTS}'), or use ZeRO-2."
+        )
+
+
+def _section(args: TrainingArguments) -> Mapping[str, Any]:
+    # The plugin holds the configuration that is in use, whether `deepspeed=` or accelerate's launcher gave it.
+    plugin: Any = getattr(args, "deepspeed_plugin", None)
+    section: Mapping[str, Any] | None = None if plugin is None else plugin.deepspeed_config.get(_SECTION)
+    return section or {}
+
+
+def _recomputes_frozen_shards(plan: Plan, stacks: Sequence[Stack]) -> bool:
+    return any(
+        hasattr(parameter, "ds_id") and not parameter.requires_grad
+        for planned, stack in zip(plan.stacks, stacks, strict=True)
+        for entry, layer in zip(planned.layers, stack.layers, strict=True)
+        if entry.mode is not Mode.NONE
+        for parameter in layer.module.parameters()
+    )

@@ -1,0 +1,278 @@
+"""What the files of a saved model must hold, and whether they do.
+
+Sharded runs lose weights without a word: a wrapper that renames modules empties PEFT's adapter file, shards that were
+not gathered are written as they are, or nothing is written at all. So names and shapes are noted before the model is
+sharded, and every saved file is held against them by its header; no weights are read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from hf_ckpt.errors import SavedFilesError, UnsupportedError
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ADAPTER_FILE = "adapter_model.safetensors"
+_SHARDS_FOLDER = "pytorch_model_fsdp_0"
+# What torch and accelerate put into module names when they wrap a module.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one file, or the files of one model, must hold.
+
+    Args:
+        what: "adapter" or "model", for messages.
+        patterns: the files, as a glob below the folder of the saved model.
+        tensors: for each tensor its shape and the names that it may be saved under: a tied weight has several.
+    """
+
+    what: str
+    patterns: str
+    tensors: Sequence[tuple[tuple[int, ...], frozenset[str]]]
+
+    def missing(self, found: Shapes) -> list[str]:
+        """Return the names of the tensors that `found` lacks or has in another shape."""
+        missing = [min(names) for shape, names in self.tensors if not any(found.get(name) == shape for name in names)]
+        # transformers saves some architectures under the names and in the pieces of their original weights.
+        is_renamed = self.what == "model" and self._num_elements() <= sum(map(math.prod, found.values()))
+        return [] if is_renamed else missing
+
+    def _num_elements(self) -> int:
+        return sum(math.prod(shape) for shape, _ in self.tensors)
+
+
+@dataclass(frozen=True)
+class SavedFiles:
+    """What a saved model must consist of: one file for each adapter, or the files of a whole model.
+
+    Example:
+        expected = SavedFiles.of(model)  # before DDP, FSDP or DeepSpeed have it
+        trainer.save_model()
+        expected.check(Path(args.output_dir), trainer.model)
+    """
+
+    contents: tuple[Contents, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> SavedFiles:
+        """Note what saving `model` must write.
+
+        Args:
+            model: the model before it is sharded, with its adapters, if it has any.
+        """
+        adapters = tuple(_adapters(model))
+        return cls(adapters or (_whole_model(model),))
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether adapters are what is saved."""
+        return self.contents[0].what == "adapter"
+
+    def fault(self, folder: Path, model: nn.Module | None = None) -> str | None:
+        """Return what is wrong with the files in `folder`, and why; None if they are complete.
+
+        Args:
+            folder: where the model was saved.
+            model: as it was saved, sharded or not, to tell why something is missing.
+        """
+        for contents in self.contents:
+            found = _headers(folder, contents.patterns)
+            missing = contents.missing(found)
+            if missing or _wrapped(found):
+                return f"{_finding(folder, contents, found, missing)} {_reason(found, model)}"
+        return None
+
+    def fault_of_checkpoint(self, folder: Path, model: nn.Module | None = None) -> str | None:
+        """Return what is wrong with a checkpoint of the Trainer, which may consist of shards; None if it is complete.
+
+        Args:
+            folder: the checkpoint.
+            model: as it was saved, sharded or not, to tell why something is missing.
+        """
+        if not writes_shards_only():
+            return self.fault(folder, model)
+        found = _shards(folder / _SHARDS_FOLDER)
+        for contents in self.contents:
+            missing = contents.missing(found)
+            if missing or _wrapped(found):
+                shards = Contents(contents.what, _SHARDS_FOLDER, contents.tensors)
+                return f"{_finding(folder, shards, found, missing)} {_reason(found, model)}"
+        return None
+
+    def check(self, folder: Path, model: nn.Module | None = None) -> None:
+        """Hold the files in `folder` against what was noted.
+
+        Raises:
+            SavedFilesError: a tensor is missing, has another shape, or goes by the name of a wrapper.
+        """
+        if (fault := self.fault(folder, model)) is not None:
+            raise SavedFilesError(fault)
+
+    def verdict(self) -> str:
+        """Return in words that the files hold everything, for where `check` found nothing wrong."""
+        num = sum(len(contents.tensors) for contents in self.contents)
+        return f"all {num:,} tensors are there, as one process would save them"
+
+
+def writes_shards_only() -> bool:
+    """Tell whether the Trainer writes shards that only a resumed run can read, and no adapter or model file."""
+    plugin = _fsdp_plugin()
+    return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+
+
+def check_can_be_saved(device: torch.device) -> None:
+    """Refuse to save where saving is known to lose weights or to end the process.
+
+    Args:
+        device: what the model trains on.
+
+    Raises:
+        UnsupportedError: FSDP1 on a CPU.
+    """
+    plugin = _fsdp_plugin()
+    if plugin is not None and plugin.fsdp_version == 1 and device.type == "cpu":
+        raise UnsupportedError(
+            "This run would save a model that FSDP1 shards on a CPU. There torch's full state dict ends the process, "
+            "and accelerate's sharded one loses the adapter and the optimizer's state. Use FSDP2 (fsdp_version: 2), "
+            'or save nothing (save_strategy: "no").'
+        )
+
+
+# --- What must be there. ---
+
+
+def _adapters(model: nn.Module) -> Iterator[Contents]:
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if not configs or not hasattr(model, "base_model"):
+        return
+    from peft import get_peft_model_state_dict
+
+    # Kept as parameters: DeepSpeed notes the whole shape of a partitioned one on it.
+    state = model.state_dict(keep_vars=True)
+    for name in configs:
+        # What PEFT adds of itself, such as embeddings that were resized, may be there and need not.
+        tensors = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, save_embedding_layers=False)
+        named = [(_shape(tensor), frozenset({key})) for key, tensor in tensors.items()]
+        yield Contents("adapter", _ADAPTER_FILE if name == "default" else f"{name}/{_ADAPTER_FILE}", named)
+
+
+def _whole_model(model: nn.Module) -> Contents:
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not any(re.search(pattern, name) for pattern in ignored):
+            names.setdefault(parameter, set()).add(name)
+    tensors = [(_shape(parameter), frozenset(its_names)) for parameter, its_names in names.items()]
+    return Contents("model", "model*.safetensors", tensors)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    # ZeRO-3 leaves an empty tensor in place of a partitioned parameter.
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+# --- What is there. ---
+
+
+def _headers(folder: Path, pattern: str) -> Shapes:
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob(pattern)):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _shards(folder: Path) -> Shapes:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not (folder / ".metadata").is_file():
+        return {}
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    # accelerate saves a mapping with the model under this key.
+    return {name.removeprefix("model."): tuple(getattr(entry, "size", ())) for name, entry in saved.items()}
+
+
+def _wrapped(found: Shapes) -> list[str]:
+    return [name for name in found if any(part in _WRAPPERS for part in name.split("."))]
+
+
+# --- Words. ---
+
+
+def _finding(folder: Path, contents: Contents, found: Shapes, missing: Sequence[str]) -> str:
+    where = folder / contents.patterns
+    if not found and not any(folder.glob(contents.patterns)):
+        return f"There is no {where}: the {contents.what} was not saved."
+    if not missing:
+        return f"{where} holds the {contents.what} under the names of a wrapper ({_some(_wrapped(found))})."
+    num = len(contents.tensors)
+    return (
+        f"{where} holds {len(found):,} tensors, but {len(missing):,} of the {num:,} of the {contents.what} are missing "
+        f"or have another shape ({_some(missing)})."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _NUM_SHOWN:,} more" if len(names) > _NUM_SHOWN else ""
+    return ", ".join(names[:_NUM_SHOWN]) + more
+
+
+def _reason(found: Shapes, model: nn.Module | None) -> str:
+    """Say why something is missing, as far as the file and the model tell, and what to do."""
+    in_the_way = {part for name in _names(model, found) for part in name.split(".") if part in _WRAPPERS}
+    if "_checkpoint_wrapped_module" in in_the_way:
+        return (
+            "Layers are wrapped in CheckpointWrapper, which renames modules, and PEFT does not know them again. Switch "
+            "off accelerate's fsdp_activation_checkpointing (and fsdp_config.activation_checkpointing), and whatever "
+            "else wraps layers."
+        )
+    if writes_shards_only():
+        return (
+            "With fsdp_state_dict_type: SHARDED_STATE_DICT the Trainer writes shards only. Use FULL_STATE_DICT, or "
+            'call trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT") before '
+            "trainer.save_model()."
+        )
+    if any(math.prod(shape) == 0 for shape in found.values()) or any(map(_is_partitioned, _parameters(model))):
+        return (
+            "Shards were not gathered before they were saved. Under ZeRO-3 set "
+            "stage3_gather_16bit_weights_on_model_save: true; save through trainer.save_model() on all processes."
+        )
+    return (
+        "Something renamed, replaced or left out these modules while the model was prepared or saved. Compare the "
+        "names in the file with those of model.named_parameters()."
+    )
+
+
+def _names(model: nn.Module | None, found: Shapes) -> Iterator[str]:
+    yield from found
+    if model is not None:
+        yield from (name for name, _ in model.named_modules())
+
+
+def _parameters(model: nn.Module | None) -> Iterator[nn.Parameter]:
+    return iter(()) if model is None else model.parameters()
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def _fsdp_plugin() -> Any:
+    """Return accelerate's description of FSDP, or None where it does not shard the model."""
+    # Not AcceleratorState(): without an Accelerator that would make one.
+    return AcceleratorState._shared_state.get("fsdp_plugin")
