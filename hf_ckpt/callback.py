@@ -113,6 +113,8 @@ class HFCkptCallback(TrainerCallback):
         model = kwargs.get("model")
         if model is not None:
             _remove_leftover(model)
+            # With them some engines cannot even prepare the model.
+            fsdp.check_wrappers(model)
             use_cache.record(model)
             # Before an engine shards the model.
             self._saved_files = SavedFiles.of(model)
