@@ -20,7 +20,7 @@ from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_engine
-from hf_ckpt.saved_files import SavedFiles
+from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
 from hf_ckpt.use_cache import UseCache
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class HFCkptCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
         check_engine(args)
+        if args.save_strategy != "no":
+            check_can_be_saved(args.device)
         # Only now is it in time: accelerate wraps layers when it prepares the model.
         self._put_back_accelerates_own = fsdp.switch_off_accelerates_own()
         model = kwargs.get("model")

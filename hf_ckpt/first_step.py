@@ -153,8 +153,10 @@ class FirstStep:
             )
 
     def _got_gradient(self, parameter: nn.Parameter) -> bool:
-        # Some engines have taken the gradient away by now.
-        return parameter.grad is not None or parameter in self._accumulated
+        # Some engines have taken the gradient away by now; of what FSDP1 leaves to other ranks, none comes here. What
+        # ZeRO-3 has emptied is whole in backward, on every rank.
+        is_elsewhere = not parameter.numel() and not hasattr(parameter, "ds_id")
+        return parameter.grad is not None or parameter in self._accumulated or is_elsewhere
 
 
 def _probes(layer: Layer) -> Iterator[tuple[str, nn.Module]]:

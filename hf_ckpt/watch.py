@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,7 +32,12 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _GRACE_S = 15.0
 """How long this process may take to end by itself, in seconds: gloo raises at once, NCCL does not."""
+_LAST_WORD_S = 1.0
+"""How long an error of this process waits for news of another, in seconds."""
 _FAREWELL = {"farewell": True}
+
+
+_running: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Watch:
@@ -49,9 +55,11 @@ class Watch:
         self._rank = rank
         self._lock = threading.Lock()
         self._is_over = False
+        _running.add(self)
         atexit.register(self._end_of_process)
         # A daemon: it must not keep a process alive that has ended its work.
-        threading.Thread(target=self._wait, name="hf_ckpt-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hf_ckpt-watch", daemon=True)
+        self._thread.start()
 
     def fail(self, reason: str) -> None:
         """Tell the other processes that this one stops training, and why."""
@@ -66,20 +74,31 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if error is None:
             self.close()
-        else:
-            self.fail(f"{type(error).__name__}: {error}")
+            return
+        # The error may be about another process that is gone: why it is, is said first.
+        self._thread.join(_LAST_WORD_S)
+        self.fail(f"{type(error).__name__}: {error}")
 
     def _say_and_close(self, message: dict[str, Any]) -> None:
         with self._lock:
             if self._is_over:
                 return
             self._is_over = True
+            for peer in self._peers.values():
+                _send(peer, message)
+                # The thread of this process wakes up by it, and the other side reads to the end.
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
         atexit.unregister(self._end_of_process)
-        for peer in self._peers.values():
-            _send(peer, message)
-            # The thread of this process wakes up by it, and the other side reads to the end.
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        finally:
+            # Under the lock nobody is in the middle of a last word.
+            with self._lock:
+                for peer in self._peers.values():
+                    peer.close()
 
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -131,6 +150,12 @@ def start() -> Watch | None:
         with contextlib.closing(listener):
             peers = _accepted(listener, token, dist.get_world_size() - 1)
     return _watch_if_all(peers, rank)
+
+
+def tell(error: Exception) -> None:
+    """Tell the others of an error that ends training in this process, where no Python exception ends the process."""
+    for watch in list(_running):
+        watch.fail(str(error))
 
 
 def report_failures(watch: Watch, model: nn.Module) -> Callable[[], None]:
