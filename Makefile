@@ -1,9 +1,11 @@
 # The two commands: `make finetune` and `make test`. Both set up .venv first; nothing outside this folder changes.
-# Variables: PYTHON (the interpreter to build environments with), RECIPE and ARGS (for finetune), PYTEST_ARGS.
+# Variables: PYTHON (the interpreter to build environments with), RECIPE and ARGS (for finetune), PYTEST_ARGS and
+# DISTRIBUTED_ARGS (for the tests in one process, and for those in two).
 
 RECIPE ?= recipes/tiny_llama_lora.yaml
 ARGS ?=
 PYTEST_ARGS ?= -n 2
+DISTRIBUTED_ARGS ?=
 
 # The first Python that is new enough and can make environments.
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -13,12 +15,13 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 # More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup finetune test test-oldest check lint types docs format clean
+.PHONY: help setup finetune test test-distributed test-oldest check lint types docs format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
 	@echo 'make test         set up .venv, then format, lint, types and the whole test suite'
+	@echo 'make test-distributed  the part of the suite that needs two processes'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the suite on the oldest supported versions'
 	@echo 'make check        format, lint, types and the code blocks of the documents'
 	@echo 'make format       format the code and mend what lint can mend'
@@ -53,12 +56,19 @@ finetune: .venv/.installed
 
 # --- Checks. ---
 
-test test-oldest docs: export HF_HUB_OFFLINE = 1
-test test-oldest docs: export TOKENIZERS_PARALLELISM = false
+test test-distributed test-oldest docs: export HF_HUB_OFFLINE = 1
+test test-distributed test-oldest docs: export TOKENIZERS_PARALLELISM = false
 
 # The code blocks that `make check` runs are part of the suite.
 test: lint types
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	$(two_processes) $(DISTRIBUTED_ARGS)
+
+# --standalone: on a port that is free.
+two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m pytest tests/distributed
+
+test-distributed: .venv/.installed
+	$(two_processes) $(DISTRIBUTED_ARGS)
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest -m core $(PYTEST_ARGS)

@@ -1,0 +1,102 @@
+"""How often weights are gathered, gradients reduced and layers run in one step: the numbers of docs/distributed.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import TrainerCallback
+
+from benchmarks.cases import CASES, build
+from benchmarks.collectives import OTHERS, POLICIES, Collectives, Counts, contenders, measure, shard, table
+from tests.distributed.ranks import has_gpus
+from tests.distributed.runs import callback, full_fine_tune, train
+
+ONCE, TWICE = [1, 1, 1, 1], [2, 2, 2, 2]
+# Forwards of attention and of ffn by layer, and the all-gathers of FSDP1's backward beside one for each layer.
+EXPECTED: dict[str, tuple[list[int], list[int], int]] = {
+    "none": (ONCE, ONCE, 0),
+    "full": (TWICE, TWICE, 0),
+    "attention": (TWICE, ONCE, 0),
+    "ffn": (ONCE, TWICE, 0),
+    "full, every_n_layers=2": ([2, 1, 2, 1], [2, 1, 2, 1], 0),
+    # A replay gathers all layers of its segment but the last, which is there already, and FSDP1 frees them again.
+    "full, segment_size=2": (TWICE, TWICE, 2),
+    "full, segment_size=4": (TWICE, TWICE, 3),
+    # The last layer of a segment is not run for its output, which nobody needs.
+    "full, segment_size=2, nested": ([3, 2, 3, 2], [3, 2, 3, 2], 2),
+    "full on 0:2, ffn on 2:4": ([2, 2, 1, 1], TWICE, 0),
+    "transformers' own": (TWICE, TWICE, 0),
+    "transformers' own, reentrant": (TWICE, TWICE, 0),
+    "CheckpointWrapper around the shard": (TWICE, TWICE, 0),
+    "CheckpointWrapper around the shard, reentrant": (TWICE, TWICE, 4),
+}
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_everything_that_is_counted_has_its_numbers_here() -> None:
+    assert list(EXPECTED) == [*POLICIES, *OTHERS]
+
+
+def test_document_shows_the_committed_result() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "collectives_llama_tiny.json").read_text())
+    counts = {engine: {name: Counts(**row) for name, row in result[engine].items()} for engine in ("fsdp1", "fsdp2")}
+    assert table(counts) in (ROOT / "docs" / "distributed.md").read_text()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_fsdp1_gathers_again_only_within_segments_and_around_reentrant_wrappers(name: str) -> None:
+    attention, ffn, extra = EXPECTED[name]
+    # Four layers and the root, which keeps its weights from forward to backward.
+    assert measure("llama_tiny", "fsdp1", contenders()[name]) == Counts(attention, ffn, 5, 4 + extra, 5)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_fsdp2_gathers_as_often_as_without_a_plan(name: str) -> None:
+    attention, ffn, _ = EXPECTED[name]
+    # Four layers, the embeddings, and the norm with the head, which keep their weights from forward to backward.
+    assert measure("llama_tiny", "fsdp2", contenders()[name]) == Counts(attention, ffn, 6, 5, 6)
+
+
+# Its backward hooks do not suit the outputs of transformers' models, of which torch warns in several ways.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_torchs_own_counter_agrees(engine: str) -> None:
+    model, inputs = build(CASES["llama_tiny"], "cuda" if has_gpus() else "cpu")
+    model = shard(model, engine)
+    with CommDebugMode() as torchs, Collectives() as ours:
+        model(**inputs).loss.backward()
+    assert torchs.get_total_counts() == sum(ours.seen.values())
+
+
+class CountedSteps(TrainerCallback):
+    """Counts the collectives of each optimizer step in a Trainer: all-gathers in forward and backward, reductions."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int, int]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._collectives = Collectives()
+        self._collectives.__enter__()
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        seen = self._collectives
+        seen.__exit__(None, None, None)
+        gathers = (seen.num("gather", in_backward) for in_backward in (False, True))
+        self.steps.append((*gathers, seen.num("reduce_scatter", in_backward=True)))
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "ffn"])
+@pytest.mark.parametrize(("engine", "step"), [("fsdp1", (20, 16, 5)), ("fsdp2", (24, 20, 6))])
+def test_trainer_gathers_for_each_accumulated_batch_and_reduces_once(
+    engine: str, step: tuple[int, int, int], mode: str
+) -> None:
+    counted = CountedSteps()
+    got = train(full_fine_tune("llama"), engine, callback(mode), counted, gradient_accumulation_steps=4)
+    assert got.engine == engine
+    assert counted.steps == [step] * 5

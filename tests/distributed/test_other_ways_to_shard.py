@@ -1,0 +1,133 @@
+"""Other ways to shard: transformers' own, with mixed precision, and by hand without a Trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from tests import exactness, zoo
+from tests.distributed.ranks import has_gpus
+from tests.distributed.runs import Outcome, callback, full_fine_tune, local, train
+from tests.distributed.test_same_numbers import MODES
+from tests.training import During, changed
+
+
+@pytest.fixture(scope="module")
+def saved_llama() -> Iterator[Path]:
+    """A folder with a model that all ranks see."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        if dist.get_rank() == 0:
+            full_fine_tune("llama").save_pretrained(folder)
+        dist.barrier()
+        yield Path(folders[0])
+        dist.barrier()
+
+
+def loaded_sharded(folder: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+
+
+@pytest.fixture(scope="module")
+def transformers_alone(saved_llama: Path) -> Outcome:
+    return train(loaded_sharded(saved_llama), "none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_transformers_own_fsdp2_trains_as_without_a_plan(
+    saved_llama: Path, transformers_alone: Outcome, mode: str
+) -> None:
+    got = train(loaded_sharded(saved_llama), "none", callback(mode))
+    assert got.engine == transformers_alone.engine == "fsdp2"
+    assert got.losses == transformers_alone.losses
+    assert changed(transformers_alone.weights, got.weights) == []
+    assert got.names == transformers_alone.names
+
+
+@pytest.fixture(scope="module")
+def bf16_alone() -> Outcome:
+    return train(full_fine_tune("llama"), "fsdp2", bf16=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_mixed_precision_trains_as_without_a_plan(bf16_alone: Outcome, mode: str) -> None:
+    dtypes: set[torch.dtype] = set()
+
+    def note_dtype(model: nn.Module) -> None:
+        model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
+
+    watched = During("on_step_begin", note_dtype, step=0)
+    got = train(full_fine_tune("llama"), "fsdp2", callback(mode), watched, bf16=True)
+    assert got.engine == bf16_alone.engine == "fsdp2"
+    assert dtypes == {torch.bfloat16}
+    assert got.losses == bf16_alone.losses
+    assert changed(bf16_alone.weights, got.weights) == []
+
+
+def by_hand_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def by_hand_fsdp1(model: nn.Module) -> nn.Module:
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpus() else torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+
+
+def by_hand_fsdp2(model: nn.Module) -> nn.Module:
+    for layer in model.get_submodule("model.layers"):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": by_hand_ddp,
+    "fsdp1": by_hand_fsdp1,
+    "fsdp2": by_hand_fsdp2,
+}
+
+
+def case() -> zoo.Case:
+    built = exactness.build("llama")
+    device = "cuda" if has_gpus() else "cpu"
+    inputs = {name: value.to(device) for name, value in built.inputs.items()}
+    return zoo.Case(built.model_type, built.model.to(device), inputs)
+
+
+def result(wrapped: nn.Module, inputs: dict[str, Tensor]) -> exactness.Result:
+    """Loss and gradients of a step, of the second, in which an engine has settled; by parameter name."""
+    for _ in range(2):
+        loss, gradients = exactness.step(zoo.Case("llama", wrapped, inputs))
+    return loss, {name: None if gradient is None else local(gradient) for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("engine", WRAP)
+def test_policy_applied_by_hand_is_exact(engine: str, order: str, mode: str) -> None:
+    plain, planned = case(), case()
+    reference = WRAP[engine](plain.model)
+    expected = result(reference, plain.inputs)
+    if order == "before":
+        exactness.apply(planned.model, mode)
+    wrapped = WRAP[engine](planned.model)
+    if order == "after":
+        exactness.apply(wrapped, mode)
+    with exactness.counted_entries(wrapped) as (_, in_backward):
+        got = result(wrapped, planned.inputs)
+    assert exactness.differences(expected, got) == []
+    assert in_backward, "nothing was recomputed"
+    assert [name for name, _ in wrapped.named_modules()] == [name for name, _ in reference.named_modules()]
