@@ -41,10 +41,14 @@ MAY_IMPORT = {
         *("errors", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks", "watch"),
         *("use_cache", "input_gradients", "first_step", "figures", "reporters", "saved_files"),
     },
-    "finetune": {"errors", "policy", "plans", "layers", "refusals", "patch", "callback", "saved_files"},
+    "finetune": {
+        *("errors", "policy", "plans", "layers", "figures", "refusals", "patch"),
+        *("callback", "saved_files", "watch"),
+    },
+    "cli": {"errors", "finetune"},
 }
 PURE_PYTHON = {"errors", "policy", "plans"}
-CORE = set(MAY_IMPORT) - {"finetune"}
+CORE = set(MAY_IMPORT) - {"finetune", "cli"}
 
 CORE_REQUIREMENTS = {"torch", "transformers", "accelerate"}
 OPTIONAL = {"bitsandbytes", "liger_kernel", "matplotlib", "trl"}

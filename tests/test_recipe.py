@@ -273,6 +273,20 @@ BROKEN = [
         ),
         f"training.{CHECKPOINTING}_kwargs: has no effect beside a checkpointing section",
     ),
+    broken(
+        training("fsdp: true, deepspeed: zero3.json"),
+        'training.deepspeed = "zero3.json": training.fsdp is given as well, and both shard the model. Keep one.',
+    ),
+    broken(
+        training("fsdp_config: {version: 2}"), "training.fsdp_config: has no effect without training.fsdp=true. Add"
+    ),
+    broken(
+        text_of(
+            checkpointing="{policy: full}",
+            training="{output_dir: x, fsdp: true, fsdp_config: {activation_checkpointing: true}}",
+        ),
+        "training.fsdp_config.activation_checkpointing = true: given beside a checkpointing section, which governs.",
+    ),
     # Policies.
     broken(checkpointed("policy: ful"), 'checkpointing.policy = "ful": Unknown mode "ful"', 'Did you mean "full"?'),
     broken(checkpointed("policy: auto"), 'Unknown mode "auto"'),
@@ -683,9 +697,14 @@ def test_recipes_ship() -> None:
     assert [path.stem for path in SHIPPED] == [
         "gemma3_4b_lora",
         "llama3_8b_qlora",
+        "llama70b_qlora_fsdp",
+        "llama7b_full_fsdp",
+        "llama7b_full_zero3",
         "llama7b_lora",
+        "llama7b_lora_ddp",
         "llama7b_qlora_24gb",
         "mistral7b_full_bf16",
+        "qwen3_32b_lora_fsdp",
         "qwen3_8b_lora",
         "tiny_llama_base",
         "tiny_llama_lora",
@@ -714,11 +733,13 @@ def test_header_says_purpose_hardware_launch_and_override(path: Path) -> None:
     assert text.isascii()
     header = [line for line in text.split("\n\n")[0].splitlines() if line.startswith("#")]
     said = dict(re.findall(r"^# (\w+): +(\S.*)$", "\n".join(header), re.MULTILINE))
-    launch = f"accelerate launch scripts/finetune.py recipes/{path.name}"
     assert {"Purpose", "Hardware", "Launch", "Override"} <= set(said)
-    assert said["Launch"] == launch
-    command, override = said["Override"].removeprefix(launch).split(" ", 1)
-    assert command == ""
+    launch = rf"accelerate launch (?:--config_file (\S+) )?scripts/finetune\.py recipes/{path.name}"
+    found = re.fullmatch(launch, said["Launch"])
+    assert found is not None
+    assert found[1] is None or (ROOT / found[1]).is_file()
+    command, _, override = said["Override"].rpartition(" ")
+    assert command.replace("--num_processes 4 ", "") == said["Launch"]
     assert load_recipe(path, [override]) != load_recipe(path)
 
 

@@ -109,3 +109,13 @@ def test_shards_and_merged_model_are_counted(tmp_path: Path) -> None:
     lines = rows(summary(folder, is_adapter=False, merged=merged).table())
     assert lines[-2] == f"Model            {folder} (2 files, 2.0 MiB)"
     assert lines[-1] == f"Merged model     {merged} (model.safetensors, 2.0 MiB)"
+
+
+def test_table_tells_the_engine_and_that_the_files_are_whole(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "run", "adapter_model.safetensors")
+    lines = rows(summary(folder, engine="FSDP2 on 8 processes", verdict="all 56 tensors are there").table())
+    assert lines[1] == "Engine           FSDP2 on 8 processes"
+    assert lines[-2:] == [
+        f"Adapter          {folder} (adapter_model.safetensors, 1.0 MiB)",
+        "                 all 56 tensors are there",
+    ]

@@ -32,8 +32,10 @@ _GEMMA3 = {
 MODELS: dict[str, dict[str, Any]] = {
     # Its rules name layers 0 to 31.
     "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES, "num_hidden_layers": 32},
+    "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.1-8B-Instruct": {"model_type": "llama", **_SIZES},
     "Qwen/Qwen3-8B-Base": {"model_type": "qwen3", **_SIZES},
+    "Qwen/Qwen3-32B": {"model_type": "qwen3", **_SIZES},
     "google/gemma-3-4b-it": {"model_type": "gemma3", **_GEMMA3},
     "mistralai/Mistral-7B-v0.3": {"model_type": "mistral", **_SIZES, "sliding_window": None},
 }

@@ -12,6 +12,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.engine import check_one_engine
 from hf_ckpt.finetune.recipe import Recipe
 
 
@@ -24,6 +25,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     Raises:
         RecipeError: this machine, or what is installed here, cannot do what the section asks for.
     """
+    check_one_engine(recipe)
     _check_precision(recipe)
     _check_folder(Path(recipe.training["output_dir"]))
     try:

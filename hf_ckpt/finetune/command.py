@@ -9,31 +9,37 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from hf_ckpt.errors import HFCkptError
+from hf_ckpt.errors import HFCkptError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.recipe import load_recipe
+from hf_ckpt.finetune.together import Together
 
 _INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for wrong input."""
+    """Run the command and return its exit code: 0, or 2 for wrong input, in every process of a run."""
     options = _parser().parse_intermixed_args(arguments)
+    together = Together()
     try:
-        recipe = load_recipe(options.recipe, options.overrides)
+        with together.stage("reading the recipe"):
+            recipe = load_recipe(options.recipe, options.overrides)
         if options.print:
-            print(recipe.to_yaml(), end="")
+            if together.rank == 0:
+                print(recipe.to_yaml(), end="")
             return 0
-        _quieten()
+        _quieten(is_first=together.rank == 0)
         # Only now: a wrong recipe is refused before torch is loaded.
         from hf_ckpt.finetune.train import finetune
 
-        finetune(recipe, is_resumed=options.resume, is_merged=options.merge)
+        finetune(recipe, is_resumed=options.resume, is_merged=options.merge, together=together)
     except HFCkptError as error:
-        print(f"{_process()}{error}", file=sys.stderr)
+        if together.rank == 0 or not _is_said_by_another(together, error):
+            print(f"{_process(together)}{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
+    _leave(together)
     return 0
 
 
@@ -54,15 +60,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _process() -> str:
-    """Return which process speaks, where there are several and it is not the first one."""
-    rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f"[process {rank}] "
+def _is_said_by_another(together: Together, error: HFCkptError) -> bool:
+    # What the callback raises of plans and checkpoints, it raises with the same words in all processes.
+    return isinstance(error, PlanMismatchError | SavedFilesError) or together.is_said_by_another(error)
 
 
-def _quieten() -> None:
+def _process(together: Together) -> str:
+    """Return which process speaks, where it is not the first one."""
+    return "" if together.rank == 0 else f"[process {together.rank}] "
+
+
+def _leave(together: Together) -> None:
+    """Leave the process group when all are through, as torch asks for at the end of a program."""
+    if together.size > 1:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _quieten(*, is_first: bool) -> None:
     """Show what this package says, once, and leave out what libraries say of themselves at every start."""
-    is_first = not _process()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_ckpt").setLevel(logging.INFO if is_first else logging.WARNING)
     if not is_first:

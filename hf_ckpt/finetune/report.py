@@ -22,6 +22,8 @@ class RunSummary:
         saved: folder that holds the adapter or the model.
         is_adapter: whether it is an adapter.
         merged: folder of the merged model, if one was written.
+        engine: what ran on how many processes, and what it sharded, in words.
+        verdict: that what was saved is complete, in words.
     """
 
     title: str
@@ -31,6 +33,8 @@ class RunSummary:
     saved: Path
     is_adapter: bool
     merged: Path | None = None
+    engine: str | None = None
+    verdict: str | None = None
 
     def table(self) -> str:
         """Return the summary as a table of two columns."""
@@ -42,6 +46,8 @@ class RunSummary:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "Recipe", self.title
+        if self.engine is not None:
+            yield "Engine", self.engine
         yield from self._plan_rows()
         for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", "of the process")):
             if f"ckpt/{key}" in self.figures:
@@ -51,6 +57,8 @@ class RunSummary:
         yield from self._loss_row("Training loss", "loss")
         yield from self._loss_row("Evaluation loss", "eval_loss")
         yield ("Adapter" if self.is_adapter else "Model"), f"{self.saved} ({_weights(self.saved)})"
+        if self.verdict is not None:
+            yield "", self.verdict
         if self.merged is not None:
             yield "Merged model", f"{self.merged} ({_weights(self.merged)})"
 

@@ -297,6 +297,16 @@ def _prefetching_has_workers(draft: Draft) -> None:
         draft.refuse("training.dataloader_prefetch_factor", "needs training.dataloader_num_workers of at least 1.")
 
 
+# --- Engines. What the launcher asks for is held against the recipe when it runs (`engine`). ---
+
+
+def _one_engine_shards(draft: Draft) -> None:
+    if draft.get("training.fsdp") and draft.get("training.deepspeed"):
+        draft.refuse("training.deepspeed", "training.fsdp is given as well, and both shard the model. Keep one.")
+    if draft.get("training.fsdp_config") and not draft.get("training.fsdp"):
+        draft.refuse("training.fsdp_config", "has no effect without training.fsdp=true. Add that, or remove this.")
+
+
 # --- Activation checkpointing. ---
 
 
@@ -321,6 +331,11 @@ def _one_plan_governs(draft: Draft) -> None:
             )
         if draft.get(f"training.{name}_kwargs"):
             draft.refuse(f"training.{name}_kwargs", "has no effect beside a checkpointing section. Remove it.")
+    for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
+        if draft.get(f"training.fsdp_config.{name}"):
+            draft.refuse(
+                f"training.fsdp_config.{name}", "given beside a checkpointing section, which governs. Remove one."
+            )
 
 
 _RULES: tuple[Callable[[Draft], None], ...] = (
@@ -339,6 +354,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _steps_are_whole,
     _best_model_can_be_known,
     _prefetching_has_workers,
+    _one_engine_shards,
     _policy_can_be_read,
     _one_plan_governs,
 )

@@ -13,58 +13,82 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
+from hf_ckpt import watch
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.errors import RecipeError
+from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.finetune.arguments import training_arguments
 from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.finetune.engine import (
+    check_engine_runs,
+    check_engine_suits,
+    describe,
+    gathers_in_forward,
+    num_parameters,
+    on_one_process,
+    ready_to_generate,
+)
 from hf_ckpt.finetune.examples import decode
 from hf_ckpt.finetune.model import build_model, load_base, rehearse
 from hf_ckpt.finetune.packing import check_packing
 from hf_ckpt.finetune.recipe import Recipe, Values, load_recipe
 from hf_ckpt.finetune.report import RunSummary
 from hf_ckpt.finetune.sources import load_splits
+from hf_ckpt.finetune.together import Together
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.refusals import check_engine
+from hf_ckpt.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
 _NUM_SAMPLE_TOKENS = 48
 _REPETITION_PENALTY = 1.2
 
 
-def finetune(recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = False) -> RunSummary:
+def finetune(
+    recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = False, together: Together | None = None
+) -> RunSummary:
     """Carry out a recipe and print what a person wants to know of it.
 
     Writes the adapter or the model, the tokenizer and the plan to `training.output_dir`. The base recipe is carried
-    out first where its result is missing.
+    out first where its result is missing. With several processes, all of them call this.
 
     Args:
         recipe: the recipe.
         is_resumed: go on from the newest complete checkpoint in `training.output_dir`.
         is_merged: write the base model with the adapter merged into it to `<output_dir>/merged` as well.
+        together: the processes of this run, where somebody has brought them together already.
 
     Returns:
         What the run did.
 
     Raises:
-        RecipeError: the recipe does not suit this machine, its model or its output folder.
+        RecipeError: the recipe does not suit this machine, its engine, its model or its output folder.
         DataError: the data cannot be used.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
+        SavedFilesError: what was saved is not the whole adapter or model.
+        OtherProcessError: one of these was raised in another process.
     """
-    args = _checked_arguments(recipe, is_merged=is_merged)
-    checkpoint = _checkpoint_to_resume(args) if is_resumed else None
-    _check_optimizer(args, rehearse(recipe, _section_with_shape(recipe)))
-    _make_base(recipe, args)
-    set_seed(args.seed)
-    tokenizer, data = _prepare(recipe, args)
-    trainer, callback = _trainer(recipe, args, tokenizer, data)
+    together = together or Together()
+    with together.stage("checking the recipe"):
+        args = _checked_arguments(recipe, is_merged=is_merged)
+        checkpoint = _checkpoint_to_resume(args) if is_resumed else None
+        with on_one_process():
+            _check_optimizer(args, rehearse(recipe, _section_with_shape(recipe)))
+    together.wait_for(args.ddp_timeout)
+    together.check_same(_shown(checkpoint) if checkpoint else "none", "The checkpoint to go on from")
+    _make_base(recipe, args, together)
+    tokenizer, data = _prepare(recipe, args, together)
+    with together.stage("building the model"):
+        trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
+    # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
     with _failing_gracefully(args):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    trainer.save_model()
-    merged = _merge(recipe, args, tokenizer) if is_merged else None
+    with together.stage("saving the model"):
+        _save(trainer, expected)
+    with together.stage("merging the adapter"):
+        merged = _merge(recipe, args, tokenizer) if is_merged else None
     summary = RunSummary(
         title=_shown(recipe.path),
         plan=None if callback is None else callback.plan,
@@ -73,14 +97,18 @@ def finetune(recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = Fals
         saved=_output_dir(args),
         is_adapter=recipe.lora is not None,
         merged=merged,
+        engine=describe(trainer),
+        verdict=expected.verdict(),
     )
+    with together.stage("writing a sample"):
+        sample = _sample(trainer, tokenizer, sample_prompt_ids(data)) if _takes_part(trainer) else ""
     if _is_main(args):
-        _say(args, _sample(trainer, tokenizer, sample_prompt_ids(data)))
+        _say(args, sample)
         _say(args, summary.table())
-    if args.push_to_hub:
-        trainer.push_to_hub()
     # What follows may read what this run wrote.
-    PartialState().wait_for_everyone()
+    with together.stage("pushing to the hub"):
+        if args.push_to_hub:
+            trainer.push_to_hub()
     return summary
 
 
@@ -93,6 +121,7 @@ def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
             "recipe of their own, and name its output in model.name_or_path."
         )
     args = training_arguments(recipe)
+    check_engine_suits(recipe, args)
     if recipe.checkpointing is not None:
         # The callback asks too, but only once the Trainer has made its folder.
         check_engine(args)
@@ -164,37 +193,52 @@ def _section_with_shape(recipe: Recipe) -> Values:
     return recipe.model if base is None else _section_with_shape(base)
 
 
-def _make_base(recipe: Recipe, args: TrainingArguments) -> None:
+def _make_base(recipe: Recipe, args: TrainingArguments, together: Together) -> None:
     """Carry out the base recipe where its weights are missing. With several processes, all of them do so together."""
-    base = _missing_base(recipe)
+    with together.stage("looking for the base model"):
+        base = _missing_base(recipe)
+        if base is not None:
+            # Data that cannot be had is told now, not when the base is done.
+            load_splits(recipe.data)
+    together.check_same("there" if base is None else "not there", str(recipe.model.get("name_or_path")))
     if base is None:
         return
-    # Data that cannot be had is told now, not when the base is done.
-    load_splits(recipe.data)
     _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {_shown(base.path)}.")
-    finetune(base)
+    finetune(base, together=together)
     _say(args, f"Now {_shown(recipe.path)}.")
 
 
 # --- From data to a trained model. ---
 
 
-def _prepare(recipe: Recipe, args: TrainingArguments) -> tuple[PreTrainedTokenizerBase, PreparedData]:
-    # One process fills the caches, the others read them.
-    with args.main_process_first(desc="preparing the data"):
-        tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
-        data = prepare(recipe.data, tokenizer)
+def _prepare(
+    recipe: Recipe, args: TrainingArguments, together: Together
+) -> tuple[PreTrainedTokenizerBase, PreparedData]:
+    is_first = args.local_process_index == 0
+    prepared: tuple[PreTrainedTokenizerBase, PreparedData] | None = None
+    # One process of each machine fills the caches, the others read them.
+    for is_turn in (is_first, not is_first):
+        with together.stage("preparing the data"):
+            if is_turn:
+                tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
+                prepared = tokenizer, prepare(recipe.data, tokenizer)
+    assert prepared is not None, "it is every process's turn once"
+    tokenizer, data = prepared
     _say(args, f"Training data: {data.counts.summary()}")
     _say(args, describe_example(data, tokenizer))
-    return tokenizer, data
+    return prepared
 
 
 def _trainer(
     recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: PreparedData
-) -> tuple[Trainer, HFCkptCallback | None]:
+) -> tuple[Trainer, HFCkptCallback | None, SavedFiles]:
+    # Only now, so that adapters start the same in all processes, whatever each of them had to prepare.
+    set_seed(args.seed)
     model: Any = build_model(recipe, tokenizer)
     if recipe.data.get("packing", False):
         check_packing(model)
+    # Before it is sharded.
+    expected = SavedFiles.of(model)
     callback = HFCkptCallback(**recipe.checkpointing) if recipe.checkpointing is not None else None
     trainer = Trainer(
         model=model,
@@ -205,13 +249,14 @@ def _trainer(
         processing_class=tokenizer,
         callbacks=[] if callback is None else [callback],
     )
+    check_engine_runs(trainer)
+    check_can_be_saved(args.device)
     _say(args, _describe_parameters(model))
-    return trainer, callback
+    return trainer, callback, expected
 
 
 def _describe_parameters(model: Any) -> str:
-    # transformers' own count knows that a 4-bit weight holds two numbers in a byte; PEFT's wrapper hands it on.
-    num_trained, num_all = model.num_parameters(only_trainable=True), model.num_parameters()
+    num_trained, num_all = num_parameters(model, only_trainable=True), num_parameters(model)
     return f"Model: {num_all:,} parameters, {num_trained:,} of them trained ({num_trained / num_all:.2%})"
 
 
@@ -225,6 +270,20 @@ def _failing_gracefully(args: TrainingArguments) -> Iterator[None]:
         how = "There is no checkpoint to go on from." if checkpoint is None else f"--resume goes on from {checkpoint}."
         _say(args, f"\nStopped. {how}")
         raise
+    except HFCkptError as error:
+        # The command ends with an exit code, which tells the other processes nothing.
+        watch.tell(error)
+        raise
+
+
+def _save(trainer: Trainer, expected: SavedFiles) -> None:
+    """Write the adapter or the model as one process would, gathered from all, and see that it is whole."""
+    if writes_shards_only():
+        # Checkpoints are for resuming, and may be shards; what a run leaves behind is for use.
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model()
+    if trainer.args.should_save:
+        expected.check(_output_dir(trainer.args), trainer.model)
 
 
 def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase) -> Path | None:
@@ -234,19 +293,24 @@ def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokeniz
     from peft import PeftModel
 
     folder = _output_dir(args) / "merged"
-    base = load_base(recipe, is_quantized=False)
-    merged = PeftModel.from_pretrained(base, str(args.output_dir)).merge_and_unload()
+    with on_one_process():
+        base = load_base(recipe, is_quantized=False)
+        merged = PeftModel.from_pretrained(base, str(args.output_dir)).merge_and_unload()
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
+def _takes_part(trainer: Trainer) -> bool:
+    """Tell whether this process is needed for a forward that the first one wants."""
+    return _is_main(trainer.args) or gathers_in_forward(trainer)
+
+
 def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
     """Return a prompt of the evaluation data and how the trained model goes on."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model.eval()
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.no_grad(), trainer.autocast_smart_context_manager():
+    trainer.model_wrapped.eval()
+    ids = torch.tensor([prompt], device=trainer.args.device)
+    with torch.no_grad(), ready_to_generate(trainer) as model:
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -255,6 +319,8 @@ def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[i
             # A small model would say the same thing again and again.
             repetition_penalty=_REPETITION_PENALTY,
             pad_token_id=tokenizer.pad_token_id,
+            # No process stops before the others: each holds weights that all need.
+            synced_gpus=trainer.args.world_size > 1 and gathers_in_forward(trainer),
         )
     given, written = (decode(tokenizer, ids) for ids in (prompt, output[0, len(prompt) :].tolist()))
     return f"Sample, a prompt of the data ==> what the model writes:\n{_indented(f'{given} ==>{written.rstrip()}')}"

@@ -1,0 +1,88 @@
+"""The recipes for many GPUs on two processes, key by key, under the accelerate configuration that each names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hf_ckpt.finetune import train
+from tests.distributed.launching import launched, made_by_first, share_twins
+from tests.test_shipped_recipes import (
+    RECIPES,
+    Run,
+    carry_out,
+    check_adapter_is_whole,
+    check_losses,
+    check_merged_model,
+    check_plan,
+    check_weights_are_those_without_the_plan,
+    shipped,
+)
+
+ENGINES = {
+    "llama7b_lora_ddp": "DDP on 2 processes; sharded: nothing, each holds the whole model",
+    # Layers, embeddings, norm with head, and the model around them.
+    "llama7b_full_fsdp": "FSDP2 on 2 processes; sharded: 36 modules, 100% of the weights",
+    "llama70b_qlora_fsdp": "FSDP2 on 2 processes; sharded: 7 modules, 100% of the weights",
+    "qwen3_32b_lora_fsdp": "FSDP2 on 2 processes; sharded: 7 modules, 100% of the weights",
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
+    share_twins(monkeypatch)
+
+
+def config_of(stem: str) -> str:
+    """The accelerate configuration that the header of a recipe launches it with."""
+    text = (RECIPES / f"{stem}.yaml").read_text(encoding="utf-8")
+    found = re.search(
+        rf"^# Launch: +accelerate launch --config_file recipes/accelerate/(\w+)\.yaml scripts/finetune\.py "
+        rf"recipes/{stem}\.yaml$",
+        text,
+        re.MULTILINE,
+    )
+    assert found is not None
+    return found[1]
+
+
+def on_two(stem: str, folder: Path, *more: str, is_merged: bool = False) -> Run:
+    with launched(config_of(stem)):
+        return carry_out(stem, folder, *more, is_merged=is_merged)
+
+
+@pytest.mark.parametrize("stem", ENGINES)
+def test_recipe_trains_on_two_as_without_its_plan(
+    stem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made_by_first(lambda: tmp_path)
+    has_adapter = shipped(stem).lora is not None
+    run = on_two(stem, folder / "planned", is_merged=has_adapter)
+    printed = capsys.readouterr().out
+    plain = on_two(stem, folder / "plain", "checkpointing=null")
+
+    assert run.summary.engine == plain.summary.engine == ENGINES[stem]
+    check_losses(run, plain)
+    check_plan(run)
+    check_weights_are_those_without_the_plan(run, plain)
+    if has_adapter:
+        check_adapter_is_whole(run)
+    if has_adapter and dist.get_rank() == 0:
+        check_merged_model(run)
+    check_words(run, printed)
+
+
+def check_words(run: Run, printed: str) -> None:
+    """Hold that one process speaks for both."""
+    # DeepSpeed, where it is installed, tells each process of the devices that it found.
+    lines = [line for line in printed.splitlines() if "real_accelerator.py" not in line]
+    if dist.get_rank():
+        assert lines == []
+        return
+    assert run.summary.table() in printed
+    assert f"all {len(run.weights)} tensors are there, as one process would save them" in printed
+    assert sum(line.startswith("Sample, ") for line in lines) == 1
