@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
+from accelerate.utils import compare_versions
+from torch import nn
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Stack
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
 
 _SECTION = "activation_checkpointing"
 _ITS_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
-_KEEPS_FROZEN_WEIGHTS = Version("0.19.3")
+_KEEPS_FROZEN_WEIGHTS = "0.19.3"
 """The first version in which ZeRO-3 lets the frozen weights that a recomputation gathers stand until they are used.
 
 Before, it emptied them when the module's forward ended, with torch's checkpoint still holding them (DeepSpeed #8148,
 trl #2514). torch raises then; a checkpoint that did not compare shapes would go on with empty weights.
 """
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether ZeRO-3 gathers weights before this module's forward, lets go of them after it, and hands on copies."""
+    return "ds_id" in vars(module)
 
 
 def check_own_checkpointing(args: TrainingArguments) -> None:
@@ -64,13 +70,11 @@ def check_version(plan: Plan, stacks: Sequence[Stack]) -> None:
     Raises:
         UnsupportedError: the version of DeepSpeed is older than 0.19.3.
     """
-    if not _recomputes_frozen_shards(plan, stacks):
-        return
-    version = importlib.metadata.version("deepspeed")
-    if Version(version) < _KEEPS_FROZEN_WEIGHTS:
+    if _recomputes_frozen_shards(plan, stacks) and compare_versions("deepspeed", "<", _KEEPS_FROZEN_WEIGHTS):
         raise UnsupportedError(
-            f"The policy recomputes layers with frozen weights, which ZeRO-3 has sharded, but DeepSpeed {version} "
-            "empties weights that were gathered for a recomputation before they are used. Install DeepSpeed "
+            "The policy recomputes layers with frozen weights, which ZeRO-3 has sharded, but DeepSpeed "
+            f"{importlib.metadata.version('deepspeed')} empties weights that were gathered for a recomputation before "
+            "they are used. Install DeepSpeed "
             f"{_KEEPS_FROZEN_WEIGHTS} or later (pip install 'deepspeed>={_KEEPS_FROZEN_WEIGHTS}'), or use ZeRO-2."
         )
 

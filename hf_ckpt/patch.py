@@ -192,7 +192,7 @@ class StackPatch:
 
 
 class _Doors:
-    """Hooks on what stands outermost in the place of a segment's layers, where FSDP gathers their weights.
+    """Hooks on what stands outermost in the place of a segment's layers, where FSDP or ZeRO-3 gathers their weights.
 
     Args:
         runner: of the stack.
@@ -205,11 +205,12 @@ class _Doors:
         self._hooks: dict[int, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
 
     def watch(self, home: nn.Module) -> None:
-        """Place the hooks, first and last of the module's own, wherever FSDP has come since they were placed."""
+        """Place the hooks, first and last of the module's own, wherever an engine has come since they were placed."""
         modules = members(home)
         for layer_idx in self._indices:
             outer = modules[layer_idx]
-            if fsdp.is_unit(outer) and not self._is_watched(layer_idx, outer) and not _holds_its_hooks(outer):
+            is_hooked = fsdp.is_unit(outer) or deepspeed.is_hooked(outer)
+            if is_hooked and not self._is_watched(layer_idx, outer) and not _holds_its_hooks(outer):
                 self._place(layer_idx, outer)
 
     def _is_watched(self, layer_idx: int, outer: nn.Module) -> bool:
@@ -235,7 +236,7 @@ class _Doors:
 
 
 def _holds_its_hooks(outer: nn.Module) -> bool:
-    """Whether the region of a layer takes in the layer's own hooks, FSDP's among them (transformers before 5.23)."""
+    """Whether the region of a layer takes in its own hooks, an engine's among them (transformers before 5.23)."""
     return isinstance(outer, GradientCheckpointingLayer) and "__call__" in vars(GradientCheckpointingLayer)
 
 
