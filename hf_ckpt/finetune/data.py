@@ -135,7 +135,7 @@ def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> P
     evaluation, evaluation_counts = None, None
     if raw.evaluation is not None:
         evaluation, evaluation_counts = _tokenise(raw.evaluation, "evaluation", section, tokenizer)
-    collator = packing_collator() if section.get("packing", False) else _padding_collator(tokenizer)
+    collator = packing_collator() if section.get("packing", False) else padding_collator(tokenizer)
     return PreparedData(train, evaluation, collator, counts, evaluation_counts)
 
 
@@ -251,7 +251,8 @@ def _nothing_to_learn(split: str, counts: Counts, encoder: Encoder) -> str:
     )
 
 
-def _padding_collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
+def padding_collator(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
+    """Return a collator that pads examples with `input_ids` and `labels` on the right, to the longest of the batch."""
     # Padding on the left would shift the positions that models count from the row's start.
     padding_tokenizer = copy.copy(tokenizer)
     padding_tokenizer.padding_side = "right"

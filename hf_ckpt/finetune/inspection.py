@@ -1,0 +1,96 @@
+"""`hf-ckpt inspect`: the layers of a recipe's model, their parts, and what each mode would do, without weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.figures import recomputed_share
+from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.finetune.verify.full_config import find_config
+from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
+from hf_ckpt.finetune.verify.this_machine import on_this_machine
+from hf_ckpt.layers import Layer, Stack, find_layers
+from hf_ckpt.plans import resolve
+from hf_ckpt.policy import Mode, Policy
+
+_KEEPS = {
+    Mode.NONE: "keeps every activation",
+    Mode.FULL: "keeps a layer's input",
+    Mode.ATTENTION: "keeps all but the inside of the attention",
+    Mode.FFN: "keeps all but the inside of the ffn",
+}
+
+
+def inspection(recipe: Recipe, names: Mapping[str, str]) -> str:
+    """Return what there is to say of a recipe's model and plan, as text.
+
+    Args:
+        recipe: the recipe.
+        names: `layers`, `attention`, `ffn`, where they are not found by structure.
+
+    Raises:
+        RecipeError: the config cannot be had, or a section does not suit the model.
+        PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
+    """
+    wanted, _ = on_this_machine(recipe)
+    if wanted.checkpointing is not None:
+        wanted = replace(wanted, checkpointing={**wanted.checkpointing, **names})
+    found = find_config(wanted)
+    with tempfile.TemporaryDirectory(prefix="hf_ckpt-inspect-") as folder:
+        full = at_full_size(wanted, written_section(fields_of(found.config), wanted, found, Path(folder)))
+    stacks = full.stacks or find_layers(full.model, **names)
+    head = f"{full.class_name}, {full.num_parameters:,} parameters, config from {found.source}"
+    return "\n".join([head, *_structure(stacks), "", *_modes(full, stacks), "", *_plan(full, stacks)])
+
+
+def _structure(stacks: Sequence[Stack]) -> Iterator[str]:
+    for stack in stacks:
+        yield ""
+        yield f"{stack.path}: {len(stack.layers)} layers ({', '.join(sorted(stack.roles))})"
+        for what, layers in _runs(stack):
+            first, last = layers[0].layer_idx, layers[-1].layer_idx
+            yield f"  {f'{first} to {last}' if last > first else first!s:<10}  {what}"
+
+
+def _runs(stack: Stack) -> Iterator[tuple[str, list[Layer]]]:
+    for what, layers in groupby(stack.layers, key=_describe):
+        yield what, list(layers)
+
+
+def _describe(layer: Layer) -> str:
+    ffn = "in the layer's own forward" if layer.ffn_is_inline else ", ".join(layer.ffn) or "none"
+    parts = f"attention: {', '.join(layer.attention) or 'none'}; ffn: {ffn}"
+    frozen = "" if layer.needs_gradient else "; frozen, with nothing trained before it"
+    return f"{type(layer.module).__name__}{f' ({layer.layer_type})' if layer.layer_type else ''}; {parts}{frozen}"
+
+
+def _modes(full: FullSize, stacks: Sequence[Stack]) -> Iterator[str]:
+    yield "On every layer, a mode"
+    for mode in Mode:
+        yield f"  {mode:<10}  {_KEEPS[mode]}{_again(full, stacks, mode)}"
+
+
+def _again(full: FullSize, stacks: Sequence[Stack], mode: Mode) -> str:
+    """Return what runs again in backward under a mode, or that no layer has such a part."""
+    try:
+        plan = resolve(Policy.parse(mode.value), stacks, full.class_name)
+    except PolicyError:
+        return f"; no layer has an {mode}"
+    left_out = sum(bool(layer.why) for stack in plan.stacks for layer in stack.layers)
+    without = f"; {left_out} layers have none" if left_out else ""
+    share = recomputed_share(plan, stacks)
+    return f"; {share:.0%} of the layers' weights run forward twice{without}" if share else without
+
+
+def _plan(full: FullSize, stacks: Sequence[Stack]) -> Iterator[str]:
+    if full.plan is None:
+        yield "The recipe has no plan (no checkpointing section)."
+        return
+    yield "The plan of the recipe"
+    yield from (f"  {line}" for line in full.plan.summary().splitlines())
+    yield f"  {recomputed_share(full.plan, stacks):.0%} of the layers' weights run forward twice"

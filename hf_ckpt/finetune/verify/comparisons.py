@@ -1,0 +1,212 @@
+"""Loss, gradients and weights of three trials, compared."""
+
+from __future__ import annotations
+
+import math
+
+from hf_ckpt.finetune.verify.check import Check
+from hf_ckpt.finetune.verify.gradients import Spread, between_weights
+from hf_ckpt.finetune.verify.record import Record
+from hf_ckpt.finetune.verify.trials import Trials, first_module, losses_of
+from hf_ckpt.finetune.verify.words import counted, listed
+
+# Two draws of the same noise: the largest of one may be a few times the largest of the other.
+_NOISE_MARGIN = 4.0
+
+
+def check_repeatability(trials: Trials) -> Check:
+    """Tell whether the reference repeats itself, and if not, which module is the first that does not."""
+    name = "repeatability"
+    if trials.is_repeatable:
+        return Check(name=name, verdict="pass", detail="Without the plan, two runs are equal bit by bit.")
+    module = first_module(trials.reference, trials.repeated)
+    where = (
+        f"The first module whose output differs is {module}: a non-deterministic kernel, or code that draws from "
+        "somewhere else than torch's seeded generators"
+        if module
+        else "All modules return the same in forward: a kernel of the backward is non-deterministic, first in "
+        f"{listed(trials.noise.differing[:1])}"
+    )
+    return Check(
+        name=name,
+        verdict="fail",
+        detail=f"Without the plan, two runs from the same weights, seed and batches differ. {where}. "
+        "training.full_determinism=true makes torch choose kernels that repeat themselves.",
+        figures=_figures(trials.noise),
+    )
+
+
+def check_loss(trials: Trials) -> Check:
+    """Compare the loss of every micro-batch."""
+    name = "loss"
+    expected, got = losses_of(trials.reference), losses_of(trials.planned)
+    expected = expected[: len(got)]
+    if not all(math.isfinite(loss) for loss in expected):
+        return Check(name=name, verdict="fail", detail="The loss is not finite even without the plan.")
+    if not got:
+        return Check(name=name, verdict="skip", detail="No forward and backward was completed with the plan.")
+    differing = [number for number, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1]]
+    error = max((abs(a - b) / abs(a or 1.0) for a, b in zip(expected, got, strict=True)), default=0.0)
+    figures: dict[str, float] = {"num_losses": len(got), "num_not_equal": len(differing), "max_relative_error": error}
+    if not differing:
+        what = f"{counted(len(got), 'loss')[:-1] + 'es' if len(got) > 1 else '1 loss'} equal bit by bit."
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    if not trials.is_repeatable and error <= _NOISE_MARGIN * _loss_noise(trials):
+        return Check(name=name, verdict="pass", detail=_within_noise(error, _loss_noise(trials)), figures=figures)
+    first = differing[0]
+    detail = (
+        f"{len(differing)} of {len(got)} losses differ, the first in micro-batch {first + 1}: {expected[first]!r} "
+        f"without and {got[first]!r} with the plan."
+    )
+    return Check(name=name, verdict="fail", detail=detail, figures=figures)
+
+
+def check_gradients(trials: Trials) -> Check:
+    """Compare every gradient of every step."""
+    name, spread = "gradients", trials.spread
+    if not spread.num_compared:
+        return Check(name=name, verdict="skip", detail="No optimizer step was reached with the plan.")
+    figures = _figures(spread)
+    if spread.is_equal:
+        what = f"{counted(spread.num_compared, 'gradient')} equal bit by bit."
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    noise = trials.noise.max_relative_error
+    is_noise = not spread.lost and spread.max_relative_error <= _NOISE_MARGIN * noise
+    if not trials.is_repeatable and is_noise:
+        return Check(name=name, verdict="pass", detail=_within_noise(spread.max_relative_error, noise), figures=figures)
+    return Check(name=name, verdict="fail", detail=_difference(spread), figures=figures)
+
+
+def _difference(spread: Spread) -> str:
+    parts = []
+    if spread.lost:
+        parts.append(f"{counted(len(spread.lost), 'parameter')} lost the gradient ({listed(spread.lost)}).")
+    if spread.gained:
+        parts.append(
+            f"{counted(len(spread.gained), 'parameter')} got one only with the plan ({listed(spread.gained)})."
+        )
+    if spread.differing:
+        parts.append(
+            f"{counted(len(spread.differing), 'parameter')} got another gradient, from step {spread.first_step} on: "
+            f"relative error up to {spread.max_relative_error:.2g} ({spread.worst}), cosine down to "
+            f"{spread.min_cosine:.3f}."
+        )
+    return " ".join(parts)
+
+
+def check_trainable(trials: Trials) -> Check:
+    """See that whatever should train gets a gradient, and that training moves it."""
+    name, planned = "trainable parameters", trials.planned
+    figures: dict[str, float] = {"num_trainable": len(planned.trainable)}
+    if not planned.trainable:
+        return Check(name=name, verdict="fail", detail="Nothing trains: no parameter requires a gradient.")
+    if planned.failure is not None and "does not require grad" in str(planned.failure.error):
+        what = "With the plan nothing trains: the loss no longer depends on any trainable parameter."
+        return Check(name=name, verdict="fail", detail=what, figures=figures)
+    if planned.num_steps == 0:
+        return Check(name=name, verdict="skip", detail="No optimizer step was reached with the plan.", figures=figures)
+    without = [
+        parameter
+        for parameter in planned.trainable
+        if all(planned.gradients(step).get(parameter) is None for step in range(planned.num_steps))
+    ]
+    lost = [parameter for parameter in without if _has_run(planned, parameter)]
+    if lost:
+        return Check(name=name, verdict="fail", detail=_without_gradient(trials, lost), figures=figures)
+    still = _fault_of_movement(planned) if planned.failure is None else None
+    if still is not None:
+        return Check(name=name, verdict="fail", detail=still, figures=figures)
+    idle = f" {counted(len(without), 'other')} belong to modules that never ran." if without else ""
+    got = len(planned.trainable) - len(without)
+    figures |= {"num_with_gradient": got, "num_moved": len(_moved(planned, planned.trainable))}
+    what = f"{counted(got, 'trainable parameter')} got gradients, and training moved them."
+    if planned.failure is None and figures["num_moved"] < got:
+        what = (
+            f"{counted(got, 'trainable parameter')} got gradients; training moved {int(figures['num_moved'])} of them, "
+            "the others by less than their dtype can hold."
+        )
+    return Check(name=name, verdict="pass", detail=what + idle, figures=figures)
+
+
+def _without_gradient(trials: Trials, lost: list[str]) -> str:
+    reference = trials.reference
+    is_ours = bool(reference.num_steps) and any(reference.gradients(0).get(name) is not None for name in lost)
+    if len(lost) == len(trials.planned.trainable):
+        head = "Nothing trains: no trainable parameter got a gradient although its module ran"
+    else:
+        head = f"{counted(len(lost), 'trainable parameter')} got no gradient although the module ran: {listed(lost)}"
+    if is_ours:
+        return f"{head}. Without the plan they get one: recomputation loses the gradient."
+    return f"{head}. They get none without the plan either: an adapter is disabled or frozen, or something is detached."
+
+
+def _fault_of_movement(planned: Record) -> str | None:
+    if not _moved(planned, planned.trainable):
+        return (
+            "Nothing trains: no trainable parameter moved in any step. Is the learning rate zero, or were the "
+            "parameters frozen or replaced after the optimizer was made?"
+        )
+    adapter = [name for name in planned.trainable if "lora_" in name]
+    if adapter and not _moved(planned, adapter):
+        return "The adapter does not move: other parameters train, but none of the adapter changed in any step."
+    return None
+
+
+def _moved(record: Record, names: tuple[str, ...] | list[str]) -> list[str]:
+    return [name for name in names if record.tensors_before.get(name) != record.tensors_after.get(name)]
+
+
+def _has_run(record: Record, parameter: str) -> bool:
+    """Whether the module ran whose output depends on a parameter: around an adapter, the adapted module."""
+    owner = parameter.rpartition(".")[0]
+    modules = {name.removeprefix("module ") for name in record.names["before"] if name.startswith("module ")}
+    around = owner
+    while around:
+        if f"{around}.base_layer" in modules:
+            owner = around
+        around = around.rpartition(".")[0]
+    return record.entries[owner, False] > 0
+
+
+def check_weights(trials: Trials) -> Check:
+    """Compare all parameters after the last step, frozen ones too."""
+    name, reference, planned = "weights", trials.reference, trials.planned
+    names = reference.tensors_after.keys() | planned.tensors_after.keys()
+    differing = [key for key in names if reference.tensors_after.get(key) != planned.tensors_after.get(key)]
+    figures: dict[str, float] = {"num_parameters": len(names), "num_not_equal": len(differing)}
+    if not differing:
+        what = f"{counted(len(names), 'parameter')} equal bit by bit after {counted(planned.num_steps, 'step')}."
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    frozen = [key for key in differing if key not in planned.trainable]
+    spread = between_weights(reference, planned)
+    figures["max_relative_error"] = spread.max_relative_error
+    noise = between_weights(reference, trials.repeated).max_relative_error
+    if not trials.is_repeatable and not frozen and spread.max_relative_error <= _NOISE_MARGIN * noise:
+        what = _within_noise(spread.max_relative_error, noise)
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    what = f"{len(differing)} of {len(names)} parameters differ after {counted(planned.num_steps, 'step')}"
+    if frozen:
+        what += f", frozen ones among them ({listed(sorted(frozen))})"
+    what += f": relative error up to {spread.max_relative_error:.2g} ({spread.worst})." if spread.worst else "."
+    return Check(name=name, verdict="fail", detail=what, figures=figures)
+
+
+def _loss_noise(trials: Trials) -> float:
+    pairs = zip(losses_of(trials.reference), losses_of(trials.repeated), strict=False)
+    return max((abs(a - b) / abs(a or 1.0) for a, b in pairs), default=0.0)
+
+
+def _within_noise(error: float, noise: float) -> str:
+    return (
+        f"Relative error up to {error:.2g}, within what the reference itself varies from run to run ({noise:.2g}). "
+        "Bitwise equality cannot be asked for here."
+    )
+
+
+def _figures(spread: Spread) -> dict[str, float]:
+    return {
+        "num_compared": spread.num_compared,
+        "num_not_equal": len(spread.differing) + len(spread.lost) + len(spread.gained),
+        "max_relative_error": spread.max_relative_error,
+        "min_cosine": spread.min_cosine,
+    }

@@ -1,0 +1,103 @@
+"""Gradients of two trials, compared; loss and weights beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_ckpt.finetune.verify.fingerprints import of_tensor
+from hf_ckpt.finetune.verify.record import Record
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far two trials are apart.
+
+    Args:
+        num_compared: tensors that both have, or one of them, counted once for each step.
+        differing: names of those that are not equal bit by bit.
+        lost: names of those that only the first trial has.
+        gained: names of those that only the second trial has.
+        max_relative_error: largest difference over the largest value of its tensor.
+        min_cosine: lowest cosine between two twins.
+        worst: the name to which the error belongs.
+        first_step: the first step, from 1, with a difference; 0 without one.
+    """
+
+    num_compared: int = 0
+    differing: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    gained: tuple[str, ...] = ()
+    max_relative_error: float = 0.0
+    min_cosine: float = 1.0
+    worst: str = ""
+    first_step: int = 0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything is equal bit by bit."""
+        return not (self.differing or self.lost or self.gained)
+
+
+def between_gradients(first: Record, second: Record) -> Spread:
+    """Compare every gradient of every step that both trials have done."""
+    spread = Spread()
+    for step in range(min(first.num_steps, second.num_steps)):
+        spread = _with_step(spread, _between(first.gradients(step), second.gradients(step)), step + 1)
+    return spread
+
+
+def between_weights(first: Record, second: Record) -> Spread:
+    """Compare the trainable parameters after the last step."""
+    return _between(dict(first.weights()), dict(second.weights()))
+
+
+def _between(first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None]) -> Spread:
+    names = first.keys() | second.keys()
+    lost = sorted(name for name in names if first.get(name) is not None and second.get(name) is None)
+    gained = sorted(name for name in names if first.get(name) is None and second.get(name) is not None)
+    differing, error, cosine, worst = [], 0.0, 1.0, ""
+    for name in first:
+        expected, got = first[name], second.get(name)
+        if expected is None or got is None or of_tensor(expected) == of_tensor(got):
+            continue
+        differing.append(name)
+        cosine = min(cosine, _cosine(expected, got))
+        if (own := _relative_error(expected, got)) > error:
+            error, worst = own, name
+    num_there = sum(1 for name in names if first.get(name) is not None or second.get(name) is not None)
+    return Spread(num_there, tuple(differing), tuple(lost), tuple(gained), error, cosine, worst, 1 if differing else 0)
+
+
+def _with_step(so_far: Spread, step: Spread, number: int) -> Spread:
+    worse = step if step.max_relative_error > so_far.max_relative_error else so_far
+    return Spread(
+        num_compared=so_far.num_compared + step.num_compared,
+        differing=tuple(dict.fromkeys((*so_far.differing, *step.differing))),
+        lost=tuple(dict.fromkeys((*so_far.lost, *step.lost))),
+        gained=tuple(dict.fromkeys((*so_far.gained, *step.gained))),
+        max_relative_error=worse.max_relative_error,
+        min_cosine=min(so_far.min_cosine, step.min_cosine),
+        worst=worse.worst,
+        first_step=so_far.first_step or (0 if step.is_equal else number),
+    )
+
+
+def _relative_error(expected: Tensor, got: Tensor) -> float:
+    if expected.shape != got.shape:
+        return float("inf")
+    largest = expected.double().abs().max()
+    error = (expected.double() - got.double()).abs().max()
+    return float(error / largest) if largest > 0 else float("inf")
+
+
+def _cosine(expected: Tensor, got: Tensor) -> float:
+    if expected.shape != got.shape:
+        return 0.0
+    first, second = expected.double().flatten(), got.double().flatten()
+    norms = first.norm() * second.norm()
+    # Rounding could make the cosine of two close vectors a little more than one.
+    return float(torch.clamp(first @ second / norms, -1, 1)) if norms > 0 else 0.0

@@ -1,0 +1,227 @@
+"""What a planned trial saved: complete, loaded again, merged, and resumed from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hf_ckpt.finetune.model import load_base
+from hf_ckpt.finetune.verify.check import Check
+from hf_ckpt.finetune.verify.fingerprints import of_values
+from hf_ckpt.finetune.verify.record import Record
+from hf_ckpt.finetune.verify.subject import Subject, keep_4bit_weights
+from hf_ckpt.finetune.verify.trials import Trials
+from hf_ckpt.finetune.verify.words import counted, listed
+
+_ADAPTER_FILE = "adapter_model.safetensors"
+_COMPUTES_AS_ALONE = ("one process", "ddp")
+# Merging rounds W + BA to float32 once, 2**-24 of its size; the errors of all products of a layer and of all layers add
+# up, at random, to a few hundred times that.
+_MERGE_TOLERANCE = 2.0**-13
+
+
+def check_saved(subject: Subject, trials: Trials) -> Iterator[Check]:
+    """Look at what `Trainer.save_model` wrote at the end of the planned trial. For one process only."""
+    if subject.recipe.lora is None:
+        yield _check_model(subject, trials)
+        return
+    file = _check_adapter_file(trials)
+    yield file
+    if file.verdict == "fail":
+        yield Check(name="reload", verdict="skip", detail="The adapter file is not whole.")
+        yield Check(name="merge", verdict="skip", detail="The adapter file is not whole.")
+        return
+    yield _guarded("reload", lambda: _check_reload(subject, trials))
+    yield _guarded("merge", lambda: _check_merge(subject, trials.planned))
+
+
+def _guarded(name: str, check: Any) -> Check:
+    try:
+        found: Check = check()
+    except Exception as error:  # noqa: BLE001  # peft, bitsandbytes or the model: whichever it is, users would meet it
+        return Check(name=name, verdict="fail", detail=f"It ends with {type(error).__name__}: {error}")
+    return found
+
+
+def _check_adapter_file(trials: Trials) -> Check:
+    """See that every trained tensor is in the file, bit by bit, under the names of a run without the plan."""
+    name, planned = "adapter file", trials.planned
+    saved, expected = _tensors(planned.saved), _tensors(trials.reference.saved)
+    figures = {"num_tensors": len(saved), "num_trained": len(planned.trained)}
+    missing = _missing(planned, saved)
+    if missing:
+        what = f"{_ADAPTER_FILE} has {counted(len(saved), 'tensor')}, and of "
+        what += (
+            f"{counted(len(planned.trained), 'trained one')} it lacks {len(missing)} ({listed(missing)}). Something "
+        )
+        what += "renamed modules, so that PEFT did not find them."
+        return Check(name=name, verdict="fail", detail=what, figures=figures)
+    if saved.keys() != expected.keys():
+        what = f"Its keys are not those of a run without the plan: {listed(sorted(saved.keys() ^ expected.keys()))}."
+        return Check(name=name, verdict="fail", detail=what, figures=figures)
+    what = (
+        f"All {len(planned.trained)} trained tensors are in it, bit by bit, under the keys of a run without the plan."
+    )
+    return Check(name=name, verdict="pass", detail=what, figures=figures)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / _ADAPTER_FILE
+    return load_file(file) if file.is_file() else {}
+
+
+def _missing(planned: Record, saved: dict[str, Tensor]) -> list[str]:
+    """Return the trained parameters whose values are in no tensor of the file; PEFT's names for them do not matter."""
+    there = Counter(of_values(tensor) for tensor in saved.values())
+    missing = []
+    for parameter, digest in planned.trained.items():
+        if there[digest]:
+            there[digest] -= 1
+        else:
+            missing.append(parameter)
+    return missing
+
+
+def _check_reload(subject: Subject, trials: Trials) -> Check:
+    from peft import PeftModel
+
+    base = load_base(subject.recipe, is_quantized=True)
+    keep_4bit_weights(base)
+    model: Any = PeftModel.from_pretrained(base, str(trials.planned.saved), is_trainable=True)
+    if subject.setup is not None:
+        subject.setup(model)
+    return _compare_logits("reload", "The adapter, loaded again onto its base, gives", subject, trials, model)
+
+
+def _check_model(subject: Subject, trials: Trials) -> Check:
+    """Load a fully trained model again and compare its parameters and logits."""
+    name, planned = "saved model", trials.planned
+
+    def check() -> Check:
+        where = {**subject.recipe.model, "name_or_path": str(planned.saved)}
+        model = load_base(replace(subject.recipe, model=where), is_quantized=False)
+        loaded = {key: of_values(parameter) for key, parameter in model.named_parameters()}
+        if subject.setup is not None:
+            subject.setup(model)
+        # What only the user's script adds to the model is in no file that transformers could load.
+        added = {key for key, _ in model.named_parameters()} - loaded.keys()
+        trained = {key: digest for key, digest in planned.trained.items() if key not in added}
+        wrong = sorted(key for key, digest in trained.items() if loaded.get(key) != digest)
+        if added:
+            what = f"The user's script adds {counted(len(added), 'parameter')} ({listed(sorted(added))}), not compared."
+            return Check(name=name, verdict="fail" if wrong else "skip", detail=what)
+        if wrong:
+            what = f"{len(wrong)} of {len(trained)} parameters are not what was trained ({listed(wrong)})."
+            return Check(name=name, verdict="fail", detail=what)
+        return _compare_logits(name, "All parameters are what was trained, and the model gives", subject, trials, model)
+
+    return _guarded(name, check)
+
+
+def _compare_logits(name: str, what: str, subject: Subject, trials: Trials, model: nn.Module) -> Check:
+    planned = trials.planned
+    assert planned.logits is not None, "a trial that ended well has logits"
+    if planned.engine not in _COMPUTES_AS_ALONE:
+        detail = f"It loads. Logits are not compared: {planned.engine} computes in another precision than one process."
+        return Check(name=name, verdict="pass", detail=detail)
+    device = "cuda" if torch.cuda.is_available() and not subject.recipe.training.get("use_cpu") else "cpu"
+    got = _logits(subject, model.to(device), device)
+    error = float((got - planned.logits).abs().max())
+    figures = {"max_error": error}
+    if error == 0.0:
+        return Check(name=name, verdict="pass", detail=f"{what} the same logits, bit by bit.", figures=figures)
+    if not trials.is_repeatable:
+        return Check(name=name, verdict="skip", detail=f"{what} other logits, but so does each run.", figures=figures)
+    detail = f"{what} other logits: up to {error:.2g} away, of {float(planned.logits.abs().max()):.2g}."
+    return Check(name=name, verdict="fail", detail=detail, figures=figures)
+
+
+def _logits(subject: Subject, model: nn.Module, device: str) -> Tensor:
+    ids = subject.prompt().to(device)
+    model.eval()
+    with torch.no_grad(), _autocast(subject, device):
+        found: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return found.float().cpu()
+
+
+def _autocast(subject: Subject, device: str) -> AbstractContextManager[Any]:
+    training = subject.recipe.training
+    dtype = next((dtype for key, dtype in _AUTOCAST.items() if training.get(key)), None)
+    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _check_merge(subject: Subject, planned: Record) -> Check:
+    """Merge the saved adapter into its base, unquantised and in float32, and compare logits."""
+    from peft import PeftModel
+
+    recipe = replace(subject.recipe, model={**subject.recipe.model, "dtype": "float32"})
+    plain = replace(subject, recipe=replace(recipe, training={}))
+    model: Any = PeftModel.from_pretrained(load_base(recipe, is_quantized=False), str(planned.saved))
+    adapted = _logits(plain, model, "cpu")
+    with model.disable_adapter():
+        without = _logits(plain, model, "cpu")
+    merged = _logits(plain, model.merge_and_unload(), "cpu")
+    error = float((merged - adapted).abs().max() / adapted.abs().max())
+    effect = float((without - adapted).abs().max() / adapted.abs().max())
+    figures = {"relative_error": error, "relative_effect_of_adapter": effect}
+    if error <= _MERGE_TOLERANCE and (error < effect or not effect):
+        what = (
+            f"Merged, in float32, it gives the same logits within {error:.1g}; without it they are {effect:.1g} away."
+        )
+        return Check(name="merge", verdict="pass", detail=what, figures=figures)
+    what = f"Merged, in float32, it gives other logits: {error:.2g} away, where rounding makes {_MERGE_TOLERANCE:.1g}."
+    return Check(name="merge", verdict="fail", detail=what, figures=figures)
+
+
+def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
+    """Compare a run that was stopped after some steps and resumed with one that was not.
+
+    Args:
+        trials: the whole run, with the plan, and those without it.
+        resumed: the run that started from the whole one's checkpoint.
+        saved_at: steps of that checkpoint.
+    """
+    name, planned = "resume", trials.planned
+    if resumed.failure is not None:
+        error = resumed.failure.error
+        return Check(name=name, verdict="fail", detail=f"Resuming ends with {type(error).__name__}: {error}")
+    before = [micro.loss for micro in planned.micro_batches[-len(resumed.micro_batches) :]]
+    after = [micro.loss for micro in resumed.micro_batches]
+    differing = [key for key in planned.trained if planned.trained[key] != resumed.trained.get(key)]
+    steps = planned.num_steps - saved_at
+    figures = {"num_steps_before": saved_at, "num_steps_after": steps, "num_parameters_not_equal": len(differing)}
+    if before == after and not differing:
+        what = (
+            f"Stopped after {counted(saved_at, 'step')} and resumed for {steps}: losses and weights equal bit by bit."
+        )
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    if not trials.is_repeatable:
+        return Check(name=name, verdict="skip", detail="Not compared: the run does not repeat itself.", figures=figures)
+    what = f"Stopped after {counted(saved_at, 'step')} and resumed, "
+    what += f"{len(differing)} of {len(planned.trained)} trained parameters differ ({listed(differing)})."
+    if not_loaded := _not_loaded(planned, resumed):
+        what += (
+            f" Of these, {len(not_loaded)} start again from their first values ({listed(not_loaded)}): the Trainer did "
+        )
+        what += "not find them in its own checkpoint, which has nothing to do with the plan."
+    return Check(name=name, verdict="fail", detail=what, figures=figures)
+
+
+def _not_loaded(planned: Record, resumed: Record) -> list[str]:
+    """Return the parameters that resuming left at their first values although training had moved them."""
+    return [
+        name
+        for name in planned.trained
+        if resumed.tensors_before.get(name) == planned.tensors_before[name] != planned.tensors_after[name]
+    ]

@@ -1,0 +1,356 @@
+"""Faults, planted through real library code: each fails `verify`, under the right name and with the right cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from hf_ckpt import patch
+from hf_ckpt.callback import HFCkptCallback
+from hf_ckpt.finetune.verify import causes
+from hf_ckpt.regions import recompute
+from hf_ckpt.regions.random_state import AutocastState
+from tests import small_recipes, zoo
+from tests.verifying import failed, report
+
+FULL = {"checkpointing": {"policy": "full"}}
+LORA = {**FULL, "lora": small_recipes.LORA}
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
+
+
+def checkpoint_with(**changed: Any) -> Callable[..., Any]:
+    """torch's checkpoint, called as the regions call it but for some arguments."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **{**kwargs, **changed})
+
+    return run
+
+
+def in_place_of_checkpoint(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    monkeypatch.setattr(recompute, "checkpoint", run)
+
+
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Put a forward on an instance, as scripts do; it is given the module and its class's forward."""
+    module.forward = partial(forward, module, partial(type(module).forward, module))  # type: ignore[method-assign]
+
+
+# --- The random state, gradients. ---
+
+
+def test_random_state_that_is_not_preserved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_place_of_checkpoint(monkeypatch, checkpoint_with(preserve_rng_state=False))
+    details = failed(report(tmp_path, **LORA))
+    assert details.keys() >= {"gradients", "weights", "random numbers", "first difference"}
+    assert "the torch generator is in another state" in details["random numbers"]
+    assert "layers.1 is the first layer" in details["first difference"]
+    assert "aten.bernoulli_.float in base_model.model.model.layers.1.self_attn.q_proj" in details["first difference"]
+    assert causes.RANDOM in details["first difference"]
+
+
+def test_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_place_of_checkpoint(monkeypatch, checkpoint_with(use_reentrant=True))
+    policy = {"policy": [{"layers": 0, "mode": "full"}], "input_require_grads": False}
+    details = failed(report(tmp_path, lora=small_recipes.LORA, checkpointing=policy))
+    assert details["gradients"].startswith("14 parameters lost the gradient (base_model.model.model.layers.0.")
+    assert "Without the plan they get one: recomputation loses the gradient." in details["trainable parameters"]
+    assert causes.CUT_OFF in details["first difference"]
+
+
+def test_gradients_that_are_all_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_place_of_checkpoint(monkeypatch, checkpoint_with(use_reentrant=True))
+    policy = {"policy": "full", "input_require_grads": False}
+    details = failed(report(tmp_path, lora=small_recipes.LORA, checkpointing=policy))
+    assert details.keys() == {"run", "trainable parameters"}
+    assert details["trainable parameters"].startswith("With the plan nothing trains")
+
+
+def test_adapter_that_is_disabled(tmp_path: Path) -> None:
+    details = failed(report(tmp_path, setup=lambda model: model.disable_adapter_layers(), **LORA))
+    assert details.keys() == {"trainable parameters"}
+    assert details["trainable parameters"].startswith("Nothing trains, without the plan either")
+
+
+def test_adapter_that_does_not_move(tmp_path: Path) -> None:
+    def still(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.register_hook(torch.zeros_like)
+
+    section = {**small_recipes.LORA, "modules_to_save": ["lm_head"]}
+    details = failed(report(tmp_path, setup=still, **{**LORA, "lora": section}))
+    assert details.keys() == {"trainable parameters"}
+    assert details["trainable parameters"].startswith("The adapter does not move")
+
+
+def test_adapter_that_is_left_out_of_the_forward(tmp_path: Path) -> None:
+    def disable(model: nn.Module) -> None:
+        for module in model.modules():
+            if type(module).__name__ == "Linear" and hasattr(module, "base_layer"):
+                module._disable_adapters = True
+
+    section = {**small_recipes.LORA, "modules_to_save": ["lm_head"]}
+    details = failed(report(tmp_path, setup=disable, **{**LORA, "lora": section}))
+    assert "28 trainable parameters got no gradient although the module ran" in details["trainable parameters"]
+    assert "They get none without the plan either" in details["trainable parameters"]
+
+
+# --- The plan. ---
+
+
+def test_plan_that_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    in_place_of_checkpoint(monkeypatch, lambda function, *args, **kwargs: function(*args))
+    details = failed(report(tmp_path, **FULL))
+    assert details.keys() == {"forward counts", "plan in force"}
+    assert details["forward counts"].startswith("The plan did nothing on layers 0 to 1 of model.layers")
+    assert details["plan in force"].startswith("The run itself would stop in its first step: Layers 0, 1")
+
+
+def test_plan_that_another_library_overwrites(tmp_path: Path) -> None:
+    def round_trip(model: nn.Module) -> None:
+        def off_and_on(module: nn.Module, args: Any) -> None:
+            # As trl does around a generation: whatever is on is switched off, and on again.
+            if any(getattr(other, "gradient_checkpointing", False) for other in model.modules()):
+                model.gradient_checkpointing_disable()
+                model.gradient_checkpointing_enable()
+
+        model.get_input_embeddings().register_forward_pre_hook(off_and_on)
+
+    details = failed(report(tmp_path, setup=round_trip))
+    assert details.keys() >= {"forward counts", "plan in force"}
+    assert "although the plan keeps the activations there" in details["forward counts"]
+    assert "_gradient_checkpointing_func is now torch.utils.checkpoint.checkpoint" in details["plan in force"]
+
+
+def test_checkpointing_that_is_on_without_the_plan(tmp_path: Path) -> None:
+    details = failed(report(tmp_path, setup=lambda model: model.gradient_checkpointing_enable()))
+    assert "Without the plan, model.layers.3.input_layernorm and 47 more modules" in details["forward counts"]
+    assert "ran again in backward all the same" in details["forward counts"]
+
+
+def test_wrapper_that_empties_the_adapter_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def on_train_begin(self: HFCkptCallback, *args: Any, **kwargs: Any) -> None:
+        found(self, *args, **kwargs)
+        own = {id(layer) for layer in layers(kwargs["model"])}
+        apply_activation_checkpointing(
+            kwargs["model"], check_fn=lambda module: id(module) in own, checkpoint_wrapper_fn=checkpoint_wrapper
+        )
+
+    found = HFCkptCallback.on_train_begin
+    monkeypatch.setattr(HFCkptCallback, "on_train_begin", on_train_begin)
+    details = failed(report(tmp_path, **LORA))
+    assert details.keys() >= {"names", "adapter file"}
+    assert "layers.0._checkpoint_wrapped_module" in details["names"]
+    assert details["adapter file"].startswith(
+        "adapter_model.safetensors has 0 tensors, and of 28 trained ones it lacks 28"
+    )
+
+
+# --- What recomputation starts from. ---
+
+
+def test_in_place_write_behind_a_kept_matmul(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    in_place_of_checkpoint(monkeypatch, checkpoint_with(context_fn=keep))
+
+    def scale_in_place(model: nn.Module) -> None:
+        for layer in layers(model):
+            layer.mlp.gate_proj.register_forward_hook(lambda module, args, output: output.mul_(1.5))
+
+    details = failed(report(tmp_path, setup=scale_in_place, **FULL))
+    assert (
+        "aten._unsafe_view.default in model.layers.1.mlp.gate_proj, behind aten.mm.default"
+        in (details["first difference"])
+    )
+    assert causes.IN_PLACE in details["first difference"]
+
+
+def test_selective_checkpointing_without_such_a_write_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    in_place_of_checkpoint(monkeypatch, checkpoint_with(context_fn=keep))
+    assert failed(report(tmp_path, **FULL)) == {}
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_reentrant_checkpoint_with_shared_keys_and_values(
+    model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_place_of_checkpoint(monkeypatch, checkpoint_with(use_reentrant=True))
+    config = zoo.config(model_type, "causal", dropout=0.0).to_diff_dict()
+    fields = {key: value for key, value in config.items() if key not in ("transformers_version", "dtype")}
+    vocabulary = {"vocab_size": 320, "vocab_size_per_layer_input": 320}
+    model = {"config": {**fields, **vocabulary, "model_type": model_type}}
+    details = failed(report(tmp_path, model=model, **FULL))
+    assert details.keys() >= {"gradients", "first difference"}
+    assert causes.REENTRANT in details["first difference"]
+
+
+def test_router_that_routes_differently(tmp_path: Path) -> None:
+    def turn_about(model: nn.Module) -> None:
+        calls = dict.fromkeys(layers(model), 0)
+
+        def turn(layer: nn.Module, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            calls[layer] += 1
+            return (args[0] * (1 if calls[layer] % 2 else -1),)
+
+        for layer in layers(model):
+            layer.mlp.gate.register_forward_pre_hook(partial(turn, layer))
+
+    details = failed(report(tmp_path, setup=turn_about, model={"config": MOE}, **FULL))
+    assert causes.ROUTER in details["first difference"]
+    assert "aten.mul.Tensor in model.layers.1.mlp" in details["first difference"]
+
+
+def test_branch_that_is_taken_differently(tmp_path: Path) -> None:
+    def alternate(model: nn.Module) -> None:
+        calls = [0]
+
+        def forward(module: nn.Module, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+            calls[0] += 1
+            return own(hidden_states.sin() if calls[0] % 2 else hidden_states)
+
+        with_forward(layers(model)[1].mlp, forward)
+
+    details = failed(report(tmp_path, setup=alternate, **FULL))
+    assert details["run"].startswith(
+        "With the plan the run ends after 0 steps while recomputing model.layers.1: Checkpoint"
+    )
+    assert "Recomputation left out aten.sin.default" in details["first difference"]
+    assert causes.BRANCH in details["first difference"]
+
+
+def test_branch_that_saves_as_much(tmp_path: Path) -> None:
+    def alternate(model: nn.Module) -> None:
+        calls = [0]
+
+        def forward(module: nn.Module, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+            calls[0] += 1
+            return own(hidden_states.sin() if calls[0] % 2 else hidden_states.cos())
+
+        with_forward(layers(model)[1].mlp, forward)
+
+    details = failed(report(tmp_path, setup=alternate, **FULL))
+    assert "the forward ran aten.sin.default in model.layers.1.mlp" in details["first difference"].replace("The", "the")
+    assert causes.BRANCH in details["first difference"]
+
+
+def test_autocast_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(AutocastState, "restored", lambda self: nullcontext())
+    policy = {"policy": "full", "segment_size": 2}
+    details = failed(report(tmp_path, training={"bf16": True}, checkpointing=policy))
+    assert details["autocast"].startswith("Autocast was lost in recomputation: cpu torch.bfloat16 in the forward of")
+    assert causes.AUTOCAST in details["first difference"]
+
+
+# --- What happens between forward and backward. ---
+
+
+def test_eval_between_forward_and_backward(tmp_path: Path) -> None:
+    def leave_training_mode(model: nn.Module) -> None:
+        def evaluate(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                model.eval()
+
+        model.get_output_embeddings().register_forward_hook(evaluate)
+
+    details = failed(report(tmp_path, setup=leave_training_mode, **FULL))
+    assert details["training flags"].startswith("training of model.layers.1.input_layernorm was True in the forward")
+    assert "eval() or train() was called between forward and backward" in details["first difference"]
+
+
+def test_flag_that_changes_between_forward_and_backward(tmp_path: Path) -> None:
+    def change_a_flag(model: nn.Module) -> None:
+        mlp = layers(model)[1].mlp
+
+        def forward(module: Any, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+            return own(hidden_states * module.scale)
+
+        def set_to(value: float, *args: Any) -> None:
+            mlp.scale = value
+
+        with_forward(mlp, forward)
+        model.register_forward_pre_hook(partial(set_to, 1.0))
+        model.get_output_embeddings().register_forward_hook(partial(set_to, 2.0))
+
+    details = failed(report(tmp_path, setup=change_a_flag, **FULL))
+    assert details["training flags"].startswith("scale of model.layers.1.mlp was 1.0 in the forward and 2.0 in its")
+    assert "a flag was changed between forward and backward: scale of model.layers.1.mlp" in details["first difference"]
+
+
+def test_hook_that_counts_twice(tmp_path: Path) -> None:
+    def count_calls(model: nn.Module) -> None:
+        seen = {"calls": 0}
+
+        def count(module: nn.Module, args: Any) -> None:
+            seen["calls"] += 1
+
+        layers(model)[0].self_attn.q_proj.register_forward_pre_hook(count)
+
+    details = failed(report(tmp_path, setup=count_calls, **FULL))
+    assert details.keys() == {"hooks"}
+    assert "count on model.layers.0.self_attn.q_proj left other values behind" in details["hooks"]
+
+
+def with_batch_norm(model: nn.Module) -> None:
+    mlp = layers(model)[1].mlp
+    mlp.norm = nn.BatchNorm1d(mlp.down_proj.out_features)
+
+    def forward(module: Any, own: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+        output = own(hidden_states)
+        return module.norm(output.flatten(0, -2)).view_as(output)
+
+    with_forward(mlp, forward)
+
+
+def test_batch_norm_is_refused_and_the_refusal_is_the_verdict(tmp_path: Path) -> None:
+    details = failed(report(tmp_path, setup=with_batch_norm, **FULL))
+    assert details.keys() == {"run"}
+    assert "mlp.norm is a BatchNorm1d with running statistics" in details["run"]
+
+
+def test_batch_norm_that_is_updated_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(patch, "check_exact", lambda *args: None)
+    details = failed(report(tmp_path, setup=with_batch_norm, **FULL))
+    assert details["buffers"].startswith("3 buffers differ (model.layers.1.mlp.norm.num_batches_tracked")
+    assert "recomputation wrote a second time" in details["buffers"]
+
+
+def test_kernel_that_is_not_deterministic(tmp_path: Path) -> None:
+    def add_noise(model: nn.Module) -> None:
+        generator = torch.Generator()
+        generator.seed()
+        layers(model)[1].mlp.register_forward_hook(
+            lambda module, args, output: output + 1e-3 * torch.randn(output.shape, generator=generator)
+        )
+
+    details = failed(report(tmp_path, setup=add_noise, checkpointing={"policy": "attention"}))
+    assert "The first module whose output differs is model.layers.1.mlp" in details["repeatability"]

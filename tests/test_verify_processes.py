@@ -1,0 +1,67 @@
+"""`hf-ckpt verify --processes 2`: sound recipes hold under each engine, and a fault of one process is everybody's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_ckpt.finetune.verify import causes
+from tests import small_recipes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[1]
+
+
+def verified(folder: Path, engine: str, *options: str, **sections: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of the command in two processes."""
+    recipe = small_recipes.write(folder, lora=small_recipes.LORA, checkpointing={"policy": "full"}, **sections)
+    command = [sys.executable, "-m", "hf_ckpt.cli", "verify", str(recipe), "--json", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "--processes", "2", "--engine", engine, *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def details(report: dict[str, Any], verdict: str) -> dict[str, str]:
+    return {check["name"]: check["detail"] for check in report["checks"] if check["verdict"] == verdict}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])
+def test_adapter_with_dropout_holds(engine: str, tmp_path: Path) -> None:
+    code, report = verified(tmp_path, engine)
+    assert (code, details(report, "fail")) == (0, {})
+    assert f"of 1 forward and backward each, {engine}." in details(report, "pass")["run"]
+    assert details(report, "pass")["gradients"] == "56 gradients equal bit by bit."
+    skipped = {"ddp": {"hooks"}, "fsdp1": {"hooks", "generation", "saved files"}, "fsdp2": {"hooks"}}[engine]
+    assert details(report, "skip").keys() == skipped
+
+
+def test_fault_of_one_process_fails_all(tmp_path: Path) -> None:
+    code, report = verified(tmp_path, "ddp", "--setup", "tests.verify_setups:lose_random_state_in_process_1")
+    failed = details(report, "fail")
+    assert code == 1
+    assert failed["random numbers"].startswith("[process 1] ")
+    assert failed["first difference"].startswith("[process 1] ")
+    assert causes.RANDOM in failed["first difference"]
+
+
+def test_wrapper_under_fsdp2_empties_the_adapter_file(tmp_path: Path) -> None:
+    code, report = verified(tmp_path, "fsdp2", "--setup", "tests.verify_setups:wrap_layers")
+    failed = details(report, "fail")
+    assert code == 1
+    assert "_checkpoint_wrapped_module" in failed["names"]
+    assert "adapter_model.safetensors has 0 tensors" in failed["adapter file"]
