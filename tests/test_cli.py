@@ -323,27 +323,6 @@ def test_lost_processes_end_with_code_1(
     assert "ValueError: the reason" in capsys.readouterr().err
 
 
-def hf_ckpt(*words: str, timeout: int = 240) -> tuple[int, dict[str, Any]]:
-    """Run the command in a process of its own; return its code and what it found."""
-    run = [sys.executable, "-m", "hf_ckpt.cli", *words, "--json"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
-
-
-def fact(read: dict[str, Any], name: str) -> str:
-    return next(item["text"] for item in read["facts"] if item["name"] == name)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_two_processes_run_the_engine_that_was_asked_for(engine: str, tmp_path: Path) -> None:
-    recipe = str(small_recipes.write(tmp_path, lora=small_recipes.LORA))
-    code, read = hf_ckpt("verify", recipe, "--processes", "2", "--engine", engine, "--steps", "2")
-    assert (code, read["holds"], fact(read, "engine")) == (0, True, f"{engine}, 2 processes")
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_policy_that_is_refused_in_two_processes_ends_with_code_2(
@@ -357,7 +336,8 @@ def test_policy_that_is_refused_in_two_processes_ends_with_code_2(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", SHIPPED)
-def test_shipped_recipe_holds(stem: str) -> None:
-    code, read = hf_ckpt("verify", str(RECIPES / f"{stem}.yaml"))
+def test_shipped_recipe_holds(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["verify", str(RECIPES / f"{stem}.yaml"), "--json"])
+    read = json.loads(capsys.readouterr().out)
     failed = [f"{check['name']}: {check['detail']}" for check in read["checks"] if check["verdict"] == "fail"]
     assert (code, failed) == (0, [])

@@ -96,8 +96,7 @@ def test_llama_accumulates_under_zero_3_as_without_a_plan(kind: str, mode: str) 
     check(3, "llama", kind, 4, mode)
 
 
-@pytest.mark.parametrize("mode", ["full", "segments_2", "nested"])
-@pytest.mark.parametrize("model_type", OTHERS)
+@pytest.mark.parametrize(("model_type", "mode"), [*zip(OTHERS, ["nested", "full", "segments_2"], strict=True)])
 @both_stages
 def test_other_models_train_as_without_a_plan(stage: int, model_type: str, mode: str) -> None:
     check(stage, model_type, "lora" if stage == 3 else "full", 1, mode)
