@@ -181,13 +181,13 @@ class HFCkptCallback(TrainerCallback):
         folder = _checkpoint_folder(args, state)
         if self.plan is not None and state.is_world_process_zero and folder.is_dir():
             _write_plan(self.plan, folder)
-        self._check_adapter(folder, kwargs["model"])
+        self._check_adapter(folder, kwargs["model"], args.ddp_timeout)
 
-    def _check_adapter(self, folder: Path, model: nn.Module) -> None:
+    def _check_adapter(self, folder: Path, model: nn.Module, timeout_s: float) -> None:
         expected = self._saved_files
         if expected is None or not expected.has_adapter:
             return
-        fault = ranks.told_by_rank_0(lambda: expected.fault_of_checkpoint(folder, model))
+        fault = ranks.told_by_rank_0(lambda: expected.fault_of_checkpoint(folder, model), timeout_s)
         if fault is None:
             return
         if self._on_mismatch == "warn":

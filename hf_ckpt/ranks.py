@@ -13,16 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_ckpt.errors import HFCkptError, OtherProcessError, PlanMismatchError
+from hf_ckpt.exchange import exchange, num_processes
 from hf_ckpt.patch import Applied, apply, make_plan
 from hf_ckpt.plans import Plan
 from hf_ckpt.policy import Policy
 
 Told = TypeVar("Told")
-
-
-def size() -> int:
-    """Return how many ranks train together; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Applied:
@@ -38,7 +34,7 @@ def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, A
         PlanMismatchError: ranks were given different policies, or different plans are in force.
         HFCkptError: what `apply` raises, on the rank where it does.
     """
-    if size() == 1:
+    if num_processes() == 1:
         return apply(model, policy, **structure)
     plan = _plan_of_rank_0(model, policy, structure)
     applied: Applied | None = None
@@ -59,16 +55,17 @@ def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, A
     return applied
 
 
-def told_by_rank_0(work: Callable[[], Told]) -> Told:
+def told_by_rank_0(work: Callable[[], Told], timeout_s: float) -> Told:
     """Let rank 0 work, and return its result on all ranks: what it finds in files that only it writes.
 
     Args:
-        work: gives what can be pickled.
+        work: gives what JSON can hold.
+        timeout_s: how long the others wait for rank 0, which may still be writing, in seconds.
 
     Raises:
         OtherProcessError: `work` raised; on rank 0, what it raised.
     """
-    if size() == 1:
+    if num_processes() == 1:
         return work()
     told: Told | None = None
     error: Exception | None = None
@@ -77,7 +74,7 @@ def told_by_rank_0(work: Callable[[], Told]) -> Told:
             told = work()
         except Exception as raised:  # noqa: BLE001  # the others wait for the result
             error = raised
-    told_by_all: list[Any] = _exchange(error, told, "looking at what was saved")
+    told_by_all: list[Any] = _exchange(error, told, "looking at what was saved", timeout_s)
     result: Told = told_by_all[0]
     return result
 
@@ -96,10 +93,9 @@ def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str
     return Plan.from_json(said[0][1] or "")
 
 
-def _exchange(error: Exception | None, told: Told, doing: str) -> list[Told]:
+def _exchange(error: Exception | None, told: Told, doing: str, timeout_s: float | None = None) -> list[Told]:
     """Return what each rank tells; raise on all ranks if one of them has an error."""
-    said: list[tuple[str | None, Told]] = [(None, told)] * size()
-    dist.all_gather_object(said, (None if error is None else _text(error), told))
+    said = exchange((None if error is None else _text(error), told), doing, timeout_s)
     if error is not None:
         raise error
     failed = {rank: text for rank, (text, _) in enumerate(said) if text is not None}

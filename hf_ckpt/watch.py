@@ -27,6 +27,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from hf_ckpt.exchange import exchange, num_processes
+
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
@@ -136,14 +138,13 @@ def start() -> Watch | None:
     Returns:
         The watch of this process; None where there is one process only, or where they cannot reach each other.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if num_processes() == 1:
         return None
     rank = dist.get_rank()
     listener = _listener() if rank == 0 else None
     # Whoever else finds the port does not know the token.
-    offers: list[Any] = [None if listener is None else (_addresses(), listener.getsockname()[1], secrets.token_hex(16))]
-    dist.broadcast_object_list(offers, src=0)
-    addresses, port, token = offers[0]
+    offer = None if listener is None else (_addresses(), listener.getsockname()[1], secrets.token_hex(16))
+    addresses, port, token = exchange(offer, "watching each other")[0] or ([], 0, "")
     if listener is None:
         peers = _connected(addresses, port, token, rank)
     else:
@@ -176,9 +177,7 @@ def _report(watch: Watch, module: nn.Module, args: Any, output: Any) -> None:
 
 def _watch_if_all(peers: dict[int, socket.socket], rank: int) -> Watch | None:
     num_others = dist.get_world_size() - 1
-    is_whole: list[bool] = [False] * (num_others + 1)
-    dist.all_gather_object(is_whole, len(peers) == (num_others if rank == 0 else 1))
-    if all(is_whole):
+    if all(exchange(len(peers) == (num_others if rank == 0 else 1), "watching each other")):
         return Watch(peers, rank)
     for peer in peers.values():
         peer.close()

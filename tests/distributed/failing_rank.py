@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from hf_ckpt import HFCkptCallback, watch
+from hf_ckpt import HFCkptCallback, exchange, watch
 from tests.training import During, llama, trainer
 
 LIMIT_S = 90
@@ -54,11 +54,15 @@ IN_TRAINING: dict[str, Callable[[nn.Module], None]] = {"raises": raise_in_forwar
 def run(fault: str, victim: int) -> None:
     """Train for more steps than are reached."""
     model, policy, callbacks = llama(), "full", []
+    # Minutes, for a run whose processes have come apart by other work.
+    exchange.PATIENCE_S = 5
     if int(os.environ["RANK"]) == victim:
         if fault in IN_TRAINING:
             callbacks.append(During("on_step_begin", IN_TRAINING[fault], step=2))
         elif fault == "has another policy":
             policy = "attention"
+        elif fault == "has no policy":
+            trainer(model, Path(tempfile.mkdtemp()), max_steps=50).train()
         else:
             cannot_be_planned(model)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ ABOUT = {
     "raises and lingers": RAISED,
     "is killed": "Process {victim} has stopped: its process is gone (killed, or out of memory)",
     "has another policy": "PlanMismatchError: Another policy was asked for in process 1 than in process 0",
+    "has no policy": "OtherProcessError: Process {victim} has not come to watching each other within 5 s of process",
     "cannot be planned": "OtherProcessError: Process {victim} failed while applying the policy: Layer 1 of",
 }
 
