@@ -50,6 +50,8 @@ endef
 # --- The main job. ---
 
 # Every option is given, so that accelerate neither asks nor reads a configuration of the user's.
+# DS_ACCELERATOR: else DeepSpeed, which accelerate imports where it is installed, tells that it found no GPU.
+finetune: export DS_ACCELERATOR = cpu
 finetune: .venv/.installed
 	.venv/bin/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    --num_cpu_threads_per_process $(OMP_NUM_THREADS) scripts/finetune.py $(RECIPE) $(ARGS)

@@ -301,7 +301,8 @@ def apply(
     costs up to one more forward of the layers it reaches.
 
     Args:
-        model: any transformers model, or another with layers that can be found; PEFT or DDP may stand around it.
+        model: any transformers model, or another with layers that can be found; PEFT, DDP, FSDP or DeepSpeed may stand
+            around it or its layers.
         policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.

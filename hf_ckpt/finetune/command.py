@@ -87,5 +87,7 @@ def _quieten(*, is_first: bool) -> None:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     # peft imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # Where DeepSpeed is installed, accelerate imports it, and it tells on standard output that it found no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
     # peft asks transformers 5.2x by the old name whether checkpointing is on.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)

@@ -105,20 +105,23 @@ def check_trainable(trials: Trials) -> Check:
         return Check(name=name, verdict="fail", detail=what, figures=figures)
     if planned.num_steps == 0:
         return Check(name=name, verdict="skip", detail="No optimizer step was reached with the plan.", figures=figures)
+    here = [parameter for parameter in planned.trainable if parameter not in planned.elsewhere]
+    if not here:
+        return Check(name=name, verdict="skip", detail="This process holds no part of what trains.", figures=figures)
     without = [
         parameter
-        for parameter in planned.trainable
+        for parameter in here
         if all(planned.gradients(step).get(parameter) is None for step in range(planned.num_steps))
     ]
     lost = [parameter for parameter in without if _has_run(planned, parameter)]
     if lost:
         return Check(name=name, verdict="fail", detail=_without_gradient(trials, lost), figures=figures)
-    still = _fault_of_movement(planned) if planned.failure is None else None
+    still = _fault_of_movement(planned, here) if planned.failure is None else None
     if still is not None:
         return Check(name=name, verdict="fail", detail=still, figures=figures)
     idle = f" {counted(len(without), 'other')} belong to modules that never ran." if without else ""
-    got = len(planned.trainable) - len(without)
-    figures |= {"num_with_gradient": got, "num_moved": len(_moved(planned, planned.trainable))}
+    got = len(here) - len(without)
+    figures |= {"num_with_gradient": got, "num_moved": len(_moved(planned, here))}
     what = f"{counted(got, 'trainable parameter')} got gradients, and training moved them."
     if planned.failure is None and figures["num_moved"] < got:
         what = (
@@ -140,19 +143,19 @@ def _without_gradient(trials: Trials, lost: list[str]) -> str:
     return f"{head}. They get none without the plan either: an adapter is disabled or frozen, or something is detached."
 
 
-def _fault_of_movement(planned: Record) -> str | None:
-    if not _moved(planned, planned.trainable):
+def _fault_of_movement(planned: Record, here: list[str]) -> str | None:
+    if not _moved(planned, here):
         return (
             "Nothing trains: no trainable parameter moved in any step. Is the learning rate zero, or were the "
             "parameters frozen or replaced after the optimizer was made?"
         )
-    adapter = [name for name in planned.trainable if "lora_" in name]
+    adapter = [name for name in here if "lora_" in name]
     if adapter and not _moved(planned, adapter):
         return "The adapter does not move: other parameters train, but none of the adapter changed in any step."
     return None
 
 
-def _moved(record: Record, names: tuple[str, ...] | list[str]) -> list[str]:
+def _moved(record: Record, names: list[str]) -> list[str]:
     return [name for name in names if record.tensors_before.get(name) != record.tensors_after.get(name)]
 
 

@@ -111,6 +111,7 @@ class Record:
 
     Args:
         folder: where the trial wrote its gradients, weights and what the Trainer saved.
+        elsewhere: those of `trainable` of which this process holds no part, because FSDP1 left them to others.
     """
 
     folder: Path
@@ -121,6 +122,7 @@ class Record:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     num_steps: int = 0
     trainable: tuple[str, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
     tensors_before: dict[str, str] = field(default_factory=dict)
     tensors_after: dict[str, str] = field(default_factory=dict)
     trained: dict[str, str] = field(default_factory=dict)

@@ -151,6 +151,7 @@ class _Trial:
         """Place hooks and note weights, when engines and plan are in place."""
         self.record.engine = engine_of(trainer.model_wrapped)
         self.record.trainable = tuple(name for name, p in parameters_of(self.model) if p.requires_grad)
+        self.record.elsewhere = frozenset(name for name, p in parameters_of(self.model) if not p.numel())
         self.record.tensors_before = _digests(self.model)
         self.recorder.start()
 
