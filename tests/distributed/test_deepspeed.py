@@ -80,8 +80,10 @@ def test_engine_repeats_itself(stage: int) -> None:
     assert changed(dict(KINDS["lora"]("llama").named_parameters()), again.weights) != []
 
 
-@BOTH
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [*(("lora", mode) for mode in MODES), *(("full", mode) for mode in ("full", "segments_2", "nested"))],
+)
 def test_llama_trains_under_zero_3_as_without_a_plan(mode: str, kind: str) -> None:
     check(3, "llama", kind, 1, mode)
 
