@@ -49,6 +49,11 @@ class DataError(HFCkptError, ValueError):
     """Raised when a data set, a tokenizer or a chat template cannot be used."""
 
 
+def in_words(error: Exception) -> str:
+    """Return an error as another process is told of it: this package's in its words, others with their type."""
+    return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"
+
+
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """Return ``' Did you mean "x"?'`` for the choice nearest to ``word``, or an empty string."""
     near = difflib.get_close_matches(str(word), list(choices), n=1)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
-from hf_ckpt.regions.call import tensors_of
+from hf_ckpt.regions.call import is_in_backward, tensors_of
 
 _SHOWN = 4
 """Parameters that a message names; more would bury the sentence."""
@@ -81,10 +81,10 @@ class FirstStep:
 
     def _count(self, key: tuple[int, str], module: nn.Module, args: Any) -> None:
         if _is_seen():
-            self._entries[*key, _in_backward()] += 1
+            self._entries[*key, is_in_backward()] += 1
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _in_backward() or not _is_seen():
+        if is_in_backward() or not _is_seen():
             return
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         for tensor in floating:
@@ -97,7 +97,7 @@ class FirstStep:
         self._has_gradient.add(module)
 
     def _note_buffers(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if not _in_backward():
+        if not is_in_backward():
             self._buffers[number] = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
 
     def _buffer_faults(self) -> Iterator[str]:
@@ -225,7 +225,3 @@ def _listed(values: Iterable[object]) -> str:
 def _is_seen() -> bool:
     # A compiled graph runs no hooks: there nothing is counted, and so nothing is held against the plan.
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

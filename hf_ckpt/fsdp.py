@@ -106,7 +106,7 @@ def switch_off_accelerates_own() -> Callable[[], None] | None:
     Returns:
         A function that puts it back; None where there was nothing to switch off.
     """
-    plugin = _accelerates_plugin()
+    plugin = accelerates_plugin()
     if plugin is None or not plugin.activation_checkpointing:
         return None
     plugin.activation_checkpointing = False
@@ -118,6 +118,7 @@ def switch_off_accelerates_own() -> Callable[[], None] | None:
     return put_back
 
 
-def _accelerates_plugin() -> Any:
+def accelerates_plugin() -> Any:
+    """Return accelerate's description of FSDP, or None where accelerate does not shard the model."""
     # Asking AcceleratorState for its plugin would start one where there is none.
     return AcceleratorState._shared_state.get("fsdp_plugin")

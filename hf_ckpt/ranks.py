@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from hf_ckpt.errors import HFCkptError, OtherProcessError, PlanMismatchError
+from hf_ckpt.errors import OtherProcessError, PlanMismatchError, in_words
 from hf_ckpt.exchange import exchange, num_processes
 from hf_ckpt.patch import Applied, apply, make_plan
 from hf_ckpt.plans import Plan
@@ -95,7 +95,7 @@ def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str
 
 def _exchange(error: Exception | None, told: Told, doing: str, timeout_s: float | None = None) -> list[Told]:
     """Return what each rank tells; raise on all ranks if one of them has an error."""
-    said = exchange((None if error is None else _text(error), told), doing, timeout_s)
+    said = exchange((None if error is None else in_words(error), told), doing, timeout_s)
     if error is not None:
         raise error
     failed = {rank: text for rank, (text, _) in enumerate(said) if text is not None}
@@ -119,7 +119,3 @@ def _described(policy: Policy | Plan, structure: dict[str, Any]) -> str:
     given = {name: value for name, value in structure.items() if value is not None}
     what = f"plan {policy.digest()}" if isinstance(policy, Plan) else policy.describe()
     return f"{what} with {given}" if given else what
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from torch import nn
 
 from hf_ckpt.errors import SavedFilesError, UnsupportedError
+from hf_ckpt.fsdp import accelerates_plugin
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _SHARDS_FOLDER = "pytorch_model_fsdp_0"
 # What torch and accelerate put into module names when they wrap a module.
-_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _NUM_SHOWN = 3
 
 
@@ -129,7 +129,7 @@ class SavedFiles:
 
 def writes_shards_only() -> bool:
     """Tell whether the Trainer writes shards that only a resumed run can read, and no adapter or model file."""
-    plugin = _fsdp_plugin()
+    plugin = accelerates_plugin()
     return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
 
 
@@ -142,7 +142,7 @@ def check_can_be_saved(device: torch.device) -> None:
     Raises:
         UnsupportedError: FSDP1 on a CPU.
     """
-    plugin = _fsdp_plugin()
+    plugin = accelerates_plugin()
     if plugin is not None and plugin.fsdp_version == 1 and device.type == "cpu":
         raise UnsupportedError(
             "This run would save a model that FSDP1 shards on a CPU. There torch's full state dict ends the process, "
@@ -208,7 +208,7 @@ def _shards(folder: Path) -> Shapes:
 
 
 def _wrapped(found: Shapes) -> list[str]:
-    return [name for name in found if any(part in _WRAPPERS for part in name.split("."))]
+    return [name for name in found if any(part in WRAPPERS for part in name.split("."))]
 
 
 # --- Words. ---
@@ -234,7 +234,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _reason(found: Shapes, model: nn.Module | None) -> str:
     """Say why something is missing, as far as the file and the model tell, and what to do."""
-    in_the_way = {part for name in _names(model, found) for part in name.split(".") if part in _WRAPPERS}
+    in_the_way = {part for name in _names(model, found) for part in name.split(".") if part in WRAPPERS}
     if "_checkpoint_wrapped_module" in in_the_way:
         return (
             "Layers are wrapped in CheckpointWrapper, which renames modules, and PEFT does not know them again. Switch "
@@ -270,9 +270,3 @@ def _parameters(model: nn.Module | None) -> Iterator[nn.Parameter]:
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
-
-
-def _fsdp_plugin() -> Any:
-    """Return accelerate's description of FSDP, or None where it does not shard the model."""
-    # Not AcceleratorState(): without an Accelerator that would make one.
-    return AcceleratorState._shared_state.get("fsdp_plugin")

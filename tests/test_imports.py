@@ -37,13 +37,13 @@ MAY_IMPORT = {
     "first_step": {"policy", "plans", "layers", "regions"},
     "figures": {"policy", "plans", "layers", "shapes", "input_gradients"},
     "reporters": set(),
-    "saved_files": {"errors"},
+    "saved_files": {"errors", "fsdp"},
     "callback": {
         *("errors", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks", "watch"),
         *("use_cache", "input_gradients", "first_step", "figures", "reporters", "saved_files"),
     },
     "finetune": {
-        *("errors", "policy", "plans", "layers", "figures", "refusals", "patch"),
+        *("errors", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
         *("callback", "saved_files", "watch"),
     },
     "cli": {"errors", "finetune"},

@@ -103,6 +103,11 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     return model
 
 
+def holds_weights(folder: Path) -> bool:
+    """Tell whether a folder holds a model that can be loaded."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
 def _options(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     # Where nothing is said of remote code, transformers asks on the terminal.
     return {"trust_remote_code": False} | {key: section[key] for key in ("trust_remote_code", *keys) if key in section}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hf_ckpt.errors import HFCkptError, OtherProcessError, RecipeError
+from hf_ckpt.errors import OtherProcessError, RecipeError, in_words
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -63,7 +63,7 @@ class Together:
             yield
         # Whatever it is, the others would wait for this process in vain.
         except Exception as error:
-            self._exchange(_told(error), self._grace)
+            self._exchange(in_words(error), self._grace)
             raise
         said = self._exchange(None, self._timeout)
         silent = [rank for rank, told in enumerate(said) if told is _SILENT]
@@ -108,7 +108,7 @@ class Together:
 
         All have often met the same one, such as a mistake in the recipe; the first of them prints it.
         """
-        first = min((rank for rank, text in self._failed.items() if text == _told(error)), default=self.rank)
+        first = min((rank for rank, text in self._failed.items() if text == in_words(error)), default=self.rank)
         return isinstance(error, OtherProcessError) or first != self.rank
 
     def _exchange(self, text: str | None, timeout: datetime.timedelta) -> list[str | None]:
@@ -129,10 +129,6 @@ class Together:
         with contextlib.suppress(DistError):
             store.wait(keys, timeout)
         return [json.loads(store.get(key)) if store.check([key]) else _SILENT for key in keys]
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"
 
 
 def _join(size: int, timeout: datetime.timedelta) -> Store:

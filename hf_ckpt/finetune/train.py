@@ -31,7 +31,7 @@ from hf_ckpt.finetune.engine import (
     ready_to_generate,
 )
 from hf_ckpt.finetune.examples import decode
-from hf_ckpt.finetune.model import build_model, load_base, rehearse
+from hf_ckpt.finetune.model import build_model, holds_weights, load_base, rehearse
 from hf_ckpt.finetune.packing import check_packing
 from hf_ckpt.finetune.recipe import Recipe, Values, load_recipe
 from hf_ckpt.finetune.report import RunSummary
@@ -170,7 +170,7 @@ def _is_whole(state: Path) -> bool:
 def _missing_base(recipe: Recipe) -> Recipe | None:
     """Return the recipe that makes the weights of this one, where they are not there yet."""
     path = recipe.model.get("base_recipe")
-    if path is None or _holds_weights(Path(recipe.model["name_or_path"])):
+    if path is None or holds_weights(Path(recipe.model["name_or_path"])):
         return None
     base, wanted = load_recipe(path), recipe.model["name_or_path"]
     made = base.training["output_dir"]
@@ -181,10 +181,6 @@ def _missing_base(recipe: Recipe) -> Recipe | None:
     if base.lora is not None:
         raise RecipeError(f"model.base_recipe {path} makes an adapter. Name a recipe without a lora section.")
     return base
-
-
-def _holds_weights(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _section_with_shape(recipe: Recipe) -> Values:

@@ -112,6 +112,11 @@ def keeps_activations(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward: whatever forward runs now is recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in an argument or an output of a layer: itself, or those in its tuple or list."""
     if isinstance(value, Tensor):

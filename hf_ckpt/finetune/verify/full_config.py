@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.model import holds_weights
 from hf_ckpt.finetune.recipe import Recipe, load_recipe
 from hf_ckpt.finetune.verify.known_configs import known_config
 
@@ -57,11 +58,6 @@ def find_config(recipe: Recipe) -> Found:
         config = _load(section, local_files_only=True)
         return Found(config, f"the folder {name}", section, has_weights=holds_weights(Path(name).expanduser()))
     return _of_hub(section)
-
-
-def holds_weights(folder: Path) -> bool:
-    """Tell whether a folder holds a model that can be loaded."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _section_with_shape(recipe: Recipe) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.finetune.verify.fingerprints import of_tensor, tensors_in
 from hf_ckpt.finetune.verify.record import Gradients, MicroBatch, Record
-from hf_ckpt.finetune.verify.recorder import is_in_backward
+from hf_ckpt.regions.call import is_in_backward
 
 if TYPE_CHECKING:
     from hf_ckpt.finetune.verify.recorder import Recorder

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.finetune.verify.fingerprints import of_tensor, tensors_in
 from hf_ckpt.finetune.verify.record import MicroBatch, Record, StateChange
 from hf_ckpt.layers import Stack
+from hf_ckpt.regions.call import is_in_backward
 
 _SEAM = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
 # Attributes that a plan sets, and that it switches for a forward without gradients.
@@ -207,11 +208,6 @@ def name_of(value: object) -> str:
         value = value.func
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     return f"{module}.{name}" if name else repr(value)
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward now, in which any forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _state_of(module: nn.Module) -> State:

@@ -32,9 +32,9 @@ from hf_ckpt.finetune.verify.recorder import Recorder, plain_attributes
 from hf_ckpt.finetune.verify.subject import Subject
 from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.plans import Plan, parse, resolve
+from hf_ckpt.saved_files import WRAPPERS
 
 # Names that wrappers of torch give to what they wrap: activation checkpointing, FSDP1, torch.compile.
-_WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _STRUCTURE = ("layers", "attention", "ffn")
 _SHORTHAND = ("every_n_layers", "segment_size", "nested", "skip_frozen")
 
@@ -173,7 +173,7 @@ class _Trial:
         record.attributes = {
             f"{_clean(path)}.{name}".lstrip("."): value
             for path, module in model.named_modules()
-            if not path.endswith(_WRAPPED)
+            if not path.endswith(WRAPPERS)
             for name, value in plain_attributes(module).items()
         }
         record.use_cache = changes(self.use_cache, use_cache_of(model))
@@ -295,7 +295,7 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _clean(path: str) -> str:
-    for wrapper in _WRAPPED:
+    for wrapper in WRAPPERS:
         path = path.replace(f"{wrapper}.", "")
     return path
 
