@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import hf_ckpt
-from tests import zoo
+from tests import traces, zoo
 
 POLICIES: dict[str, tuple[object, dict[str, object]]] = {
     "none": ("none", {}),
@@ -84,6 +84,22 @@ def check(case: zoo.Case, policy: str, run: Callable[[zoo.Case], Result] = step)
     expected = run(case)
     with apply(case.model, policy):
         return differences(expected, run(case))
+
+
+def hold(case: zoo.Case, policy: str, expected: Result) -> None:
+    """Assert that a policy gives the expected results and leaves nothing behind on the model.
+
+    Args:
+        case: as it is before the policy is applied.
+        policy: one of `POLICIES`.
+        expected: the step without it.
+    """
+    case.model.zero_grad()
+    found = traces.snapshot(case.model)
+    with apply(case.model, policy):
+        assert differences(expected, step(case)) == []
+    case.model.zero_grad()
+    assert traces.differences(found, traces.snapshot(case.model)) == []
 
 
 @contextmanager

@@ -45,13 +45,7 @@ def llama() -> zoo.Case:
 
 def check(case: zoo.Case, policy: str) -> None:
     """Hold a policy against the same model without it: results, and what is left."""
-    expected = exactness.step(case)
-    case.model.zero_grad()
-    found = traces.snapshot(case.model)
-    with exactness.apply(case.model, policy):
-        assert exactness.differences(expected, exactness.step(case)) == []
-    case.model.zero_grad()
-    assert traces.differences(found, traces.snapshot(case.model)) == []
+    exactness.hold(case, policy, exactness.step(case))
 
 
 # --- Forwards bound to instances. ---
