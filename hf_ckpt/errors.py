@@ -17,6 +17,10 @@ class PolicyError(HFCkptError, ValueError):
     """Raised when a policy cannot be read, or does not suit the model that it is resolved for."""
 
 
+class BudgetError(PolicyError):
+    """Raised when no plan for the model keeps a training step within the memory budget."""
+
+
 class StructureError(HFCkptError, ValueError):
     """Raised when decoder layers, or a part of them, cannot be found in a model."""
 

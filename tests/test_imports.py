@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "deepspeed": {"errors", "policy", "plans", "layers"},
     "refusals": {"errors", "policy", "plans", "layers", "fsdp", "deepspeed"},
     "patch": {"errors", "policy", "plans", "layers", "shapes", "regions", "fsdp", "deepspeed", "refusals"},
+    "memory": {*("errors", "policy", "plans", "shapes", "parts", "layers"), *("regions", "refusals", "patch")},
     "use_cache": set(),
     "input_gradients": {"layers"},
     "first_step": {"policy", "plans", "layers", "regions"},
@@ -44,7 +45,7 @@ MAY_IMPORT = {
     },
     "finetune": {
         *("errors", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
-        *("callback", "saved_files", "watch"),
+        *("callback", "saved_files", "watch", "memory"),
     },
     "cli": {"errors", "finetune"},
 }

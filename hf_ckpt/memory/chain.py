@@ -1,0 +1,75 @@
+"""A decoder as a chain of layers with the cost of each choice: what the planner needs to know of a step. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_ckpt.policy import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one layer costs in one mode. Bytes are relative to what is allocated just before its forward.
+
+    Args:
+        kept_bytes: held after its forward, until its backward.
+        forward_bytes: the most while its forward runs.
+        backward_bytes: the most while its backward (with its recomputation) runs, what earlier layers hold and what
+            later layers left behind (`left_bytes`) not counted.
+        left_bytes: what its backward leaves behind: its gradients. The same in every mode; where modes differ, the
+            largest counts.
+        seconds: of forward, backward and recomputation, in all micro-batches together.
+    """
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    left_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLayer:
+    """One layer of the chain.
+
+    Args:
+        stack: number of its stack in the plan.
+        layer_idx: its place in the stack.
+        costs: by mode; modes that would not be exact on it, or that it has no part for, are missing. `none` is there.
+        can_join: whether it may share a segment with the layer before it.
+        forward_seconds: of one whole forward in all micro-batches. A layer in mode `full` stops early when it is
+            recomputed, most layers of a segment do not. None takes what `full` costs over `none`.
+    """
+
+    stack: int
+    layer_idx: int
+    costs: Mapping[Mode, Cost]
+    can_join: bool = True
+    forward_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A training step as the planner sees it.
+
+    Args:
+        layers: in the order in which they run.
+        base_bytes: allocated before the first layer runs: states, inputs, embeddings.
+        head_bytes: the most between the last layer's forward and its backward, relative to what is allocated after
+            the last layer's forward: logits and loss.
+        fixed_peak_bytes: the most at moments that no choice changes, such as the optimizer step.
+        other_seconds: predicted time outside the layers.
+        input_bytes: of a layer's input: what a segment saves.
+        num_micro_batches: `left_bytes` are only left behind anew in the first of them.
+        head_left_bytes: what the head's backward leaves behind: its gradients, there while the layers' backward runs.
+    """
+
+    layers: tuple[ChainLayer, ...]
+    base_bytes: int
+    head_bytes: int
+    fixed_peak_bytes: int
+    other_seconds: float
+    input_bytes: int
+    num_micro_batches: int = 1
+    head_left_bytes: int = 0

@@ -1,0 +1,391 @@
+"""The devices that a step can be predicted for: what each has, and what of it a step cannot use.
+
+Imports torch only to look at the machine's own device. GiB is 2**30; rates are per second, in bytes and FLOPs.
+
+Memory is what CUDA reports to programs, as torch's out-of-memory messages show it ("has a total capacity of ..."),
+rounded down: 1 to 3 % less than the size on the box, and 6 % more is missing where error correction keeps its codes
+in the same memory (T4, A10, A10G, L4, L40S). Matrix rates are dense, without sparsity, with float32 accumulation,
+which is what torch asks for; GeForce cards run that at half the rate of float16 accumulation. float32 is the rate
+without TF32, torch's default. Bandwidths and links are those of the data sheets, links one way; a card without NVLink
+reaches its peers over PCIe.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.memory.amounts import format_bytes
+
+GIB = 2**30
+MIB = 2**20
+
+# One way, after the 128b/130b line code (PCI Express Base Specification 3.0, 4.0 and 5.0).
+_PCIE_3_X16 = 15.75e9
+_PCIE_4_X8 = 15.75e9
+_PCIE_4_X16 = 31.5e9
+_PCIE_5_X16 = 63.0e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device that a step can run on.
+
+    Args:
+        name: as the user writes it.
+        title: as the vendor writes it.
+        memory_bytes: what programs can allocate; 0 where it is not known.
+        matmul_flops: dense matrix products per second, by name of the dtype (`bfloat16`, `float16`, `float32`).
+        memory_bandwidth: bytes per second, reading and writing together.
+        host_link: bytes per second between host and device, one way.
+        rank_link: bytes per second between a device and its peers, one way; 0 where it is not known.
+        source: where the figures come from.
+        is_cuda: whether it is a CUDA device.
+        capability: CUDA's compute capability; None where it is not known.
+        matmul_efficiency: share of `matmul_flops` that large products reach; 1 where the rate was measured.
+        bandwidth_efficiency: share of `memory_bandwidth` that operators reach; 1 where it was measured.
+        link_efficiency: share of the links that copies reach; 1 where it was measured.
+        attention_efficiency: share of `matmul_flops` that fused attention kernels reach, causal work left out; None
+            for what is known of the architecture.
+        launch_seconds: what the host needs to issue an operator of a model's forward: modules, Python, autograd.
+        backward_launch_seconds: the same for operators that autograd issues by itself, and for the optimizer.
+        kernel_seconds: what a kernel takes beside its work, to fill the device and to drain it.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    matmul_flops: Mapping[str, float]
+    memory_bandwidth: float
+    host_link: float
+    rank_link: float
+    source: str
+    is_cuda: bool = True
+    capability: tuple[int, int] | None = None
+    # An 8192-cubed bfloat16 product of random numbers on an H200 runs at 0.80 of the data sheet's rate, under its
+    # power limit; a device-to-device copy moves 0.90 of the data sheet's bytes. Operators of a model fall between
+    # such a copy and strided or broadcast access.
+    matmul_efficiency: float = 0.80
+    bandwidth_efficiency: float = 0.85
+    # Copies from pinned memory reach 25 to 26 GB/s over PCIe 4.0 x16: headers and acknowledgements take the rest.
+    link_efficiency: float = 0.80
+    attention_efficiency: float | None = None
+    # A Llama of transformers with next to nothing to compute takes 10 to 17 microseconds an operator forward and 7 to
+    # 10 backward, views and all, on two slow shared cores.
+    launch_seconds: float = 10e-6
+    backward_launch_seconds: float = 6e-6
+    kernel_seconds: float = 3e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveItem:
+    """One use of memory that a simulated step does not show."""
+
+    name: str
+    low_bytes: int
+    high_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """What of a device's memory to leave free, as a range."""
+
+    items: tuple[ReserveItem, ...]
+
+    @property
+    def low_bytes(self) -> int:
+        """The least that is needed."""
+        return sum(item.low_bytes for item in self.items)
+
+    @property
+    def high_bytes(self) -> int:
+        """What is enough in practice."""
+        return sum(item.high_bytes for item in self.items)
+
+    def describe(self) -> str:
+        """Return the range and what it is for, on one line."""
+        parts = (
+            f"{item.name} {format_bytes(item.low_bytes)} to {format_bytes(item.high_bytes)}" for item in self.items
+        )
+        return f"{format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}: {', '.join(parts)}"
+
+
+def reserve(device: Device) -> Reserve:
+    """Return what to leave free beside a step's own tensors, each part with its reason."""
+    if not device.is_cuda:
+        reason = "the interpreter, torch and transformers themselves"
+        return Reserve((ReserveItem("process", GIB // 4, GIB, reason),))
+    workspace = workspace_bytes(device)
+    return Reserve(
+        (
+            ReserveItem(
+                "context",
+                int(0.3 * GIB),
+                int(0.7 * GIB),
+                "CUDA keeps its context and the code of the kernels on the device, more on newer cards and after more "
+                "kernels; outside the allocator of torch (0.5 to 0.6 GiB in messages from an RTX 4090, L40 and 5090)",
+            ),
+            ReserveItem(
+                "workspaces",
+                2 * workspace,
+                4 * workspace,
+                f"cuBLAS gets {format_bytes(workspace)} from torch for each thread and stream: one for forward, one "
+                "for backward, further ones for side streams",
+            ),
+            ReserveItem(
+                "fragmentation",
+                int(0.01 * device.memory_bytes),
+                int(0.05 * device.memory_bytes),
+                "the allocator keeps blocks that no tensor fits: about 1 % with "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, up to 5 % where lengths change from step to step",
+            ),
+        )
+    )
+
+
+def workspace_bytes(device: Device) -> int:
+    """Return the cuBLAS workspace that torch allocates for each thread and stream (`getChosenWorkspaceSize`)."""
+    if not device.is_cuda:
+        return 0
+    is_large = device.capability is not None and device.capability[0] in (9, 10)
+    return 32 * MIB if is_large else 2 * 4 * MIB + 8 * 16 * 1024
+
+
+def find_device(name: str) -> Device:
+    """Return a device of the table by its name, as in `rtx4090`, `RTX 4090`, `4090` or `NVIDIA A100-SXM4-80GB`.
+
+    Raises:
+        PolicyError: no device has that name; the message lists those that there are.
+    """
+    found = _in_table(name)
+    if found is not None:
+        return found
+    raise PolicyError(
+        f'Unknown device "{name}". Devices are {", ".join(DEVICES)}.' + did_you_mean(str(name).lower(), DEVICES)
+    )
+
+
+def this_device() -> Device:
+    """Return the machine's own device: the current CUDA device where there is one, else its CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return CPU
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    known = _in_table(properties.name)
+    capability = (int(properties.major), int(properties.minor))
+    if known is not None:
+        return replace(known, memory_bytes=int(properties.total_memory), capability=capability)
+    return _from_properties(properties, capability)
+
+
+def _in_table(name: str) -> Device | None:
+    plain = _plain(str(name))
+    for known in DEVICES.values():
+        if plain in (_plain(known.name), _plain(known.title)):
+            return known
+    return DEVICES.get(_OTHER_NAMES.get(plain, ""))
+
+
+def _plain(name: str) -> str:
+    """Return a name without vendor, family, capitals, blanks and dashes."""
+    words = re.sub(r"nvidia|geforce|tesla|generation|graphics|tensor core|gpu", " ", name.lower())
+    return re.sub(r"[^a-z0-9]", "", words)
+
+
+# FLOPs of one multiprocessor in one clock, dense, with float32 accumulation: (bfloat16 and float16, float32). From the
+# white papers of each architecture; of 8.6, 8.9 and 12.0 the GeForce rate, half of the professional cards'.
+_FLOPS_PER_CLOCK = {7: (1024, 128), 8: (512, 256), 9: (4096, 256), 10: (8192, 256), 12: (512, 256)}
+
+
+def _from_properties(properties: Any, capability: tuple[int, int]) -> Device:
+    """Describe a card that is not in the table by its clocks, as CUDA tells them."""
+    matmul, plain = (2048, 128) if capability == (8, 0) else _FLOPS_PER_CLOCK.get(capability[0], (512, 256))
+    clocks = properties.multi_processor_count * 1e3 * getattr(properties, "clock_rate", 1_500_000)
+    # Two transfers a clock, as all graphics memories since GDDR.
+    bandwidth = 2e3 * getattr(properties, "memory_clock_rate", 7_000_000) * getattr(properties, "memory_bus_width", 256)
+    return Device(
+        name=_plain(properties.name) or "cuda",
+        title=properties.name,
+        memory_bytes=int(properties.total_memory),
+        matmul_flops={"bfloat16": clocks * matmul, "float16": clocks * matmul, "float32": clocks * plain},
+        memory_bandwidth=bandwidth / 8,
+        host_link=_PCIE_4_X16,
+        rank_link=0.0,
+        source="not in the table: derived from its clocks, PCIe 4.0 x16 taken for granted",
+        capability=capability,
+    )
+
+
+def _host_memory_bytes() -> int:
+    if sys.platform == "win32":
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cpu() -> Device:
+    # Two fused multiply-adds of eight float32 lanes in each clock of 2.5 GHz: a usual core of today. Stands in until it
+    # is measured; predictions for a CPU are about memory.
+    flops = 2 * 2 * 8 * 2.5e9 * (os.cpu_count() or 1)
+    return Device(
+        name="cpu",
+        title="this machine's CPU",
+        memory_bytes=_host_memory_bytes(),
+        matmul_flops={"bfloat16": flops, "float16": flops, "float32": flops},
+        memory_bandwidth=20e9,
+        host_link=20e9,
+        rank_link=0.0,
+        source="a usual core of 2.5 GHz with AVX2 and two channels of DDR4; measure it with hf-ckpt profile",
+        is_cuda=False,
+        matmul_efficiency=0.7,
+        bandwidth_efficiency=0.7,
+        kernel_seconds=0.0,
+    )
+
+
+def _card(
+    name: str,
+    title: str,
+    memory_gib: float,
+    tensor_tflops: float,
+    float32_tflops: float,
+    bandwidth_gb: float,
+    host_link: float,
+    capability: tuple[int, int],
+    source: str,
+    *,
+    nvlink_gb: float = 0.0,
+    bfloat16_tflops: float | None = None,
+) -> Device:
+    """Describe a CUDA card; `bfloat16_tflops` where its tensor cores have no bfloat16."""
+    return Device(
+        name=name,
+        title=title,
+        memory_bytes=int(memory_gib * GIB),
+        matmul_flops={
+            "bfloat16": 1e12 * (tensor_tflops if bfloat16_tflops is None else bfloat16_tflops),
+            "float16": 1e12 * tensor_tflops,
+            "float32": 1e12 * float32_tflops,
+        },
+        memory_bandwidth=1e9 * bandwidth_gb,
+        host_link=host_link,
+        rank_link=1e9 * nvlink_gb or host_link,
+        source=source,
+        capability=capability,
+    )
+
+
+_AMPERE = "NVIDIA Ampere GA102 GPU Architecture white paper"
+_ADA = "NVIDIA Ada GPU Architecture white paper"
+_ADA_CORES = "GeForce specifications (cores, clock, memory); rate per core from the " + _ADA
+_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture white paper"
+
+CPU = _cpu()
+"""This machine's CPU."""
+
+# T4 and V100 have no bfloat16 tensor cores: torch runs such products, at most, at the rate of float32.
+_TABLE = (
+    _card("rtx3060", "GeForce RTX 3060", 11.6, 25.5, 12.7, 360, _PCIE_4_X16, (8, 6), _AMPERE + ", rate per core"),
+    _card("rtx3090", "GeForce RTX 3090", 23.6, 71, 35.6, 936, _PCIE_4_X16, (8, 6), _AMPERE, nvlink_gb=56.25),
+    _card("rtx4060ti16gb", "GeForce RTX 4060 Ti 16GB", 15.55, 44.1, 22.1, 288, _PCIE_4_X8, (8, 9), _ADA_CORES),
+    _card("rtx4070", "GeForce RTX 4070", 11.6, 58.3, 29.1, 504, _PCIE_4_X16, (8, 9), _ADA_CORES),
+    _card("rtx4070tisuper", "GeForce RTX 4070 Ti SUPER", 15.55, 88.2, 44.1, 672, _PCIE_4_X16, (8, 9), _ADA_CORES),
+    _card("rtx4080", "GeForce RTX 4080", 15.55, 97.5, 48.7, 716.8, _PCIE_4_X16, (8, 9), _ADA),
+    _card("rtx4080super", "GeForce RTX 4080 SUPER", 15.55, 104.4, 52.2, 736, _PCIE_4_X16, (8, 9), _ADA_CORES),
+    _card("rtx4090", "GeForce RTX 4090", 23.6, 165.2, 82.6, 1008, _PCIE_4_X16, (8, 9), _ADA),
+    _card("rtx5080", "GeForce RTX 5080", 15.45, 112.6, 56.3, 960, _PCIE_5_X16, (12, 0), _BLACKWELL),
+    _card("rtx5090", "GeForce RTX 5090", 31.3, 209.5, 104.8, 1792, _PCIE_5_X16, (12, 0), _BLACKWELL),
+    _card(
+        *("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, _PCIE_4_X16, (8, 6), _AMPERE),
+        nvlink_gb=56.25,
+    ),
+    _card("rtx6000ada", "RTX 6000 Ada", 47.4, 364.2, 91.1, 960, _PCIE_4_X16, (8, 9), "NVIDIA RTX 6000 Ada data sheet"),
+    _card(
+        *("t4", "T4", 14.5, 65, 8.1, 320, _PCIE_3_X16, (7, 5), "NVIDIA T4 data sheet"),
+        bfloat16_tflops=8.1,
+    ),
+    _card(
+        *("v100-16gb", "V100-SXM2-16GB", 15.7, 125, 15.7, 900, _PCIE_3_X16, (7, 0), "NVIDIA V100 data sheet"),
+        nvlink_gb=150,
+        bfloat16_tflops=15.7,
+    ),
+    _card(
+        *("v100-32gb", "V100-SXM2-32GB", 31.7, 125, 15.7, 900, _PCIE_3_X16, (7, 0), "NVIDIA V100 data sheet"),
+        nvlink_gb=150,
+        bfloat16_tflops=15.7,
+    ),
+    _card("a10", "A10", 22.0, 125, 31.2, 600, _PCIE_4_X16, (8, 6), "NVIDIA A10 data sheet"),
+    _card("a10g", "A10G", 22.0, 70, 31.5, 600, _PCIE_4_X16, (8, 6), "NVIDIA A10G data sheet"),
+    _card("l4", "L4", 22.0, 121, 30.3, 300, _PCIE_4_X16, (8, 9), "NVIDIA L4 data sheet"),
+    _card("l40s", "L40S", 44.4, 362, 91.6, 864, _PCIE_4_X16, (8, 9), "NVIDIA L40S data sheet"),
+    _card(
+        *("a100-40gb", "A100-SXM4-40GB", 39.4, 312, 19.5, 1555, _PCIE_4_X16, (8, 0), "NVIDIA A100 data sheet"),
+        nvlink_gb=300,
+    ),
+    _card(
+        *("a100-80gb", "A100-SXM4-80GB", 79.1, 312, 19.5, 2039, _PCIE_4_X16, (8, 0), "NVIDIA A100 data sheet"),
+        nvlink_gb=300,
+    ),
+    _card(
+        *("h100-pcie", "H100 PCIe", 79.1, 756, 51, 2000, _PCIE_5_X16, (9, 0), "NVIDIA H100 data sheet"),
+        nvlink_gb=300,
+    ),
+    _card(
+        *("h100", "H100 80GB HBM3", 79.1, 989, 67, 3350, _PCIE_5_X16, (9, 0), "NVIDIA H100 data sheet"),
+        nvlink_gb=450,
+    ),
+    _card(
+        *("h200", "H200", 139.7, 989, 67, 4800, _PCIE_5_X16, (9, 0), "NVIDIA H200 data sheet"),
+        nvlink_gb=450,
+    ),
+    # Its host link is NVLink-C2C to the Grace processor.
+    _card(
+        *("gh200", "GH200 96GB HBM3", 94.4, 989, 67, 4000, 450e9, (9, 0), "NVIDIA GH200 Grace Hopper data sheet"),
+        nvlink_gb=450,
+    ),
+    _card(
+        *("b200", "B200", 178.3, 2250, 75, 8000, _PCIE_5_X16, (10, 0), "NVIDIA HGX B200 and DGX B200 data sheets"),
+        nvlink_gb=900,
+    ),
+)
+
+DEVICES: Mapping[str, Device] = {device.name: device for device in (CPU, *_TABLE)}
+"""All devices, by name."""
+
+# Other names of the same cards, without vendor, family, blanks and dashes, as people and drivers write them.
+_OTHER_NAMES: Mapping[str, str] = {
+    "3060": "rtx3060",
+    "3090": "rtx3090",
+    "4060ti": "rtx4060ti16gb",
+    "rtx4060ti": "rtx4060ti16gb",
+    "4060ti16gb": "rtx4060ti16gb",
+    "4070": "rtx4070",
+    "4070tisuper": "rtx4070tisuper",
+    "4080": "rtx4080",
+    "4080super": "rtx4080super",
+    "4090": "rtx4090",
+    "5080": "rtx5080",
+    "5090": "rtx5090",
+    "6000ada": "rtx6000ada",
+    "v100": "v100-16gb",
+    "v100sxm216gb": "v100-16gb",
+    "v100pcie16gb": "v100-16gb",
+    "v100sxm232gb": "v100-32gb",
+    "v100pcie32gb": "v100-32gb",
+    "a100": "a100-40gb",
+    "a100pcie40gb": "a100-40gb",
+    "a10080gbpcie": "a100-80gb",
+    "h10080gb": "h100",
+    "h100sxm": "h100",
+    "h100sxm5": "h100",
+    "h200sxm": "h200",
+    "h200141gb": "h200",
+    "gh200480gb": "gh200",
+    "b200sxm": "b200",
+}

@@ -1,0 +1,73 @@
+"""The part of CUDA's autocast that the CPU's lacks: operators that run in float32.
+
+The lists are those of torch's `autocast_mode.h`. A simulated step runs under the CPU's autocast, which knows which
+operators run in the lower precision, and has few that run in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_IN_FLOAT32 = frozenset(
+    [
+        *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+        *("sinh", "tan", "pow", "__rpow__", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+        *("norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "kl_div", "l1_loss"),
+        *("hinge_embedding_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "dist", "pdist"),
+        *("multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "cdist", "renorm"),
+        *("binary_cross_entropy_with_logits", "cross_entropy", "logsumexp", "interpolate"),
+    ]
+)
+"""Their floating-point arguments are converted to float32."""
+
+_WITH_FLOAT32_OUTPUT = frozenset(
+    ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"]
+)
+"""They are asked for float32 where they are asked for no dtype."""
+
+
+def is_on() -> bool:
+    """Whether a simulated step runs under autocast here."""
+    return torch.is_autocast_enabled("cpu")
+
+
+def in_lower_precision(tensors: Any) -> Any:
+    """Convert floating-point tensors as an operator of the lower precision does."""
+    dtype = torch.get_autocast_dtype("cpu")
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, tensors)
+
+
+def call(function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch as CUDA's autocast does; only while autocast is on.
+
+    Args:
+        function: any function of torch.
+        name: its name.
+        args: its arguments.
+        kwargs: likewise.
+    """
+    if "out" in kwargs or not (name in _IN_FLOAT32 or name in _WITH_FLOAT32_OUTPUT):
+        return function(*args, **kwargs)
+    if name in _IN_FLOAT32:
+        args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+    elif not _asks_for_dtype(args, kwargs) and isinstance(args[0], Tensor) and _is_eligible(args[0]):
+        kwargs = {**kwargs, "dtype": torch.float32}
+    with torch.autocast("cpu", enabled=False):
+        return function(*args, **kwargs)
+
+
+def _asks_for_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args)
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if _is_eligible(tensor) else tensor
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64

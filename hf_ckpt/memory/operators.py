@@ -1,0 +1,370 @@
+"""What one dispatched operator costs: floating-point operations, bytes read and written, and seconds on a device.
+
+Looks at shapes, dtypes and schemas, never at data, so that fake tensors serve as well as real ones. FLOPs are those of
+`torch.utils.flop_counter.FlopCounterMode`: matrix products, attention and convolutions, two for each multiply-add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from hf_ckpt.memory.devices import Device
+
+Formula = Callable[[Any, Any, Any], int]
+"""FLOPs of an operator's arguments, named arguments and output."""
+
+Traffic = Callable[[Any, Any, Any, Any], int]
+"""Bytes of an operator: of its kind, arguments, named arguments and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """What one operator does.
+
+    Args:
+        num_flops: floating-point operations, counted as torch's `FlopCounterMode` counts them.
+        num_bytes: read and written in the device's memory.
+        dtype: of its products, such as `bfloat16`; empty where it has none.
+        num_effective_flops: those that are really computed: a causal attention kernel leaves out half.
+        is_attention: whether it is a fused attention kernel, which runs at a rate of its own.
+    """
+
+    num_flops: int
+    num_bytes: int
+    dtype: str = ""
+    num_effective_flops: int = 0
+    is_attention: bool = False
+
+
+FREE = OperatorCost(0, 0)
+"""The cost of a view, or of allocating memory."""
+
+
+def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> OperatorCost:
+    """Return what an operator costs.
+
+    Args:
+        function: the dispatched overload, such as `aten.mm.default`.
+        args: its arguments, real or fake tensors among them.
+        kwargs: its named arguments.
+        output: what it returned.
+    """
+    kind = _kind(function)
+    if kind.traffic is None:
+        return FREE
+    num_bytes = kind.traffic(kind, args, kwargs, output)
+    if kind.formula is None:
+        return OperatorCost(0, num_bytes)
+    num_flops = kind.formula(args, kwargs, output)
+    effective = num_flops // 2 if kind.causal >= 0 and _argument(kind.causal, "is_causal", args, kwargs) else num_flops
+    # Of a fake tensor each look at `dtype` costs: once, and only for products.
+    first = next(_tensors(args), None)
+    dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+    return OperatorCost(num_flops, num_bytes, dtype, effective, kind.is_attention)
+
+
+def seconds_of(cost: OperatorCost, device: Device) -> float:
+    """Return the seconds that a device is busy with an operator that was issued long before.
+
+    The longer of computing and of moving bytes (a roofline), and what any kernel takes beside.
+    """
+    if cost is FREE:
+        return 0.0
+    computing = 0.0
+    if cost.num_effective_flops:
+        share = attention_efficiency(device) if cost.is_attention else device.matmul_efficiency
+        computing = cost.num_effective_flops / (_rate(cost.dtype, device) * share)
+    moving = cost.num_bytes / (device.memory_bandwidth * device.bandwidth_efficiency)
+    return device.kernel_seconds + max(computing, moving)
+
+
+class Queue:
+    """Predicts the time of operators, one after another, on a device that works while the host issues further ones.
+
+    The device waits where the host is slower, as it is with small tensors, and the host runs ahead where the device is.
+    What an operator takes is the time from when the device was done with the one before until it is done with this one:
+    over a step these times add up to the time of the step. A CPU works and issues in turn.
+
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._queued_seconds = 0.0
+
+    def take(self, busy: float, *, records_graph: bool) -> float:
+        """Return the seconds of the next operator.
+
+        Args:
+            busy: seconds of `seconds_of`.
+            records_graph: whether it is issued by a forward, which records a graph, or by a backward or an optimizer.
+        """
+        device = self._device
+        issued = device.launch_seconds if records_graph else device.backward_launch_seconds
+        if not device.is_cuda:
+            return issued + busy
+        waited = max(0.0, issued - self._queued_seconds)
+        self._queued_seconds = max(0.0, self._queued_seconds - issued) + busy
+        return waited + busy
+
+
+def copy_seconds(num_bytes: int, device: Device, *, between_ranks: bool = False) -> float:
+    """Return the seconds of copying bytes between device and host, or between a device and its peers, one way."""
+    link = device.rank_link if between_ranks else device.host_link
+    return num_bytes / (link * device.link_efficiency) if link else 0.0
+
+
+def attention_efficiency(device: Device) -> float:
+    """Return the share of the dense matrix rate that torch's fused attention kernels reach, causal work left out.
+
+    Where it was not measured: they are FlashAttention-2, which reaches 50 to 73 % on an A100 (Dao 2023) and 35 % on an
+    H100 (Shah et al. 2024), whose own instructions it does not use.
+    """
+    if device.attention_efficiency is not None:
+        return device.attention_efficiency
+    if not device.is_cuda:
+        return device.matmul_efficiency
+    major = 0 if device.capability is None else device.capability[0]
+    return 0.35 if major in (9, 10) else 0.60
+
+
+def _rate(dtype: str, device: Device) -> float:
+    # Eight-bit products run at least at the rate of float16; float64 is left to those who train with it.
+    name = "float16" if "8" in dtype else dtype
+    return device.matmul_flops.get(name, device.matmul_flops["float32"])
+
+
+# --- What kind of operator it is. ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the schema of an overload tells, found once.
+
+    Args:
+        formula: FLOPs of its arguments and output.
+        causal: place of its argument `is_causal`, or -1.
+        is_attention: whether it is a fused attention kernel.
+        written: places and names of the arguments that it writes to.
+        overwritten: whether it does so without reading them.
+        returns_new: whether what it returns is new memory.
+        traffic: counts its bytes; None where it moves none.
+    """
+
+    formula: Formula | None = None
+    causal: int = -1
+    is_attention: bool = False
+    written: tuple[tuple[int, str], ...] = ()
+    overwritten: bool = False
+    returns_new: bool = True
+    traffic: Traffic | None = None
+
+
+# `_unsafe_view` is a view whose schema does not say so.
+_FREE_NAMES = frozenset(
+    """_unsafe_view _reshape_alias lift lift_fresh empty empty_strided empty_like new_empty new_empty_strided resize_
+    resize_as_ set_ _local_scalar_dense is_same_size sym_size sym_stride sym_numel sym_storage_offset record_stream
+    is_pinned _has_compatible_shallow_copy_type""".split()
+)
+_FREE_NAMESPACES = frozenset({"prim", "profiler", "inductor"})
+_OVERWRITING = frozenset(
+    """copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_copy_ _foreach_zero_""".split()
+)
+# They read as many rows of their first argument as they return, not all of it.
+_READ_WHAT_THEY_RETURN = frozenset(
+    "embedding index index_select gather slice_copy select_copy nll_loss_forward".split()
+)
+# They look only at the shape of what they are given.
+_ONLY_WRITE = frozenset("nll_loss_backward new_zeros new_ones new_full".split())
+# They read and write as many rows of their first argument as they are given.
+_WRITE_WHAT_THEY_GET = frozenset("index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ index_copy_".split())
+
+
+@lru_cache(maxsize=4096)
+def _kind(function: Any) -> _Kind:
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        # A higher-order operator has no schema; what it does is dispatched anew inside of it.
+        return _Kind()
+    namespace, _, name = schema.name.partition("::")
+    aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]
+    is_view = any(not alias.is_write for alias in aliases)
+    if is_view or namespace in _FREE_NAMESPACES or name in _FREE_NAMES:
+        return _Kind()
+    names = [argument.name for argument in schema.arguments]
+    # Fused optimizers write to the gradients only to take off the scale of a gradient scaler.
+    written = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+    )
+    is_attention = name.startswith(("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_"))
+    traffic: Traffic = _all_bytes
+    if name in _READ_WHAT_THEY_RETURN:
+        traffic = _returned_bytes
+    elif name in _WRITE_WHAT_THEY_GET:
+        traffic = _given_bytes
+    elif name in _ONLY_WRITE or name.endswith("_like"):
+        traffic = _made_bytes
+    return _Kind(
+        formula=_formula(schema.name, function),
+        causal=names.index("is_causal") if "is_causal" in names else -1,
+        is_attention=is_attention,
+        written=written,
+        overwritten=name in _OVERWRITING or name.endswith("out") or "out" in schema.overload_name.split("_"),
+        returns_new=not aliases,
+        traffic=traffic,
+    )
+
+
+def _argument(index: int, name: str, args: Any, kwargs: Any) -> Any:
+    return args[index] if index < len(args) else kwargs.get(name)
+
+
+# --- Bytes. ---
+
+
+def _all_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+    """Every tensor given is read once, every tensor made or changed is written once."""
+    num_bytes = sum(map(_num_bytes, _tensors(args))) + sum(map(_num_bytes, _tensors(kwargs.values())))
+    if kind.returns_new:
+        num_bytes += sum(map(_num_bytes, _tensors((output,))))
+    if kind.written:
+        changed = sum(
+            _num_bytes(tensor)
+            for index, name in kind.written
+            for tensor in _tensors((_argument(index, name, args, kwargs),))
+        )
+        num_bytes += 0 if kind.overwritten else changed
+    return num_bytes
+
+
+def _returned_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+    indices = sum(map(_num_bytes, _tensors(args[1:])))
+    return indices + 2 * sum(map(_num_bytes, _tensors((output,))))
+
+
+def _given_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+    # Indices and values are read, and as many rows of the first argument are read and written.
+    return 3 * sum(map(_num_bytes, _tensors(args[1:])))
+
+
+def _made_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+    return sum(map(_num_bytes, _tensors((output,))))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    # An expanded tensor has more elements than memory.
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+# --- FLOPs. ---
+
+
+def _formula(name: str, function: Any) -> Formula | None:
+    own = _OWN.get(name)
+    if own is not None:
+        return own
+    counted = flop_registry.get(getattr(function, "overloadpacket", None))
+    return None if counted is None else partial(_as_torch_counts, counted)
+
+
+def _as_torch_counts(counted: Callable[..., int], args: Any, kwargs: Any, output: Any) -> int:
+    return int(counted(*args, **kwargs, out_val=output))
+
+
+def _mm(args: Any, kwargs: Any, output: Any) -> int:
+    return 2 * int(args[0].numel()) * int(args[1].shape[1])
+
+
+def _addmm(args: Any, kwargs: Any, output: Any) -> int:
+    return _mm(args[1:], kwargs, output)
+
+
+def _bmm(args: Any, kwargs: Any, output: Any) -> int:
+    return 2 * int(args[0].numel()) * int(args[1].shape[2])
+
+
+def _baddbmm(args: Any, kwargs: Any, output: Any) -> int:
+    return _bmm(args[1:], kwargs, output)
+
+
+def _mv(args: Any, kwargs: Any, output: Any) -> int:
+    return 2 * int(args[0].numel())
+
+
+def _addmv(args: Any, kwargs: Any, output: Any) -> int:
+    return 2 * int(args[1].numel())
+
+
+def _linear(args: Any, kwargs: Any, output: Any) -> int:
+    return 2 * int(args[0].numel()) * int(args[1].shape[0])
+
+
+def _grouped_mm(args: Any, kwargs: Any, output: Any) -> int:
+    # Each row, or each inner index, belongs to one group: the groups together do one product. Only where both sides
+    # have a dimension of groups is each of them a product of its own.
+    first, second = args[0], args[1]
+    groups = first.shape[0] if first.dim() == 3 and second.dim() == 3 else 1
+    return 2 * int(groups) * int(first.shape[-2]) * int(first.shape[-1]) * int(second.shape[-1])
+
+
+def _int8_product(args: Any, kwargs: Any, output: Any) -> int:
+    # The second matrix is given as a linear layer keeps it: [out, in].
+    return 2 * int(args[0].numel()) * int(args[1].shape[0])
+
+
+def _attention(args: Any, kwargs: Any, output: Any) -> int:
+    return _attention_flops(args[0], args[1], args[2], 1, 1)
+
+
+def _attention_backward(args: Any, kwargs: Any, output: Any) -> int:
+    # Scores again, and the gradients of queries and keys from those of the scores: three products over the width of
+    # keys. Gradients of the scores and of values: two over the width of values.
+    return _attention_flops(args[1], args[2], args[3], 3, 2)
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, num_key: int, num_value: int) -> int:
+    batch, heads, rows, width = query.shape
+    # Several query heads may share one of keys; each computes its own scores.
+    return 2 * batch * heads * rows * key.shape[2] * (num_key * width + num_value * value.shape[3])
+
+
+# The common ones, which torch computes by walking over trees of arguments, and those that it lacks.
+_OWN: dict[str, Formula] = {
+    "aten::mm": _mm,
+    "aten::addmm": _addmm,
+    "aten::addmm_": _addmm,
+    "aten::bmm": _bmm,
+    "aten::baddbmm": _baddbmm,
+    "aten::mv": _mv,
+    "aten::addmv": _addmv,
+    "aten::dot": _mv,
+    "aten::linear": _linear,
+    "aten::_grouped_mm": _grouped_mm,
+    "aten::_scaled_dot_product_flash_attention": _attention,
+    "aten::_scaled_dot_product_efficient_attention": _attention,
+    "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "bitsandbytes::int8_linear_matmul": _int8_product,
+    "bitsandbytes::int8_scaled_mm": _int8_product,
+}

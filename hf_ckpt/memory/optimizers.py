@@ -1,0 +1,152 @@
+"""The optimizer that the Trainer would make, on parameters that are fake.
+
+Paged state lies on the host: it is kept out of the modes' sight, so that whoever follows storages does not count it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from hf_ckpt.errors import UnsupportedError, did_you_mean
+from hf_ckpt.memory.step import Step
+
+_OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+_OF_BITSANDBYTES = (
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+    *("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+SUPPORTED = _OF_TORCH + _OF_BITSANDBYTES
+"""The optimizers that can be simulated, in the words of `TrainingArguments.optim`."""
+
+_CHOOSES_FOREACH = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+_NUMEL_PAGED = 1e5
+"""bitsandbytes pages the state of parameters with so many elements and more."""
+
+
+def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool) -> torch.optim.Optimizer:
+    """Make the optimizer that the Trainer would make.
+
+    Args:
+        model: its parameters are fake.
+        step: what `optim` is, and its further arguments.
+        is_cuda: whether it is for a CUDA device: torch's own optimizers then work on all tensors of a group together,
+            and paged state lies on the host.
+
+    Returns:
+        The optimizer. It makes its state in its first `step()`, except Adagrad, which makes it at once.
+
+    Raises:
+        UnsupportedError: when the optimizer cannot be simulated, or its package is not installed.
+
+    Example:
+        >>> make_optimizer(twin, Step(optim="adamw_8bit"), is_cuda=True)  # doctest: +SKIP
+    """
+    optimizer_class, kwargs = _class_and_kwargs(model, step)
+    groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0))
+    if step.optim in _OF_BITSANDBYTES:
+        return _make_bitsandbytes(model, optimizer_class, groups, kwargs, is_cuda)
+    if is_cuda and optimizer_class in _CHOOSES_FOREACH and not kwargs.get("fused"):
+        # torch looks at the device of the parameters, and these are fake CPU tensors.
+        kwargs["foreach"] = True
+    return cast(torch.optim.Optimizer, optimizer_class(groups, **kwargs))
+
+
+def host_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the optimizer's state that lies on the host: that of paged optimizers on CUDA."""
+    yield from getattr(optimizer, "_hf_ckpt_on_host", ())
+
+
+def is_paged(optim: str | None) -> bool:
+    """Whether an optimizer keeps state on the host and moves it to the device as it needs it."""
+    return optim is not None and optim.startswith("paged_")
+
+
+def _class_and_kwargs(model: nn.Module, step: Step) -> tuple[Any, dict[str, Any]]:
+    if step.optim not in SUPPORTED:
+        raise UnsupportedError(
+            f'The step of optimizer "{step.optim}" cannot be simulated. Those that can are {", ".join(SUPPORTED)}.'
+            f"{did_you_mean(step.optim, SUPPORTED)}"
+        )
+    # A real `TrainingArguments` would set the device of this process.
+    arguments = {field.name: _default(field) for field in fields(TrainingArguments)} | step.optim_arguments
+    arguments["optim"] = OptimizerNames(step.optim)
+    try:
+        found = Trainer.get_optimizer_cls_and_kwargs(
+            cast(TrainingArguments, SimpleNamespace(**arguments)), cast(Any, model)
+        )
+    except ImportError as error:
+        raise UnsupportedError(f'The step of optimizer "{step.optim}" cannot be simulated: {error}') from error
+    return found[0], dict(found[1])
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of `Trainer.create_optimizer`: temporaries of foreach optimizers are made group by group."""
+    # It does not look at the Trainer.
+    decaying = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for name, parameter in trainable if name in decaying], "weight_decay": weight_decay},
+        {"params": [parameter for name, parameter in trainable if name not in decaying], "weight_decay": 0.0},
+    ]
+
+
+# --- bitsandbytes. ---
+
+
+def _make_bitsandbytes(
+    model: nn.Module, optimizer_class: Any, groups: list[dict[str, Any]], kwargs: dict[str, Any], is_cuda: bool
+) -> torch.optim.Optimizer:
+    from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+    # It computes its quantisation maps when it is made, with values.
+    with _disable_current_modes():
+        optimizer = optimizer_class(groups, **kwargs)
+    fake = next((each for each in model.parameters() if isinstance(each, FakeTensor)), None)
+    if fake is not None:
+        converter = fake.fake_mode.from_tensor
+        optimizer.name2qmap = {name: converter(qmap) for name, qmap in optimizer.name2qmap.items()}
+    # The manager that it found is one for the whole process.
+    optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
+    optimizer.mng.initialize()
+    if kwargs.get("optim_bits") == 8:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                # As the Trainer does.
+                optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
+    # Said of CPU parameters at each step.
+    optimizer._cpu_paged_warned = True
+    if is_cuda and optimizer.is_paged:
+        optimizer._hf_ckpt_on_host = []
+        optimizer.get_state_buffer = partial(_state_buffer, optimizer._hf_ckpt_on_host, optimizer.get_state_buffer)
+    return cast(torch.optim.Optimizer, optimizer)
+
+
+def _state_buffer(
+    on_host: list[Tensor], on_device: Callable[..., Tensor], parameter: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    if parameter.numel() < _NUMEL_PAGED or not isinstance(parameter, FakeTensor):
+        return on_device(parameter, dtype=dtype)
+    with no_dispatch():
+        shape = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        on_host.append(FakeTensor(parameter.fake_mode, shape, torch.device("cpu")))
+    return on_host[-1]

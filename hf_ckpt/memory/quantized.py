@@ -1,0 +1,251 @@
+"""Models with 4-bit and 8-bit weights (bitsandbytes) whose weights have no data: on `meta`, and as fake copies.
+
+The layers are bitsandbytes' own, put in place by transformers' own quantizer; only the numbers are missing. What the
+layers allocate beside that (a weight's dequantised copy) is known here too: bitsandbytes' operators do not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from hf_ckpt.errors import UnsupportedError
+
+Block = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of memory that an operator allocates for itself."""
+
+_NESTED_BLOCK_SIZE = 256
+_CODE_SIZE = 256
+_ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+"""What bitsandbytes and PEFT look for on a 4-bit weight."""
+
+
+def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
+    """Put 4-bit or 8-bit layers into a model as `from_pretrained(quantization_config=config)` does.
+
+    The same modules are skipped, and parameters get the shapes, dtypes and constants that loading gives them. PEFT can
+    wrap the model afterwards (`low_cpu_mem_usage=True`).
+
+    Args:
+        model: on `meta`, its parameters in the dtype in which they are loaded.
+        config: says how.
+
+    Raises:
+        UnsupportedError: bitsandbytes is not installed, or the model cannot be quantised so.
+    """
+    kinds = {name: module.weight.dtype for name, module in model.named_modules() if _is_weighted(module)}
+    try:
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        quantizer.validate_environment(device_map=None)
+        quantizer.preprocess_model(model, device_map=None)
+        model.tie_weights()
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(f"The quantised model cannot be simulated: {error}") from error
+    for name, module in model.named_modules():
+        # A head that is tied to the embeddings keeps their weight, whatever layer it is.
+        if _is_of_bitsandbytes(module) and _is_of_bitsandbytes(module.weight):
+            _pack(module, kinds[name])
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+
+
+def constants(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors of quantised weights that are no parameters: scales, their scales, and tables.
+
+    A fake copy of the model needs fake copies of them; on the device they take memory with the weights.
+    """
+    for _, module in _quantized_modules(model):
+        yield from _state_tensors(module.quant_state) if _is_4bit(module) else _scales(module)
+
+
+def restore(model: nn.Module, twin: nn.Module, *, is_cuda: bool) -> None:
+    """Give the fake weights of a copied model what bitsandbytes' layers look for on a weight.
+
+    Args:
+        model: the model that was copied.
+        twin: its deep copy, made with fake tensors in the place of parameters and `constants`.
+        is_cuda: whether the twin stands for a model on CUDA, where 8-bit layers compute in another way.
+    """
+    for name, module in _quantized_modules(model):
+        copied: Any = twin.get_submodule(name)
+        if _is_4bit(module):
+            for attribute in _ATTRIBUTES:
+                setattr(copied.weight, attribute, getattr(module.weight, attribute))
+            copied.weight.module = copied
+            copied.weight.quant_state = copied.quant_state
+        else:
+            _restore_8bit(module, copied, is_cuda=is_cuda)
+
+
+# --- Layers. ---
+
+
+def _is_weighted(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight", None), Tensor)
+
+
+def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if _is_of_bitsandbytes(module) and hasattr(module, "weight"):
+            is_quantized = module.quant_state is not None if _is_4bit(module) else bool(_scales(module))
+            if is_quantized:
+                yield name, module
+
+
+def _is_of_bitsandbytes(thing: Any) -> bool:
+    # By name: a model without such layers must not need bitsandbytes.
+    return type(thing).__module__.startswith("bitsandbytes.")
+
+
+def _is_4bit(module: nn.Module) -> bool:
+    return hasattr(module, "quant_storage")
+
+
+def _pack(module: Any, dtype: torch.dtype) -> None:
+    if module.bias is not None:
+        # The layers are made in torch's default dtype.
+        module.bias = nn.Parameter(module.bias.data.to(dtype))
+    if _is_4bit(module):
+        _pack_4bit(module, dtype)
+    elif not module.state.has_fp16_weights:
+        _pack_8bit(module)
+
+
+def _pack_4bit(module: Any, dtype: torch.dtype) -> None:
+    from bitsandbytes.functional import QuantState, quantize_4bit
+    from bitsandbytes.nn.modules import Params4bit
+
+    weight = module.weight
+    options = {name: getattr(weight, name) for name in ("blocksize", "quant_type", "quant_storage")}
+    packed, state = quantize_4bit(weight.data.to(dtype), compress_statistics=False, **options)
+    if weight.compress_statistics:
+        # bitsandbytes keeps the table of the nested scales for the whole process, on the device that asks first.
+        absmax = state.absmax
+        state.absmax = absmax.new_empty(absmax.shape, dtype=torch.uint8)
+        state.offset = absmax.new_empty(())
+        state.state2 = QuantState(  # type: ignore[no-untyped-call]  # upstream
+            absmax=absmax.new_empty(-(-absmax.numel() // _NESTED_BLOCK_SIZE)),
+            code=absmax.new_empty(_CODE_SIZE),
+            blocksize=_NESTED_BLOCK_SIZE,
+            dtype=absmax.dtype,
+        )
+        state.nested = True
+    module.weight = Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=state,
+        compress_statistics=weight.compress_statistics,
+        module=module,
+        bnb_quantized=True,
+        **options,
+    )
+    module.quant_state = state
+
+
+def _state_tensors(state: Any) -> Iterator[Tensor]:
+    for each in (state, state.state2):
+        if each is not None:
+            yield from (value for value in vars(each).values() if isinstance(value, Tensor))
+
+
+def _pack_8bit(module: Any) -> None:
+    from bitsandbytes.nn.modules import Int8Params
+
+    rows = module.weight.shape[0]
+    weight = Int8Params(module.weight.data.to(torch.int8), requires_grad=False)
+    weight.CB = weight.data
+    weight.SCB = weight.new_empty(rows, dtype=torch.float32)
+    module.weight = weight
+
+
+def _scales(module: Any) -> list[Tensor]:
+    # Before the first forward they are kept on the weight, afterwards on the layer.
+    return [each for each in (getattr(module.weight, "SCB", None), module.state.SCB) if each is not None]
+
+
+def _restore_8bit(module: Any, copied: Any, *, is_cuda: bool) -> None:
+    scales = _scales(module)[0]
+    copied.state.CB = copied.weight.data
+    copied.state.SCB = copied.weight.new_empty(scales.shape, dtype=scales.dtype)
+    copied.weight.CB = copied.weight.SCB = None
+    if is_cuda:
+        copied.forward = MethodType(_forward_8bit, copied)
+
+
+# --- 8-bit layers as CUDA computes them: the CPU computes with a dequantised copy of the weight instead. ---
+
+
+def _forward_8bit(module: Any, inputs: Tensor) -> Tensor:
+    output: Tensor = _Matmul8bit.apply(inputs, module.state.CB, module.state.SCB, module.bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Matmul8bit(torch.autograd.Function):
+    """What `bitsandbytes.MatMul8bitLt` allocates and keeps, without outliers: how many there are, only values tell."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        quantized, row_scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows.to(torch.float16))
+        output: Tensor = torch.ops.bitsandbytes.int8_scaled_mm.default(
+            quantized, weight, row_scales, scales, bias=bias, dtype=rows.dtype
+        )
+        # bitsandbytes keeps the input although only the columns of outliers are used.
+        ctx.kept = rows, weight, scales
+        ctx.shape = inputs.shape
+        return output.reshape(*inputs.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, scales = ctx.kept
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[3] else None
+        of_inputs = None
+        if ctx.needs_input_grad[0]:
+            dequantized = weight.to(rows.dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+            of_inputs = torch.matmul(gradient.to(rows.dtype), dequantized).view(ctx.shape)
+        return of_inputs, None, None, of_bias
+
+
+# --- What operators allocate for themselves. ---
+
+
+def workspace(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Block]:
+    """Return what an operator of bitsandbytes allocates while it runs, and does not show.
+
+    Args:
+        function: an overload of an operator in the namespace `bitsandbytes`.
+        args: its arguments.
+        kwargs: likewise.
+    """
+    schema = function._schema
+    if schema.name not in _WORKSPACES:
+        return []
+    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    return _WORKSPACES[schema.name](named)
+
+
+def _gemm_4bit(args: Mapping[str, Any]) -> list[Block]:
+    # The weight, dequantised. For a few dozen rows there are kernels on CUDA that need none.
+    needed: list[Block] = [(tuple(args["shapeB"]), args["A"].dtype)]
+    nested = args.get("absmax_8bit")
+    return needed if nested is None else [*needed, (tuple(nested.shape), torch.float32)]
+
+
+def _int8_scaled_mm(args: Mapping[str, Any]) -> list[Block]:
+    shape = (*args["A"].shape[:-1], args["B"].shape[0])
+    # The products, and then the output in float16 before it is converted.
+    is_converted = args.get("dtype") not in (None, torch.float16)
+    return [(shape, torch.int32), *([(shape, torch.float16)] if is_converted else [])]
+
+
+_WORKSPACES: Mapping[str, Callable[[Mapping[str, Any]], list[Block]]] = {
+    "bitsandbytes::gemm_4bit": _gemm_4bit,
+    "bitsandbytes::int8_scaled_mm": _int8_scaled_mm,
+}

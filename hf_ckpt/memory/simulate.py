@@ -1,0 +1,201 @@
+"""One optimizer step, simulated on a fake copy of the model: followed, and told as `StepMemory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.layers import Stack, find_layers
+from hf_ckpt.memory.concrete import Concrete
+from hf_ckpt.memory.copies import CannotCopyError, Copies
+from hf_ckpt.memory.devices import Device
+from hf_ckpt.memory.fake_kernels import explain
+from hf_ckpt.memory.on_cuda import as_on_cuda
+from hf_ckpt.memory.operators import Queue, operator_cost, seconds_of
+from hf_ckpt.memory.optimizers import host_tensors, make_optimizer
+from hf_ckpt.memory.reading import read
+from hf_ckpt.memory.running import run_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.tape import Tape
+from hf_ckpt.memory.timeline import Category, Phase, StepMemory
+from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.memory.twin import fake_twin
+from hf_ckpt.memory.watching import watch
+from hf_ckpt.patch import apply, make_plan
+from hf_ckpt.plans import Plan, parse
+from hf_ckpt.policy import Policy
+
+_BLOCK_BYTES = 512
+"""CUDA's caching allocator rounds up every block to a multiple of it."""
+
+
+def simulate_step(
+    model: nn.Module,
+    policy: Policy | Plan | str | None,
+    step: Step,
+    device: Device,
+    *,
+    traces_all: bool = False,
+    **structure: Any,
+) -> StepMemory:
+    """Predict memory and time of one optimizer step, from the second one on: the optimizer has its state.
+
+    Nothing is computed, and the model stays as it is. Equal layers are traced once.
+
+    Args:
+        model: on `meta` or with its weights, in the dtypes that it trains in, with its adapters.
+        policy: what `apply` takes; None for no checkpointing.
+        step: what the Trainer runs.
+        device: where it runs.
+        traces_all: trace every layer, those too that another could stand for.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+
+    Raises:
+        UnsupportedError: the model's forward needs values, or its optimizer cannot be simulated.
+        PolicyError: the policy does not suit the model.
+    """
+    plan = None if policy is None else make_plan(model, parse(policy), **structure)
+    simulated = trace_step(model, plan, step, device, traces_all=traces_all, **structure)
+    return read(
+        simulated.tape,
+        device=device.name,
+        plan=plan,
+        tokens=step.tokens,
+        repeats=num_repeats(step),
+        host_bytes=simulated.host_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A step that was simulated, event by event.
+
+    Args:
+        tape: all layers are in it.
+        stacks: those of the fake copy.
+        host_bytes: of the optimizer, on the host.
+    """
+
+    tape: Tape
+    stacks: tuple[Stack, ...]
+    host_bytes: int
+
+
+def trace_step(
+    model: nn.Module, plan: Plan | None, step: Step, device: Device, *, traces_all: bool = False, **structure: Any
+) -> Traced:
+    """Simulate a step and return what happened. See `simulate_step`.
+
+    Args:
+        model: see there.
+        plan: made for this model.
+        step: see there.
+        device: see there.
+        traces_all: see there.
+        structure: see there.
+    """
+    if not traces_all:
+        try:
+            return _traced(model, plan, step, device, structure, copies_layers=True)
+        except CannotCopyError:
+            pass
+    return _traced(model, plan, step, device, structure, copies_layers=False)
+
+
+def num_repeats(step: Step) -> int:
+    """Return how often the last simulated micro-batch runs in a step."""
+    return max(1, step.gradient_accumulation_steps - 1)
+
+
+def _traced(
+    model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any, *, copies_layers: bool
+) -> Traced:
+    twin, mode = fake_twin(model)
+    twin.train()
+    _turn_cache_off(twin)
+    tracker = Tracker(rounding=_BLOCK_BYTES if device.is_cuda else 1, costs=partial(_costs, device))
+    stacks = find_layers(twin, **structure)
+    copies = Copies.choose(stacks, plan) if copies_layers else None
+    if plan is not None:
+        apply(twin, plan if copies is None else copies.without(plan), **structure)
+    if copies is not None:
+        copies.pass_through(twin, tracker)
+    with ExitStack() as entered:
+        for context in (mode, Concrete(), tracker, _explained(tracker)):
+            entered.enter_context(context)
+        optimizer = prepare(twin, step, tracker, is_cuda=device.is_cuda)
+        entered.enter_context(watch(twin, stacks, tracker))
+        entered.enter_context(as_on_cuda(step, device))
+        run_step(twin, step, tracker, optimizer)
+    tape = tracker.tape if copies is None else copies.fill_up(tracker.tape)
+    _queue(tape, device)
+    host_bytes = 0 if optimizer is None else sum(tensor.nbytes for tensor in host_tensors(optimizer))
+    return Traced(tape, stacks, host_bytes)
+
+
+def prepare(model: nn.Module, step: Step, tracker: Tracker, *, is_cuda: bool) -> torch.optim.Optimizer | None:
+    """Make the optimizer, let it make its state, and count what is there before the step.
+
+    Args:
+        model: with fake tensors.
+        step: names the optimizer.
+        tracker: is entered.
+        is_cuda: see `make_optimizer`.
+    """
+    tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
+    if step.optim is None:
+        return None
+    with tracker.silence():
+        optimizer = make_optimizer(model, step, is_cuda=is_cuda)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        model.zero_grad()
+    tracker.know(_state_of(optimizer), Category.OPTIMIZER)
+    return optimizer
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    elsewhere = {id(tensor) for tensor in host_tensors(optimizer)}
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor) and id(value) not in elsewhere)
+
+
+def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
+    cost = operator_cost(function, args, kwargs, output)
+    return seconds_of(cost, device), cost.num_flops
+
+
+def _queue(tape: Tape, device: Device) -> None:
+    """Let operators wait for the host where it is slower than the device: in the order of the whole step."""
+    queue = Queue(device)
+    for event in tape.events:
+        if event.seconds:
+            is_recorded = event.place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
+            event.seconds = queue.take(event.seconds, records_graph=is_recorded)
+
+
+def _turn_cache_off(model: nn.Module) -> None:
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+
+
+@contextmanager
+def _explained(tracker: Tracker) -> Iterator[None]:
+    """Say what a step that cannot be simulated needs."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        explained = explain(error, tracker.module)
+        if explained is None:
+            raise
+        raise explained from error

@@ -1,0 +1,106 @@
+"""What happened in a step, event by event: storages that come and go, operators that run, and where.
+
+A tape is made by `tracker`, may be filled up by `copies`, and is read by `reading`. Pure data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hf_ckpt.memory.timeline import Category, Place
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One block of memory.
+
+    Args:
+        num_bytes: on the device, rounded as its allocator does.
+        made: where in the step; None for what was there before.
+        shape: of the tensor that came with it.
+        dtype: such as `bfloat16`.
+        category: where it is known: of what was there before, of gradients, and of the optimizer's state.
+        why: who held it for backward, in words, as far as it was seen.
+        parameter: the parameter whose gradient it is, if any: its path.
+    """
+
+    num_bytes: int
+    made: Place | None = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    category: Category | None = None
+    why: str = ""
+    parameter: str = ""
+
+
+class Change(StrEnum):
+    """What an event does to the memory."""
+
+    ALLOCATE = "allocate"
+    FREE = "free"
+    NOTHING = "nothing"
+
+
+class Region(StrEnum):
+    """What a mark begins."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The forward or the backward of a layer begins or ends here.
+
+    Args:
+        region: which of the two.
+        stack: number of the stack.
+        layer_idx: the layer.
+        micro_batch: counted from 0.
+        is_end: whether it ends.
+        is_copy: whether the layer was passed through, so that another one stands for it.
+    """
+
+    region: Region
+    stack: int
+    layer_idx: int
+    micro_batch: int
+    is_end: bool = False
+    is_copy: bool = False
+
+
+@dataclass(slots=True)
+class Event:
+    """One entry of the tape. Not frozen: there are tens of thousands, and frozen ones take twice as long to make.
+
+    Args:
+        place: where in the step.
+        change: what it does to `storage`.
+        storage: what comes or goes.
+        seconds: predicted, of an operator.
+        num_flops: floating-point operations of an operator.
+        mark: the forward or backward of a layer that begins or ends.
+    """
+
+    place: Place
+    change: Change = Change.NOTHING
+    storage: Storage | None = None
+    seconds: float = 0.0
+    num_flops: int = 0
+    mark: Mark | None = None
+
+
+@dataclass(slots=True)
+class Tape:
+    """A step.
+
+    Args:
+        before: the storages that are alive when the step begins.
+        events: in the order in which they happened.
+        copied_gradients: by parameter: those whose making other events stand for.
+    """
+
+    before: list[Storage] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    copied_gradients: dict[str, Storage] = field(default_factory=dict)

@@ -1,0 +1,168 @@
+"""What a training step needs, moment by moment: the result of a simulation, or of a step that was followed. Pure data.
+
+Bytes are of one rank. GiB is 2**30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hf_ckpt.plans import Plan
+
+
+class Category(StrEnum):
+    """What bytes are for. A storage belongs to one category for as long as it lives."""
+
+    PARAMETERS = "parameters"
+    """Weights and buffers, with the constants of 4-bit weights; under FSDP and ZeRO-3 this rank's share."""
+    GATHERED = "gathered parameters"
+    """Whole weights that FSDP or ZeRO-3 gathers for a layer, and what travels between ranks."""
+    GRADIENTS = "gradients"
+    """Gradients of trainable parameters."""
+    OPTIMIZER = "optimizer state"
+    """What the optimizer keeps from step to step, on the device."""
+    SAVED = "saved activations"
+    """Made in forward and held for backward."""
+    RECOMPUTED = "recomputation"
+    """Made while a region runs forward again, in backward."""
+    LOSS = "logits and loss"
+    """Made after the last layer, forward and backward: the head, its logits, the loss."""
+    TEMPORARY = "temporary"
+    """The rest: what operators need and let go, gradients of activations, the inputs of the step."""
+
+
+class Phase(StrEnum):
+    """Which part of the step runs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTATION = "recomputation"
+    OPTIMIZER = "optimizer"
+    """Clipping of gradients and the step of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the step something happened.
+
+    Args:
+        phase: which part of the step.
+        micro_batch: counted from 0.
+        stack: path of the stack of layers, empty outside the layers.
+        layer_idx: the layer, or None outside the layers.
+        part: `attention` or `ffn`, or empty outside both.
+        module: dotted path of the innermost module that ran, empty outside all.
+        operator: name of the operator, such as `aten.mm.default`.
+    """
+
+    phase: Phase
+    micro_batch: int = 0
+    stack: str = ""
+    layer_idx: int | None = None
+    part: str = ""
+    module: str = ""
+    operator: str = ""
+
+    def describe(self) -> str:
+        """Return the place in words, such as `backward of layer 3 (ffn), aten.mm`."""
+        where = f"{self.phase}" if self.layer_idx is None else f"{self.phase} of layer {self.layer_idx}"
+        part = f" ({self.part})" if self.part else ""
+        operator = f", {self.operator.removesuffix('.default')}" if self.operator else ""
+        return f"{where}{part}{operator}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A storage that lives from a forward to its backward.
+
+    Args:
+        place: which operator made it, in which layer and part.
+        num_bytes: size of the storage on the device.
+        shape: of the tensor that the operator returned.
+        dtype: such as `bfloat16`.
+        why: who holds it, in words, such as `input of the layer` or `saved for aten.mul`.
+    """
+
+    place: Place
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes on the device after each event of the step; all tuples have one entry per event.
+
+    Args:
+        places: where in the step.
+        bytes_by_category: for each category, what is alive. Categories that never have any are left out.
+        seconds: predicted time since the step began; empty where no time was predicted.
+    """
+
+    places: tuple[Place, ...]
+    bytes_by_category: Mapping[Category, tuple[int, ...]]
+    seconds: tuple[float, ...] = ()
+
+    def total_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of all categories after each event."""
+        return tuple(map(sum, zip(*self.bytes_by_category.values(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Predicted seconds of one optimizer step on one rank, all micro-batches together."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recomputation: float = 0.0
+    optimizer: float = 0.0
+    copies: float = 0.0
+    """Between host and device, and between ranks, as far as nothing else runs meanwhile."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.forward + self.backward + self.recomputation + self.optimizer + self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Memory and time of one optimizer step under one plan.
+
+    Args:
+        device: name of the device that was asked for.
+        plan: the plan in force, or None without one.
+        tokens: tokens of the optimizer step on this rank, padding included.
+        peak_bytes: the most that is allocated at any moment.
+        peak_at: that moment.
+        by_category: bytes of each category at that moment; they add up to `peak_bytes`.
+        timeline: the whole step.
+        ledger: what is held from forward to backward, in the order in which it was made (first micro-batch).
+        time: predicted seconds; all zero where none were predicted.
+        num_flops: floating-point operations of the step, by phase.
+        host_bytes: what lies on the host instead of the device, such as paged optimizer state.
+    """
+
+    device: str
+    plan: Plan | None
+    tokens: int
+    peak_bytes: int
+    peak_at: Place
+    by_category: Mapping[Category, int]
+    timeline: Timeline
+    ledger: tuple[HeldTensor, ...] = ()
+    time: StepTime = StepTime()
+    num_flops: Mapping[Phase, int] = field(default_factory=dict)
+    host_bytes: int = 0
+
+    def dominant(self) -> Category:
+        """Return the category that has most of the peak."""
+        return max(self.by_category, key=lambda category: self.by_category[category])
+
+    def peak_of(self, phase: Phase) -> int:
+        """Return the most that is allocated during one part of the step, in bytes; 0 where it never runs."""
+        totals = zip(self.timeline.places, self.timeline.total_bytes(), strict=True)
+        return max((total for place, total in totals if place.phase is phase), default=0)

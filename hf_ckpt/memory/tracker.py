@@ -1,0 +1,212 @@
+"""Follows the storages of a step that runs, on real or on fake tensors, and writes a tape.
+
+A storage counts from the operator that makes it until nobody holds it: autograd, a module, or Python. Knows no plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_ckpt.memory.tape import Change, Event, Mark, Storage, Tape
+from hf_ckpt.memory.timeline import Category, Phase, Place
+from hf_ckpt.regions.call import is_in_backward, tensors_of
+
+Costs = Callable[[Any, Any, Any, Any], tuple[float, int]]
+"""Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
+_DEVICE = torch.ops.prim.device.default
+"""Fake tensors are asked for their device several times by each operator, by way of the modes."""
+
+
+def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
+    """Predict nothing."""
+    return 0.0, 0
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows storages while it is entered.
+
+    Args:
+        rounding: bytes to which the device's allocator rounds up each block.
+        costs: predicts the time of an operator.
+
+    Attributes:
+        tape: what happened so far.
+    """
+
+    def __init__(self, *, rounding: int = 1, costs: Costs = no_costs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape()
+        self._rounding = rounding
+        self._costs = costs
+        self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        self._is_silent = False
+        self._phase: Phase | None = None
+        self._micro_batch = 0
+        self._inner: list[Place] = []
+        self._outer = Place(Phase.FORWARD)
+        self._place = self._outer
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost module that runs, or ran last; empty outside all."""
+        return (self._inner[-1] if self._inner else self._outer).module
+
+    # --- What the step tells. ---
+
+    def know(self, tensors: Mapping[str, Tensor] | Iterator[Tensor], category: Category) -> None:
+        """Count tensors that are there before the step begins.
+
+        Args:
+            tensors: they, or by name.
+            category: what they are.
+        """
+        for tensor in tensors.values() if isinstance(tensors, Mapping) else tensors:
+            storage = self._storage_of(tensor)
+            if storage is None:
+                storage = self._follow(tensor, None)
+                self.tape.before.append(storage)
+            storage.category = category
+
+    def name_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Say that a tensor is the gradient of the parameter `name`."""
+        storage = None if gradient is None else self._storage_of(gradient)
+        if storage is not None and storage.category is None:
+            storage.category, storage.parameter = Category.GRADIENTS, name
+
+    def know_gradient(self, name: str, parameter: Tensor) -> None:
+        """Make the gradient of a parameter whose layer is passed through; other events stand for its making."""
+        with self._quietly():
+            parameter.grad = torch.empty_like(parameter)
+            self.name_gradient(name, parameter.grad)
+            storage = self._storage_of(parameter.grad)
+            assert storage is not None, "it was followed when it was made"
+            self.tape.copied_gradients[name] = storage
+
+    def start_micro_batch(self, number: int) -> None:
+        """Say which micro-batch comes."""
+        self._micro_batch = number
+        self.leave_layers()
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Say that what follows belongs to `phase`, whatever it looks like."""
+        found, self._phase = self._phase, phase
+        self.leave_layers()
+        try:
+            yield
+        finally:
+            self._phase = found
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Follow storages without events: what is alive afterwards was there before the step."""
+        with self._quietly():
+            yield
+        self.tape.before = [storage for _, storage in self._alive.values()]
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        found, self._is_silent = self._is_silent, True
+        try:
+            yield
+        finally:
+            self._is_silent = found
+
+    def mark(self, mark: Mark) -> None:
+        """Write a mark, with the micro-batch that runs."""
+        self._write(Event(self._here(), mark=replace(mark, micro_batch=self._micro_batch)))
+
+    def enter_module(self, place: Place) -> None:
+        """A module's forward begins, for the first time or again."""
+        self._inner.append(place)
+
+    def leave_module(self) -> None:
+        """The forward of the module that was entered last ends."""
+        self._outer = self._inner.pop()
+        if not self._inner and not is_in_backward():
+            self.leave_layers()
+
+    def enter_backward(self, place: Place) -> None:
+        """The backward of a layer or a part begins."""
+        self._outer = place
+
+    def leave_layers(self) -> None:
+        """What follows lies outside of all layers."""
+        self._outer = Place(Phase.FORWARD)
+
+    # --- What runs. ---
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if function is _DEVICE:
+            return output
+        if self._is_silent:
+            self._take_in(output, self._place)
+            return output
+        place = self._here(str(function))
+        seconds, num_flops = self._costs(function, args, kwargs, output)
+        if seconds or num_flops:
+            self._write(Event(place, seconds=seconds, num_flops=num_flops))
+        self._take_in(output, place)
+        return output
+
+    def _take_in(self, output: Any, place: Place) -> None:
+        for tensor in tensors_of(output):
+            if self._storage_of(tensor) is None:
+                storage = self._follow(tensor, place)
+                if storage.num_bytes:
+                    self._write(Event(place, Change.ALLOCATE, storage))
+
+    def _here(self, operator: str = "") -> Place:
+        phase, where = self._phase, self._inner[-1] if self._inner else self._outer
+        if phase is None:
+            phase = Phase.FORWARD
+            if is_in_backward():
+                # Operators of backward record no graph, those of a forward that runs again do. A function of the
+                # user's (`autograd.Function`) records none either; it runs inside a module.
+                runs_again = bool(self._inner) or torch.is_grad_enabled()
+                phase = Phase.RECOMPUTATION if runs_again else Phase.BACKWARD
+        return Place(phase, self._micro_batch, where.stack, where.layer_idx, where.part, where.module, operator)
+
+    # --- Storages. ---
+
+    def _storage_of(self, tensor: Tensor) -> Storage | None:
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _follow(self, tensor: Tensor, place: Place | None) -> Storage:
+        storage = tensor.untyped_storage()
+        num_bytes = -(-storage.nbytes() // self._rounding) * self._rounding
+        followed = Storage(num_bytes, place, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        key = storage._cdata
+        # Called when C++ lets the storage go: Python's object of a storage lives as long as the storage.
+        self._alive[key] = (weakref.ref(storage, lambda _: self._lose(key)), followed)
+        return followed
+
+    def _lose(self, key: int) -> None:
+        _, storage = self._alive.pop(key)
+        if storage.num_bytes and not self._is_silent:
+            self._write(Event(self._here(), Change.FREE, storage))
+
+    def _write(self, event: Event) -> None:
+        if not self._is_silent:
+            self.tape.events.append(event)
+
+
+def parameters_and_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Yield what a model holds on the device, with the tensors that modules keep without registering them."""
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+    yield from model.parameters()
+    yield from model.buffers()

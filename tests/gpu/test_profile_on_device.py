@@ -1,0 +1,69 @@
+"""Profiles and calibrations on a device; the same code runs small on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_ckpt.memory.calibrate import calibrate
+from hf_ckpt.memory.devices import DEVICES, GIB, reserve, this_device
+from hf_ckpt.memory.profile import profile_step
+from tests.gpu.test_exact_on_device import DEVICES as PLACES
+from tests.gpu.test_exact_on_device import on_device
+
+# As in test_exact_on_device: the fixture asks for repeatable kernels, which not every operator has.
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation.*:UserWarning")
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_recomputation_is_timed_and_traced(device: str, tmp_path: Path) -> None:
+    case = on_device("llama", device)
+    path = tmp_path / "trace.json"
+    profile = profile_step(case.model, case.inputs, plan="full", num_warmup=1, num_steps=2, trace_path=path)
+    assert all(profile.phases[name].seconds > 0 for name in ("forward", "recomputation", "backward"))
+    assert all(layer.forward > 0 and layer.recomputation > 0 for layer in profile.layers)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation" and " layer " in event["name"]]
+    assert sorted(names) == sorted(
+        f"{kind} layer {layer.layer_idx}" for kind in ("hf_ckpt", "recompute") for layer in profile.layers
+    )
+
+
+@pytest.mark.gpu
+def test_memory_after_forward_is_what_the_policy_keeps() -> None:
+    case = on_device("llama", "cuda")
+    after = {
+        policy: profile_step(case.model, case.inputs, plan=policy, num_warmup=1, num_steps=2).phases["forward"]
+        for policy in ("none", "full")
+    }
+    assert after["full"].bytes_after < after["none"].bytes_after
+    assert all(phase.peak_bytes >= phase.bytes_after > 0 for phase in after.values())
+
+
+@pytest.mark.gpu
+def test_calibration_agrees_with_the_table() -> None:
+    known, measured = this_device(), calibrate()
+    if known.name not in DEVICES:
+        pytest.skip(f"{known.title} is not in the table")
+    for dtype in ("bfloat16", "float32"):
+        # Power limits, clocks and the size of the products leave a wide range; beyond the peak nothing can be.
+        assert 0.4 <= measured.matmul_flops[dtype] / known.matmul_flops[dtype] <= 1.1
+    assert 0.7 <= measured.memory_bandwidth / known.memory_bandwidth <= 1.05
+    assert 0.3 <= measured.host_link / known.host_link <= 1.05
+    assert 1e-6 < measured.launch_seconds < 1e-4
+    assert measured.attention_efficiency is not None
+    assert 0.1 < measured.attention_efficiency < 1.0
+
+
+@pytest.mark.gpu
+def test_what_a_process_takes_beside_its_tensors_lies_in_the_reserve() -> None:
+    torch.ones(1024, 1024, device="cuda") @ torch.ones(1024, 1024, device="cuda")
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    context = reserve(this_device()).items[0]
+    # Other processes may use the device too, so that only the lower bound is certain.
+    assert outside >= context.low_bytes - GIB // 16

@@ -1,0 +1,177 @@
+"""The table of devices, how they are found, and what is kept free on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.memory.devices import CPU, DEVICES, GIB, MIB, Device, find_device, reserve, this_device, workspace_bytes
+
+pytestmark = pytest.mark.core
+
+CARDS = [device for device in DEVICES.values() if device.is_cuda]
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))
+def test_every_device_is_whole(device: Device) -> None:
+    assert set(device.matmul_flops) == {"bfloat16", "float16", "float32"}
+    assert device.memory_bytes > 0
+    assert device.memory_bandwidth > 0
+    assert device.host_link > 0
+    assert device.source
+    assert find_device(device.name) is device
+    assert find_device(device.title) is device
+
+
+@pytest.mark.parametrize("device", CARDS, ids=[device.name for device in CARDS])
+def test_rates_of_a_card_are_of_dense_products_with_float32_accumulation(device: Device) -> None:
+    tensor, plain = device.matmul_flops["float16"], device.matmul_flops["float32"]
+    # GeForce: 2 x float32; others 4 to 8 x, Hopper 15 x, A100 16 x, B200 30 x. With sparsity GeForce would have 4 x.
+    is_geforce = device.title.startswith("GeForce")
+    assert 1.98 <= tensor / plain <= 2.02 if is_geforce else 2.2 <= tensor / plain <= 30
+    if device.capability < (8, 0):
+        assert device.matmul_flops["bfloat16"] == plain
+    else:
+        assert device.matmul_flops["bfloat16"] == tensor
+    assert device.rank_link >= device.host_link
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti16gb"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("A100_80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("a100", "a100-40gb"),
+        ("h100-80gb", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_device_is_found_by_the_names_it_goes_by(written: str, name: str) -> None:
+    assert find_device(written).name == name
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [("rtx4900", "rtx4090"), ("H300", "h200"), ("a100-8gb", "a100-80gb"), ("toaster", "")],
+)
+def test_unknown_device_is_refused_with_the_list(written: str, nearest: str) -> None:
+    with pytest.raises(PolicyError) as raised:
+        find_device(written)
+    message = str(raised.value)
+    assert message.startswith(f'Unknown device "{written}". Devices are cpu, rtx3060, rtx3090, ')
+    assert message.endswith(f'Did you mean "{nearest}"?' if nearest else "b200.")
+
+
+def test_memory_is_what_cuda_reports_and_not_the_size_on_the_box() -> None:
+    shares = {device.name: device.memory_bytes / GIB for device in CARDS}
+    assert {name: shares[name] for name in ("rtx4090", "t4", "a100-80gb", "h200")} == pytest.approx(
+        {"rtx4090": 23.6, "t4": 14.5, "a100-80gb": 79.1, "h200": 139.7}, abs=1e-6
+    )
+
+
+def test_cpu_has_the_memory_of_the_host() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    assert CPU.memory_bytes == next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    assert not CPU.is_cuda
+
+
+@pytest.mark.parametrize(
+    ("name", "workspace"),
+    [("rtx4090", 8 * MIB + 128 * 1024), ("h200", 32 * MIB), ("b200", 32 * MIB), ("rtx5090", 8 * MIB + 128 * 1024)],
+)
+def test_reserve_is_a_range_with_reasons(name: str, workspace: int) -> None:
+    device = find_device(name)
+    kept = reserve(device)
+    assert [item.name for item in kept.items] == ["context", "workspaces", "fragmentation"]
+    assert all(item.reason and item.low_bytes < item.high_bytes for item in kept.items)
+    assert workspace_bytes(device) == workspace
+    assert kept.low_bytes == int(0.3 * GIB) + 2 * workspace + int(0.01 * device.memory_bytes)
+    assert kept.high_bytes == int(0.7 * GIB) + 4 * workspace + int(0.05 * device.memory_bytes)
+
+
+def test_reserve_is_described_on_one_line() -> None:
+    assert reserve(find_device("rtx4090")).describe() == (
+        "565.1 MiB to 1.9 GiB: context 307.2 MiB to 716.8 MiB, workspaces 16.2 MiB to 32.5 MiB, "
+        "fragmentation 241.7 MiB to 1.2 GiB"
+    )
+    assert reserve(CPU).describe() == "256.0 MiB to 1.0 GiB: process 256.0 MiB to 1.0 GiB"
+    assert workspace_bytes(CPU) == 0
+
+
+# --- The machine's own device. ---
+
+
+def properties(name: str, **fields: object) -> SimpleNamespace:
+    given = {"total_memory": 25_294_995_456, "major": 8, "minor": 9, "multi_processor_count": 128}
+    return SimpleNamespace(name=name, **given | fields)
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, found: SimpleNamespace) -> Device:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found)
+    return this_device()
+
+
+def test_own_device_without_cuda_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert this_device() is CPU
+
+
+def test_own_card_has_the_rates_of_the_table_and_the_memory_that_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_cuda(monkeypatch, properties("NVIDIA GeForce RTX 4090"))
+    assert (found.name, found.memory_bytes) == ("rtx4090", 25_294_995_456)
+    assert found.matmul_flops == find_device("rtx4090").matmul_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "tflops"),
+    [
+        # The table's own cards, so that what is derived can be compared: boost clocks in kHz.
+        ("rtx4090", {"clock_rate": 2_520_000, "memory_clock_rate": 10_501_000, "memory_bus_width": 384}, 165.2),
+        (
+            "h200",
+            {"major": 9, "minor": 0, "multi_processor_count": 132, "clock_rate": 1_830_000}
+            | {"memory_clock_rate": 3_201_000, "memory_bus_width": 6144},
+            989,
+        ),
+        (
+            "a100-80gb",
+            {"major": 8, "minor": 0, "multi_processor_count": 108, "clock_rate": 1_410_000}
+            | {"memory_clock_rate": 1_593_000, "memory_bus_width": 5120},
+            312,
+        ),
+    ],
+)
+def test_card_that_is_not_in_the_table_is_derived_from_its_clocks(
+    name: str, fields: dict[str, object], tflops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = on_cuda(monkeypatch, properties("NVIDIA Prototype 1", **fields))
+    known = find_device(name)
+    assert found.name == "prototype1"
+    assert found.matmul_flops["bfloat16"] == pytest.approx(1e12 * tflops, rel=0.01)
+    assert found.matmul_flops["float32"] == pytest.approx(known.matmul_flops["float32"], rel=0.09)
+    assert found.memory_bandwidth == pytest.approx(known.memory_bandwidth, rel=0.03)
+    assert found.source.startswith("not in the table")
