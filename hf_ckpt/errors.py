@@ -45,6 +45,10 @@ class SavedFilesError(HFCkptError, RuntimeError):
     """Raised when what was saved is not the whole adapter or model."""
 
 
+class OutOfMemoryError(HFCkptError, RuntimeError):
+    """Raised when a run goes out of memory; says where, why, and what would fit."""
+
+
 class RecipeError(HFCkptError, ValueError):
     """Raised when a recipe cannot be read; lists every mistake found."""
 

@@ -20,6 +20,8 @@ class Cost:
         left_bytes: what its backward leaves behind: its gradients. The same in every mode; where modes differ, the
             largest counts.
         seconds: of forward, backward and recomputation, in all micro-batches together.
+        cast_bytes: held after its forward besides `kept_bytes`, and let go when the model's forward ends: weights that
+            autocast has cast and no backward needs.
     """
 
     kept_bytes: int
@@ -27,6 +29,7 @@ class Cost:
     backward_bytes: int
     left_bytes: int
     seconds: float
+    cast_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Chain:
         input_bytes: of a layer's input: what a segment saves.
         num_micro_batches: `left_bytes` are only left behind anew in the first of them.
         head_left_bytes: what the head's backward leaves behind: its gradients, there while the layers' backward runs.
+        head_backward_bytes: the part of `head_bytes` that lies in backward, where `cast_bytes` are let go. Needed only
+            where that is more than `head_bytes`, which then are those of the forward.
     """
 
     layers: tuple[ChainLayer, ...]
@@ -73,3 +78,4 @@ class Chain:
     input_bytes: int
     num_micro_batches: int = 1
     head_left_bytes: int = 0
+    head_backward_bytes: int = 0

@@ -158,12 +158,13 @@ def _weight(place: Place, last: int, repeats: int) -> int:
 
 def _time(tape: Tape, repeats: int) -> StepTime:
     last = max((event.place.micro_batch for event in tape.events), default=0)
-    seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+    seconds: dict[str, list[float]] = defaultdict(list)
     for event in tape.events:
         if event.seconds:
-            seconds[event.place.phase].append(event.seconds * _weight(event.place, last, repeats))
+            spent_on = "copies" if event.is_copy else event.place.phase.value
+            seconds[spent_on].append(event.seconds * _weight(event.place, last, repeats))
     # Exact sums, so that equal steps take equal times in whatever order their layers run.
-    return StepTime(**{phase.value: math.fsum(seconds[phase]) for phase in Phase})
+    return StepTime(**{spent_on: math.fsum(each) for spent_on, each in seconds.items()})
 
 
 def _num_flops(tape: Tape, repeats: int) -> dict[Phase, int]:

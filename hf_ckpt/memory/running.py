@@ -16,10 +16,20 @@ from hf_ckpt.memory.tracker import Tracker
 _MICRO_BATCHES = 2
 """The first one makes the gradients, all others add to them."""
 
+_TOKEN = 5
+"""Every token of the step: one that means nothing special, such as padding."""
+
 _Forward = Callable[..., Any]
 
 
-def run_step(model: nn.Module, step: Step, tracker: Tracker, optimizer: torch.optim.Optimizer | None) -> None:
+def run_step(
+    model: nn.Module,
+    step: Step,
+    tracker: Tracker,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    is_cuda: bool = False,
+) -> None:
     """Run an optimizer step as the Trainer does: forward, backward, clipping, step. Of many micro-batches, two run.
 
     Args:
@@ -27,16 +37,22 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, optimizer: torch.op
         step: its sizes.
         tracker: is entered.
         optimizer: with its state; None for a step that ends with the last backward.
+        is_cuda: whether it stands for a step on a CUDA device, where clipping works on all gradients together.
     """
     forward = _prepared(model, step)
-    for number in range(min(step.gradient_accumulation_steps, _MICRO_BATCHES)):
+    with tracker.silence():
+        # The Trainer draws the micro-batches of a step before it runs the first one, and keeps them to the end.
+        batches = [make_inputs(step) for _ in range(step.gradient_accumulation_steps)]
+    for inputs in batches:
+        tracker.know(inputs.items(), Category.TEMPORARY)
+    for number, inputs in enumerate(batches[:_MICRO_BATCHES]):
         tracker.start_micro_batch(number)
-        _run_micro_batch(forward, step, tracker)
+        _run_backward(_loss(forward, inputs))
     if optimizer is not None:
         with tracker.phase(Phase.OPTIMIZER):
             if step.max_grad_norm > 0:
                 trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                torch.nn.utils.clip_grad_norm_(trainable, step.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_(trainable, step.max_grad_norm, foreach=is_cuda or None)
             optimizer.step()
             model.zero_grad()
 
@@ -44,7 +60,7 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, optimizer: torch.op
 def make_inputs(step: Step) -> dict[str, Tensor]:
     """Return one micro-batch: token ids and labels [B, S], and what padding or packing adds."""
     shape = (step.batch_size, step.seq_length)
-    inputs = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
+    inputs = {name: torch.full(shape, _TOKEN, dtype=torch.long) for name in ("input_ids", "labels")}
     if step.is_padded:
         # One token of the first row is padding: whatever asks whether there is any finds it.
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long).index_fill_(1, torch.tensor([-1]), 0)
@@ -53,14 +69,6 @@ def make_inputs(step: Step) -> dict[str, Tensor]:
         positions = torch.arange(step.seq_length) % max(1, (step.seq_length + 1) // 2)
         inputs["position_ids"] = positions.expand(shape).contiguous()
     return inputs
-
-
-def _run_micro_batch(forward: _Forward, step: Step, tracker: Tracker) -> None:
-    inputs = make_inputs(step)
-    tracker.know(inputs, Category.TEMPORARY)
-    loss = _loss(forward, inputs)
-    del inputs
-    _run_backward(loss)
 
 
 def _run_backward(loss: Tensor) -> None:

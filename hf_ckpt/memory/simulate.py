@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,18 +21,16 @@ from hf_ckpt.memory.operators import Queue, operator_cost, seconds_of
 from hf_ckpt.memory.optimizers import host_tensors, make_optimizer
 from hf_ckpt.memory.reading import read
 from hf_ckpt.memory.running import run_step
+from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
 from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Tape
+from hf_ckpt.memory.tape import Tape, settle
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.memory.twin import fake_twin
 from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch import apply, make_plan
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Policy
-
-_BLOCK_BYTES = 512
-"""CUDA's caching allocator rounds up every block to a multiple of it."""
 
 
 def simulate_step(
@@ -116,10 +114,10 @@ def num_repeats(step: Step) -> int:
 def _traced(
     model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any, *, copies_layers: bool
 ) -> Traced:
-    twin, mode = fake_twin(model)
+    twin, mode = fake_twin(model, partial(computes_in, step), is_cuda=device.is_cuda)
     twin.train()
     _turn_cache_off(twin)
-    tracker = Tracker(rounding=_BLOCK_BYTES if device.is_cuda else 1, costs=partial(_costs, device))
+    tracker = Tracker(rounding=BLOCK_BYTES if device.is_cuda else 1, costs=partial(_costs, device))
     stacks = find_layers(twin, **structure)
     copies = Copies.choose(stacks, plan) if copies_layers else None
     if plan is not None:
@@ -127,14 +125,19 @@ def _traced(
     if copies is not None:
         copies.pass_through(twin, tracker)
     with ExitStack() as entered:
-        for context in (mode, Concrete(), tracker, _explained(tracker)):
+        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, _explained(tracker)):
             entered.enter_context(context)
         optimizer = prepare(twin, step, tracker, is_cuda=device.is_cuda)
         entered.enter_context(watch(twin, stacks, tracker))
         entered.enter_context(as_on_cuda(step, device))
-        run_step(twin, step, tracker, optimizer)
+        run_step(twin, step, tracker, optimizer, is_cuda=device.is_cuda)
+    if step.optim != "adagrad":
+        # It makes its state before it sees a gradient.
+        tracker.forget_unused_state()
     tape = tracker.tape if copies is None else copies.fill_up(tracker.tape)
+    settle(tape)
     _queue(tape, device)
+    tape = on_one_rank(tape, weights_of(model, find_layers(model, **structure), step), step, device)
     host_bytes = 0 if optimizer is None else sum(tensor.nbytes for tensor in host_tensors(optimizer))
     return Traced(tape, stacks, host_bytes)
 
@@ -158,14 +161,17 @@ def prepare(model: nn.Module, step: Step, tracker: Tracker, *, is_cuda: bool) ->
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         model.zero_grad()
-    tracker.know(_state_of(optimizer), Category.OPTIMIZER)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tracker.know(_state_of(optimizer, names), Category.OPTIMIZER)
     return optimizer
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
     elsewhere = {id(tensor) for tensor in host_tensors(optimizer)}
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor) and id(value) not in elsewhere)
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor) and id(value) not in elsewhere:
+                yield names[parameter], value
 
 
 def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 
 from hf_ckpt.memory.timeline import Category, Place
 
@@ -22,7 +23,7 @@ class Storage:
         dtype: such as `bfloat16`.
         category: where it is known: of what was there before, of gradients, and of the optimizer's state.
         why: who held it for backward, in words, as far as it was seen.
-        parameter: the parameter whose gradient it is, if any: its path.
+        parameter: path of the parameter that it is, or whose gradient or state it is, if any.
     """
 
     num_bytes: int
@@ -81,6 +82,7 @@ class Event:
         seconds: predicted, of an operator.
         num_flops: floating-point operations of an operator.
         mark: the forward or backward of a layer that begins or ends.
+        is_copy: whether the seconds are of a copy between host and device, or between ranks.
     """
 
     place: Place
@@ -89,6 +91,7 @@ class Event:
     seconds: float = 0.0
     num_flops: int = 0
     mark: Mark | None = None
+    is_copy: bool = False
 
 
 @dataclass(slots=True)
@@ -104,3 +107,18 @@ class Tape:
     before: list[Storage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     copied_gradients: dict[str, Storage] = field(default_factory=dict)
+
+
+def settle(tape: Tape) -> None:
+    """Put in order what is let go at once.
+
+    Autocast clears its cache in the order of addresses, which is another one in each run.
+    """
+    made = {id(event.storage): index for index, event in enumerate(tape.events) if event.change is Change.ALLOCATE}
+    settled: list[Event] = []
+    for (change, _), run in groupby(tape.events, key=lambda event: (event.change, event.place)):
+        together = list(run)
+        if change is Change.FREE:
+            together.sort(key=lambda event: made.get(id(event.storage), -1))
+        settled.extend(together)
+    tape.events = settled

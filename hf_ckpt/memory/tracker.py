@@ -6,7 +6,7 @@ A storage counts from the operator that makes it until nobody holds it: autograd
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_ckpt.memory import quantized
 from hf_ckpt.memory.tape import Change, Event, Mark, Storage, Tape
 from hf_ckpt.memory.timeline import Category, Phase, Place
 from hf_ckpt.regions.call import is_in_backward, tensors_of
 
 Costs = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
+BLOCK_BYTES = 512
+"""CUDA's caching allocator rounds up every block to a multiple of it."""
 _DEVICE = torch.ops.prim.device.default
 """Fake tensors are asked for their device several times by each operator, by way of the modes."""
 
@@ -53,6 +56,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inner: list[Place] = []
         self._outer = Place(Phase.FORWARD)
         self._place = self._outer
+        self._with_gradient: set[str] = set()
 
     @property
     def module(self) -> str:
@@ -61,25 +65,34 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- What the step tells. ---
 
-    def know(self, tensors: Mapping[str, Tensor] | Iterator[Tensor], category: Category) -> None:
+    def know(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
         """Count tensors that are there before the step begins.
 
         Args:
-            tensors: they, or by name.
+            tensors: they, each with the path of the parameter that it belongs to, or another name.
             category: what they are.
         """
-        for tensor in tensors.values() if isinstance(tensors, Mapping) else tensors:
+        for name, tensor in tensors:
             storage = self._storage_of(tensor)
             if storage is None:
                 storage = self._follow(tensor, None)
                 self.tape.before.append(storage)
-            storage.category = category
+            storage.category, storage.parameter = category, name
 
     def name_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Say that a tensor is the gradient of the parameter `name`."""
         storage = None if gradient is None else self._storage_of(gradient)
+        self._with_gradient.add(name)
         if storage is not None and storage.category is None:
             storage.category, storage.parameter = Category.GRADIENTS, name
+
+    def forget_unused_state(self) -> None:
+        """Leave out the optimizer's state of parameters that got no gradient: in a real run there is none."""
+
+        def is_used(storage: Storage) -> bool:
+            return storage.category is not Category.OPTIMIZER or storage.parameter in self._with_gradient
+
+        self.tape.before = list(filter(is_used, self.tape.before))
 
     def know_gradient(self, name: str, parameter: Tensor) -> None:
         """Make the gradient of a parameter whose layer is passed through; other events stand for its making."""
@@ -144,6 +157,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- What runs. ---
 
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # upstream
+        # What is let go from now on is no longer of the step.
+        self._is_silent = True
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -204,9 +222,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tape.events.append(event)
 
 
-def parameters_and_buffers(model: nn.Module) -> Iterator[Tensor]:
+def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a model holds on the device, with the tensors that modules keep without registering them."""
-    for module in model.modules():
-        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
-    yield from model.parameters()
-    yield from model.buffers()
+    for path, module in model.named_modules():
+        yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if isinstance(value, Tensor))
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    yield from (("", constant) for constant in quantized.constants(model))

@@ -9,8 +9,8 @@
 
 What needs nothing: python code of transformers (its norms, rotary embeddings and activations, eager attention, the
 loss) runs the same operators on both; `gelu`, `silu`, layer norms and the cross entropy keep the same tensors. Left
-out, each below a thousandth of a step: sums that CUDA's layer norm keeps in float32, what sorting needs in the
-backward of embeddings and of indexing, and the partial sums of `foreach` norms.
+out, since they are small beside activations: the statistics per row that CUDA's layer norm keeps in float32, what
+sorting needs in the backward of embeddings and of indexing, and the partial sums of `foreach` norms.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def as_on_cuda(step: Step, device: Device) -> Iterator[None]:
     """Let what runs inside keep and need the memory that it would on a CUDA device.
 
     To be entered around forward and backward on fake CPU tensors, inside of the fake mode and of whoever follows
-    storages, so that both see what is done here. For a CPU it only shows what operators of bitsandbytes hide, on real
-    tensors too.
+    storages, so that both see what is done here. For a CPU, where it may be entered with real tensors too, it only
+    shows what operators of bitsandbytes hide.
 
     Args:
         step: the step that runs.
         device: what it is simulated for.
     """
     with ExitStack() as stack:
+        stack.enter_context(flash.stand_in(is_padded=step.is_padded))
         stack.enter_context(_Workspaces(attention.WORKSPACES if device.is_cuda else {}))
         if device.is_cuda:
-            stack.enter_context(flash.stand_in())
             stack.enter_context(_Functions(device.capability or _OLDEST))
         yield
 

@@ -1,13 +1,14 @@
 """Flash attention as transformers runs it from a package of its own, on a machine where that is not installed.
 
 It keeps what torch's flash kernel keeps. It takes no mask: sliding windows and packed documents are arguments of the
-kernel, and padding is taken out of its inputs. A step is simulated for rows of full length, without padding.
+kernel, and padding is taken out of its inputs, which then are copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ def attention_to_build(name: str | None) -> str | None:
 def restore_attention(model: nn.Module, name: str | None) -> None:
     """Let a model that was built with `attention_to_build(name)` run flash attention where that was asked for.
 
-    It then runs inside of `as_on_cuda` only, and is to be given no attention mask.
+    It then runs inside of `as_on_cuda` only.
 
     Args:
-        model: the fake copy of the model, with configs of its own.
+        model: on `meta`, or a fake copy; its configs are changed.
         name: what the user asked for.
     """
     if not _is_flash(name):
@@ -49,12 +50,15 @@ def restore_attention(model: nn.Module, name: str | None) -> None:
 
 
 @contextmanager
-def stand_in() -> Iterator[None]:
+def stand_in(*, is_padded: bool) -> Iterator[None]:
     """Let transformers find the attention under its name, as long as this is entered.
 
     It makes no mask for an attention that it knows no masks of.
+
+    Args:
+        is_padded: whether rows of a batch differ in length.
     """
-    ALL_ATTENTION_FUNCTIONS[NAME] = _attend
+    ALL_ATTENTION_FUNCTIONS[NAME] = partial(_attend, is_padded)
     try:
         yield
     finally:
@@ -73,6 +77,7 @@ def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
 
 
 def _attend(
+    is_padded: bool,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -90,8 +95,26 @@ def _attend(
         dtype = torch.get_autocast_dtype("cpu") if autocast.is_on() else _dtype_of(module)
         query, key, value = (each.to(dtype) for each in (query, key, value))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    output = flash(query, key, value, dropout, causal and query.shape[2] == key.shape[2], scaling)
-    return output.transpose(1, 2)[..., :value_dim], None
+    causal = causal and query.shape[2] == key.shape[2]
+    batch, _, length, _ = query.shape
+    if not is_padded or batch == 1 or key.shape[2] != length:
+        output = flash(query, key, value, dropout, causal, scaling).transpose(1, 2)
+    else:
+        # The most that they can be is all positions.
+        positions = torch.arange(batch * length)
+        query, key, value = (_taken(each, positions) for each in (query, key, value))
+        taken = flash(query, key, value, dropout, causal, scaling).transpose(1, 2).flatten(0, 1)
+        output = torch.zeros_like(taken)
+        output[positions] = taken
+        output = output.view(batch, length, *taken.shape[1:])
+    return output[..., :value_dim], None
+
+
+def _taken(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Take positions out of [B, H, S, D], and see the result in the same shape."""
+    batch, heads, length, head_dim = tensor.shape
+    taken = tensor.transpose(1, 2).flatten(0, 1)[positions]
+    return taken.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

@@ -1,0 +1,167 @@
+"""Is the planned step ever slower than a fixed mode or an every-N that fits the same budget? All of it simulated.
+
+Budgets go from the smallest peak that any plan reaches to that of no checkpointing at all. Needs no GPU.
+
+    python benchmarks/budgets.py --case llama7b_lora_2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.environment import describe
+from hf_ckpt.memory.costs import chain_of, plan_for
+from hf_ckpt.memory.devices import Device, find_device
+from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.simulate import simulate_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.policy import Policy
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its step and where it runs."""
+
+    config: dict[str, Any]
+    step: Step
+    device: str
+    is_lora: bool
+
+
+_LORA_STEP: dict[str, Any] = {"autocast": "bfloat16", "gradient_accumulation_steps": 16}
+CASES = {
+    "llama7b_lora_2048": Case({}, Step(seq_length=2048, **_LORA_STEP), "rtx4090", is_lora=True),
+    "llama7b_lora_8192": Case({}, Step(seq_length=8192, **_LORA_STEP), "a100-80gb", is_lora=True),
+    "llama1b_full_2048": Case(
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+        Step(batch_size=4, seq_length=2048, autocast="bfloat16"),
+        "a100-80gb",
+        is_lora=False,
+    ),
+    "tiny": Case(
+        {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 6, "num_attention_heads": 4},
+        Step(batch_size=2, seq_length=256),
+        "rtx4090",
+        is_lora=False,
+    ),
+}
+
+
+def build(case: Case) -> nn.Module:
+    """Return the model of a case on `meta`."""
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**case.config))
+    model = model.to(torch.bfloat16)
+    if not case.is_lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=16, lora_alpha=32, lora_dropout=0.05)
+    adapted: nn.Module = get_peft_model(model, adapters, low_cpu_mem_usage=True)
+    return adapted
+
+
+def fixed_policies(num_layers: int) -> Iterator[tuple[str, Policy]]:
+    """Yield what a user would set by hand: each mode, every-N, and segments."""
+    for mode in ("none", "full", "attention", "ffn"):
+        yield mode, Policy.parse(mode)
+    for every in (2, 3, 4, 6, 8):
+        if every < num_layers:
+            yield f"full, every_n_layers={every}", Policy.parse("full", every_n_layers=every)
+    yield "full, segment_size=sqrt", Policy.parse("full", segment_size="sqrt")
+    yield "full, segment_size=sqrt, nested", Policy.parse("full", segment_size="sqrt", nested=True)
+
+
+def sweep(case: Case, num_budgets: int, say: Any = print) -> dict[str, Any]:
+    """Return what fits each budget, and how long it takes."""
+    model, device = build(case), find_device(case.device)
+    started = time.perf_counter()
+    chain = chain_of(model, case.step, device)
+    planner = Planner(chain)
+    seconds_to_plan = time.perf_counter() - started
+    fixed = list(_fixed(model, case.step, device, len(chain.layers), say))
+    most = max(entry["peak_bytes"] for entry in fixed if entry["name"] == "none")
+    # The planner's figure for the smallest plan may be a little below what the whole step needs.
+    least = plan_for(model, case.step, device, int(planner.peaks[0] * 1.01), chain=chain).memory.peak_bytes
+    budgets = [least + (most - least) * number // (num_budgets - 1) for number in range(num_budgets)]
+    swept = []
+    for budget in budgets:
+        planned = plan_for(model, case.step, device, budget, chain=chain)
+        fitting = [entry for entry in fixed if entry["peak_bytes"] <= budget]
+        best = min(fitting, key=lambda entry: entry["seconds"], default=None)
+        swept.append(
+            {
+                "budget_bytes": budget,
+                "peak_bytes": planned.memory.peak_bytes,
+                "seconds": planned.memory.time.total,
+                "best_fixed": best and best["name"],
+                "best_fixed_seconds": best and best["seconds"],
+                "plan": planned.plan.summary().splitlines()[1:],
+            }
+        )
+        say(f"{budget / 2**30:7.2f} GiB: auto {swept[-1]['seconds']:.3f} s; {best and best['name']}")
+    return {"device": case.device, "seconds_to_simulate": seconds_to_plan, "fixed": fixed, "budgets": swept}
+
+
+def _fixed(model: nn.Module, step: Step, device: Device, num_layers: int, say: Any) -> Iterator[dict[str, Any]]:
+    for name, policy in fixed_policies(num_layers):
+        memory = simulate_step(model, policy, step, device)
+        say(f"{name}: {memory.peak_bytes / 2**30:.2f} GiB, {memory.time.total:.3f} s")
+        yield {"name": name, "peak_bytes": memory.peak_bytes, "seconds": memory.time.total}
+
+
+def verdict(result: dict[str, Any]) -> dict[str, Any]:
+    """Return on how many budgets the plan is slower, equal or faster, and whether it always fits."""
+    # A plan that is the same as a fixed mode takes the same time to the last digits of a sum.
+    slack = 1e-9
+    rows = [row for row in result["budgets"] if row["best_fixed_seconds"] is not None]
+    between = rows[1:-1]
+    return {
+        "num_budgets": len(result["budgets"]),
+        "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in result["budgets"]),
+        "num_slower": sum(row["seconds"] > row["best_fixed_seconds"] * (1 + slack) for row in rows),
+        "num_between": len(result["budgets"]) - 2,
+        # Where no fixed mode fits at all, the plan beats them all.
+        "num_faster_between": sum(row["seconds"] < row["best_fixed_seconds"] * (1 - slack) for row in between)
+        + sum(row["best_fixed_seconds"] is None for row in result["budgets"][1:-1]),
+    }
+
+
+def main() -> None:
+    """Sweep the budgets of one case and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--case", choices=CASES, default="llama7b_lora_2048")
+    parser.add_argument("--budgets", type=int, default=10, help="how many, the smallest and the largest among them")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    result = sweep(CASES[options.case], options.budgets)
+    result = {**describe(), "case": options.case, **result, "verdict": verdict(result)}
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"budgets_{options.case}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["verdict"]), path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""What each layer costs in each mode, read off simulated steps; and the plan that suits a budget.
+
+The planner adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt.errors import HFCkptError
+from hf_ckpt.memory.advice import Change, nothing_fits
+from hf_ckpt.memory.chain import Chain, ChainLayer, Cost
+from hf_ckpt.memory.choices import Choice, to_plan
+from hf_ckpt.memory.devices import Device
+from hf_ckpt.memory.fixed import fixed_choices
+from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.reading import sort
+from hf_ckpt.memory.simulate import num_repeats, simulate_step, trace_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.tape import Change as MemoryChange
+from hf_ckpt.memory.tape import Event, Mark, Region, Tape
+from hf_ckpt.memory.timeline import Category, Phase, StepMemory
+from hf_ckpt.patch import make_plan
+from hf_ckpt.plans import Plan
+from hf_ckpt.policy import Mode, Policy
+
+_MOST_TRIES = 6
+"""Of simulating a chosen plan whole."""
+_CLOSE = 0.001
+"""Of the budget: plans that are nearer to each other are not worth another try."""
+_WRONG_BY = 0.01
+"""The share by which the chain may take a plan for larger than it is."""
+_SAME_TIME = 1 - 1e-6
+"""Share of the time from which on another plan is no faster."""
+
+_LayerKey = tuple[int, int]
+"""Number of the stack, and `layer_idx`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan for a budget.
+
+    Args:
+        plan: the plan.
+        memory: the step under it, simulated whole.
+        chain: what the planner saw.
+        choice: what it chose.
+    """
+
+    plan: Plan
+    memory: StepMemory
+    chain: Chain
+    choice: Choice
+
+
+def plan_for(
+    model: nn.Module,
+    step: Step,
+    device: Device,
+    budget_bytes: int,
+    *,
+    chain: Chain | None = None,
+    changes: Callable[[Plan], list[Change]] = lambda smallest: [],
+    say: Callable[[str], None] | None = None,
+    **structure: Any,
+) -> Planned:
+    """Return the fastest plan whose simulated step stays within a budget.
+
+    Args:
+        model: see `simulate_step`.
+        step: what the Trainer runs.
+        device: where.
+        budget_bytes: device memory that the whole step may use.
+        chain: of `chain_of` with the same arguments, where it is there already.
+        changes: what else could be done where nothing fits, of the plan that needs least.
+        say: is told what goes on where nothing fits.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+
+    Raises:
+        BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
+    """
+    planner = Planner(chain or chain_of(model, step, device, **structure))
+    template = make_plan(model, Policy.parse("none"), **structure)
+    simulated = partial(_simulated, planner.chain, template, model, step, device, structure)
+    found = _search(planner, budget_bytes, simulated)
+    for choice in fixed_choices(planner.chain):
+        # The chain may have taken one for a little too large.
+        may_fit = choice.peak_bytes <= budget_bytes * (1 + _WRONG_BY)
+        if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
+            found = _faster(found, simulated(choice), budget_bytes)
+    if found is not None:
+        return found
+    smallest = simulated(planner.smallest_peak())
+    raise nothing_fits(
+        budget_bytes,
+        smallest.memory,
+        step,
+        lambda other: simulate_step(model, smallest.plan, other, device, **structure).peak_bytes,
+        changes(smallest.plan),
+        say,
+    )
+
+
+def _simulated(
+    chain: Chain, template: Plan, model: nn.Module, step: Step, device: Device, structure: Any, choice: Choice
+) -> Planned:
+    plan = to_plan(choice, chain, template)
+    return Planned(plan, simulate_step(model, plan, step, device, **structure), chain, choice)
+
+
+def _faster(found: Planned | None, other: Planned, budget_bytes: int) -> Planned | None:
+    if other.memory.peak_bytes > budget_bytes:
+        return found
+    return other if found is None or other.memory.time.total < found.memory.time.total else found
+
+
+def _search(planner: Planner, budget_bytes: int, simulated: Callable[[Choice], Planned]) -> Planned | None:
+    """Return the fastest plan that fits: between one that does and one that does not, with fewer bytes in between."""
+    best: Planned | None = None
+    # Places in the planner's peaks: of a plan that fits, and of one that does not.
+    fits, fails = -1, len(planner.peaks)
+    place = _place_of(planner, budget_bytes)
+    for _ in range(_MOST_TRIES):
+        place = min(max(place, fits + 1), fails - 1)
+        if place <= fits:
+            break
+        planned = simulated(planner.choose(planner.peaks[place]))
+        wrong_by = planned.memory.peak_bytes - planner.peaks[place]
+        if planned.memory.peak_bytes <= budget_bytes:
+            fits = place
+            best = _faster(best, planned, budget_bytes)
+        else:
+            fails = place
+        if fails < len(planner.peaks) and planner.peaks[fails] - planner.peaks[max(fits, 0)] < budget_bytes * _CLOSE:
+            break
+        # The planner is wrong by about as much for a plan of about that size.
+        place = _place_of(planner, budget_bytes - wrong_by)
+    return best
+
+
+def _place_of(planner: Planner, budget_bytes: int) -> int:
+    """Return the place of the last of the planner's peaks that is within a budget; -1 where none is."""
+    return bisect_right(planner.peaks, budget_bytes) - 1
+
+
+# --- The chain. ---
+
+
+def chain_of(model: nn.Module, step: Step, device: Device, **structure: Any) -> Chain:
+    """Return what each layer of a model costs in each mode, from one simulated step per mode.
+
+    Args:
+        model: see `simulate_step`.
+        step: what the Trainer runs.
+        device: where.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+    """
+    kept = _Reading.of(model, None, step, device, structure)
+    # The optimizer does the same under any plan.
+    without = replace(step, optim=None)
+    readings = {Mode.NONE: kept}
+    entries: dict[Mode, Mapping[_LayerKey, Mode]] = {}
+    for mode in Mode:
+        plan = _plan_of(model, mode, structure)
+        if plan is None:
+            continue
+        entries[mode] = {
+            (number, idx): entry.mode
+            for number, stack in enumerate(plan.stacks)
+            for idx, entry in enumerate(stack.layers)
+        }
+        if mode is not Mode.NONE:
+            readings[mode] = _Reading.of(model, plan, without, device, structure)
+    can_join = _plan_of(model, Mode.FULL, structure, segment_size=2) is not None
+    layers = []
+    for key in kept.order:
+        costs = {mode: reading.cost(key) for mode, reading in readings.items() if entries[mode][key] is mode}
+        layers.append(ChainLayer(*key, costs, can_join, kept.forward_seconds[key]))
+    inputs = [layer.costs[Mode.FULL].kept_bytes for layer in layers if Mode.FULL in layer.costs]
+    return Chain(
+        layers=tuple(layers),
+        base_bytes=kept.base_bytes,
+        head_bytes=kept.head_bytes,
+        fixed_peak_bytes=kept.fixed_peak_bytes,
+        other_seconds=kept.other_seconds,
+        input_bytes=max(0, min(inputs, default=0)),
+        num_micro_batches=step.gradient_accumulation_steps,
+        head_left_bytes=kept.head_left_bytes,
+        head_backward_bytes=kept.head_backward_bytes,
+    )
+
+
+def _plan_of(model: nn.Module, mode: Mode, structure: Any, **options: Any) -> Plan | None:
+    """Return the plan that has one mode everywhere, or None where the model cannot do it."""
+    try:
+        return make_plan(model, Policy.parse(mode.value, **options), **structure)
+    except HFCkptError:
+        return None
+
+
+class _Reading:
+    """A simulated step, read layer by layer. Bytes are those of the last micro-batch, which needs most.
+
+    Attributes:
+        order: the layers, as they run.
+        forward_seconds: of each layer's forward, in all micro-batches.
+    """
+
+    def __init__(self, tape: Tape, step: Step) -> None:
+        sort(tape)
+        self._events = tape.events
+        self._levels = list(_levels(tape))
+        self._last = max(event.place.micro_batch for event in tape.events)
+        self._repeats = num_repeats(step) if self._last else 1
+        self._starts: dict[tuple[Region, _LayerKey], int] = {}
+        self._ends: dict[tuple[Region, _LayerKey], int] = {}
+        self.order: list[_LayerKey] = []
+        self._gradients: dict[_LayerKey | None, int] = defaultdict(int)
+        self._seconds: dict[tuple[Region, _LayerKey], list[float]] = defaultdict(list)
+        self._end_of_layers = self._first_back = 0
+        self._walk()
+        self._all_seconds = [event.seconds * self._weight(event) for event in self._events if event.seconds]
+        self._casts = self._let_go_after_forward()
+        self.forward_seconds = {key: math.fsum(self._seconds[Region.FORWARD, key]) for key in self.order}
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any) -> _Reading:
+        return cls(trace_step(model, plan, step, device, **structure).tape, step)
+
+    def _walk(self) -> None:
+        """Find where each layer's forward and backward begins and ends, what it takes and what it leaves."""
+        region: tuple[Region, _LayerKey] | None = None
+        final = self._final_layer()
+        for index, event in enumerate(self._events):
+            mark = event.mark
+            begins = mark is not None and not mark.is_end
+            is_over = mark is not None and mark.is_end and (mark.stack, mark.layer_idx) == final
+            if begins or is_over or event.place.phase is Phase.OPTIMIZER:
+                if region is not None and event.place.micro_batch == self._last:
+                    self._ends[region] = self._settled(index) if is_over else index
+                region = (mark.region, (mark.stack, mark.layer_idx)) if mark is not None and begins else None
+            if mark is not None and (begins or is_over) and event.place.micro_batch == self._last:
+                self._note(mark, index)
+            if event.seconds and region is not None:
+                self._seconds[region].append(event.seconds * self._weight(event))
+            self._add_gradient(event, region)
+        if region is not None:
+            self._ends[region] = len(self._events) - 1
+
+    def _final_layer(self) -> _LayerKey:
+        """Return the layer that runs last."""
+        marks = (event.mark for event in reversed(self._events))
+        return next((mark.stack, mark.layer_idx) for mark in marks if mark and mark.region is Region.FORWARD)
+
+    def _note(self, mark: Mark, index: int) -> None:
+        key = (mark.stack, mark.layer_idx)
+        if mark.is_end:
+            self._end_of_layers = self._settled(index)
+            return
+        if mark.region is Region.BACKWARD and not self._first_back:
+            self._first_back = index
+        if (mark.region, key) not in self._starts:
+            self._starts[mark.region, key] = index
+            if mark.region is Region.FORWARD:
+                self.order.append(key)
+
+    def _settled(self, index: int) -> int:
+        """Return the last event before anything new is made: what a layer was given is let go after it has returned."""
+        while self._events[index + 1].change is not MemoryChange.ALLOCATE:
+            index += 1
+        return index
+
+    def _add_gradient(self, event: Event, region: tuple[Region, _LayerKey] | None) -> None:
+        storage = event.storage
+        if event.change is MemoryChange.ALLOCATE and storage is not None and storage.category is Category.GRADIENTS:
+            self._gradients[None if region is None else region[1]] += storage.num_bytes
+
+    def _weight(self, event: Event) -> int:
+        is_repeated = event.place.phase is not Phase.OPTIMIZER and event.place.micro_batch == self._last
+        return self._repeats if is_repeated else 1
+
+    def cost(self, key: _LayerKey) -> Cost:
+        """Return what a layer costs in the mode that it ran in."""
+        forward, backward = (self._span(region, key) for region in Region)
+        place = self.order.index(key)
+        before = self._levels[forward[0]]
+        # What backward finds of what was there before the layer's forward.
+        left = before - sum(self._casts[other] for other in self.order[:place])
+        later = 0
+        if not self._last:
+            # In the only micro-batch gradients come as the backward goes on.
+            later = self.head_left_bytes + sum(self._gradients[other] for other in self.order[place + 1 :])
+        return Cost(
+            kept_bytes=self._levels[forward[1]] - before - self._casts[key],
+            forward_bytes=self._most(forward) - before,
+            backward_bytes=self._most(backward) - left - later,
+            left_bytes=self._gradients[key],
+            seconds=math.fsum(second for region in Region for second in self._seconds[region, key]),
+            cast_bytes=self._casts[key],
+        )
+
+    def _let_go_after_forward(self) -> dict[_LayerKey, int]:
+        """Return, by layer, the bytes that autocast casts and keeps until the model's forward ends, and no longer."""
+        head = self._events[self._end_of_layers : self._first_back]
+        let_go = {id(event.storage) for event in head if event.change is MemoryChange.FREE}
+        casts = {}
+        for key in self.order:
+            start, end = self._span(Region.FORWARD, key)
+            casts[key] = sum(
+                event.storage.num_bytes
+                for event in self._events[start : end + 1]
+                if event.change is MemoryChange.ALLOCATE
+                and event.storage is not None
+                and id(event.storage) in let_go
+                and event.place.operator.startswith("aten._to_copy")
+            )
+        return casts
+
+    def _span(self, region: Region, key: _LayerKey) -> tuple[int, int]:
+        # A layer that no gradient reaches has no backward.
+        start = self._starts.get((region, key), self._starts[Region.FORWARD, key])
+        return start, self._ends.get((region, key), start)
+
+    def _most(self, span: tuple[int, int]) -> int:
+        return max(self._levels[span[0] : span[1] + 1])
+
+    @property
+    def _all_gradients(self) -> int:
+        return sum(self._gradients.values()) if self._last else 0
+
+    @property
+    def base_bytes(self) -> int:
+        """Allocated before the first layer runs, gradients of earlier micro-batches left out."""
+        return self._levels[self._starts[Region.FORWARD, self.order[0]]] - self._all_gradients
+
+    @property
+    def head_bytes(self) -> int:
+        """The most between the last layer's forward and the end of the model's, over what is there in between."""
+        return self._most((self._end_of_layers, self._head_turns)) - self._levels[self._end_of_layers]
+
+    @property
+    def head_backward_bytes(self) -> int:
+        """The most in the head's backward, over what is there between the last layer's forward and its backward."""
+        casts = sum(self._casts.values())
+        return self._most((self._head_turns, self._first_back)) - self._levels[self._end_of_layers] + casts
+
+    @property
+    def _head_turns(self) -> int:
+        """The last event of the model's forward."""
+        head = range(self._end_of_layers, self._first_back)
+        return max((index for index in head if self._events[index].place.phase is Phase.FORWARD), default=head.start)
+
+    @property
+    def head_left_bytes(self) -> int:
+        """Gradients of the head."""
+        return self._gradients[None]
+
+    @property
+    def fixed_peak_bytes(self) -> int:
+        """The most before the first layer and in the optimizer's step."""
+        first = self._starts[Region.FORWARD, self.order[0]]
+        in_optimizer = (
+            level
+            for level, event in zip(self._levels, self._events, strict=True)
+            if event.place.phase is Phase.OPTIMIZER
+        )
+        return max(max(self._levels[: first + 1]) if not self._last else 0, max(in_optimizer, default=0))
+
+    @property
+    def other_seconds(self) -> float:
+        """Time outside the layers."""
+        inside = (second for seconds in self._seconds.values() for second in seconds)
+        return max(0.0, math.fsum(self._all_seconds) - math.fsum(inside))
+
+
+def _levels(tape: Tape) -> Iterator[int]:
+    """Yield what is allocated after each event."""
+    level = sum(storage.num_bytes for storage in tape.before)
+    for event in tape.events:
+        if event.storage is not None:
+            level += event.storage.num_bytes if event.change is MemoryChange.ALLOCATE else -event.storage.num_bytes
+        yield level

@@ -1,0 +1,159 @@
+"""The error for a budget that nothing fits, and the search for the largest number that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_ckpt.errors import BudgetError, PolicyError, UnsupportedError
+from hf_ckpt.memory.advice import Change, nothing_fits, where_it_lies
+from hf_ckpt.memory.largest import Limit, largest
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, Timeline
+
+pytestmark = pytest.mark.core
+
+GIB = 2**30
+STEP = Step(batch_size=4, seq_length=2048, gradient_accumulation_steps=2, optim="adamw_torch_fused")
+
+
+def memory_of(step: Step, states: int = 8 * GIB) -> StepMemory:
+    """A step whose activations take 1 GiB for 1,024 tokens, and whose AdamW state is half of all states."""
+    optimizer = {"adamw_8bit": states // 8, "paged_adamw_8bit": 0}.get(step.optim or "", states // 2)
+    activations = step.batch_size * step.seq_length * 2**20
+    sizes = {
+        Category.PARAMETERS: states // 2,
+        Category.OPTIMIZER: optimizer,
+        Category.SAVED: activations // 2,
+        Category.RECOMPUTED: activations // 4,
+        Category.LOSS: activations // 4,
+    }
+    place = Place(Phase.BACKWARD, layer_idx=3, part="ffn", operator="aten.mm.default")
+    return StepMemory("rtx4090", None, step.tokens, sum(sizes.values()), place, sizes, Timeline((), {}))
+
+
+def error_of(budget: int, step: Step = STEP, states: int = 8 * GIB, changes: tuple[Change, ...] = ()) -> str:
+    """The message, and a check that all it says of the step was simulated within the budget."""
+    found = nothing_fits(
+        budget, memory_of(step, states), step, lambda other: memory_of(other, states).peak_bytes, changes
+    )
+    assert isinstance(found, BudgetError)
+    assert isinstance(found, PolicyError)
+    return str(found)
+
+
+def test_error_says_the_smallest_peak_where_it_lies_and_every_change_that_fits() -> None:
+    changes = (
+        Change("4-bit weights", lambda: 9 * GIB),
+        Change("LoRA", lambda: 13 * GIB),
+        Change("tiles", lambda: raise_unsupported()),
+    )
+    assert error_of(12 * GIB, changes=changes) == (
+        "No plan fits memory_budget=12.0 GiB. Lowest predicted peak is 16.0 GiB, in the backward of layer 3 (ffn), "
+        "aten.mm: 8.0 GiB weights, gradients and optimizer state, 4.0 GiB saved activations, 2.0 GiB recomputation and "
+        "temporary tensors, 2.0 GiB logits and loss. Each of these would fit, as simulated: "
+        "max_length=1024 (12.0 GiB); per_device_train_batch_size=2 with gradient_accumulation_steps=4 (12.0 GiB); "
+        "optim=paged_adamw_8bit (12.0 GiB); 4-bit weights (9.0 GiB). Or raise the budget."
+    )
+
+
+def raise_unsupported() -> int:
+    raise UnsupportedError("It cannot be simulated.")
+
+
+def test_first_smaller_optimizer_that_fits_is_enough() -> None:
+    message = error_of(14 * GIB)
+    assert "optim=adamw_8bit (13.0 GiB)" in message
+    assert "paged" not in message
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "sgd", None])
+def test_no_other_optimizer_is_named_for_one_that_is_not_adamw(optim: str | None) -> None:
+    assert "optim=" not in error_of(10 * GIB, replace(STEP, optim=optim))
+
+
+def test_shorter_rows_and_fewer_of_them_together_where_neither_is_enough() -> None:
+    step = replace(STEP, optim=None)
+    # 1 row of 2,048 tokens needs 2 GiB, 4 rows of 64 tokens a quarter.
+    message = error_of(8 * GIB + GIB // 5, step)
+    assert "per_device_train_batch_size=1 with gradient_accumulation_steps=8 and max_length=192 (8.2 GiB)" in message
+    assert message.count("max_length") == 1
+
+
+def test_rows_of_packed_examples_are_counted_in_tokens() -> None:
+    step = replace(STEP, batch_size=1, seq_length=8192, is_packed=True, optim=None)
+    assert "simulated: rows of 4096 tokens (12.0 GiB). Or" in error_of(12 * GIB, step)
+
+
+def test_smaller_batches_are_not_advised_where_the_states_alone_are_too_much() -> None:
+    tried: list[Step] = []
+
+    def peak(step: Step) -> int:
+        tried.append(step)
+        return memory_of(step).peak_bytes
+
+    step = replace(STEP, optim=None)
+    message = str(nothing_fits(6 * GIB, memory_of(step), step, peak))
+    assert message.endswith(
+        "2.0 GiB logits and loss. Shorter rows and smaller micro-batches are not enough: one row of 64 tokens needs "
+        "8.1 GiB. Raise the budget."
+    )
+    assert [(each.batch_size, each.seq_length, each.gradient_accumulation_steps) for each in tried] == [(1, 64, 8)]
+
+
+def test_smallest_batch_there_is_gets_no_advice_on_batches() -> None:
+    step = replace(STEP, batch_size=1, seq_length=64, optim=None)
+    assert error_of(GIB, step).endswith("logits and loss. Raise the budget.")
+
+
+def test_each_step_is_simulated_once_and_told_of() -> None:
+    told: list[str] = []
+    tried: list[Step] = []
+
+    def peak(step: Step) -> int:
+        tried.append(step)
+        return memory_of(step).peak_bytes
+
+    nothing_fits(12 * GIB, memory_of(STEP), STEP, peak, [Change("LoRA", lambda: 0)], told.append)
+    assert len(tried) == len(set(map(repr, tried))) == len(told) - 1
+    assert told[0] == "Simulating 1 row of 64 tokens ..."
+    assert told[-2:] == ["Simulating optim=paged_adamw_8bit ...", "Simulating LoRA ..."]
+
+
+def test_what_takes_nothing_is_not_listed() -> None:
+    memory = replace(memory_of(STEP), by_category={Category.SAVED: 3 * GIB, Category.LOSS: 0}, peak_bytes=3 * GIB)
+    assert where_it_lies(memory) == (
+        "Lowest predicted peak is 3.0 GiB, in the backward of layer 3 (ffn), aten.mm: 3.0 GiB saved activations."
+    )
+
+
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("start", [1, 1000, 5000])
+@pytest.mark.parametrize(
+    "growth", [lambda n: 100 + 3 * n, lambda n: n * n, lambda n: n**0.5, lambda n: 10 * (n // 1000)]
+)
+def test_largest_is_what_trying_all_finds(growth, start: int, multiple: int) -> None:  # type: ignore[no-untyped-def]
+    numbers = range(multiple, 5001, multiple)
+    for reached in (0, 63, 64, 700, 2112, 4991, 5000):
+        budget = growth(reached)
+        expected = max((number for number in numbers if growth(number) <= budget), default=0)
+        tried: list[tuple[int, float]] = []
+
+        def on_try(number: int, peak: float, tried: list[tuple[int, float]] = tried) -> None:
+            tried.append((number, peak))
+
+        found = largest(growth, budget, start=start, most=5000, multiple=multiple, on_try=on_try)
+        assert found == Limit(expected, growth(expected or multiple), is_bound=expected == numbers[-1])
+        assert len(tried) == len(set(tried)) <= 40
+
+
+def test_largest_asks_seldom_where_memory_grows_in_proportion() -> None:
+    tried: list[int] = []
+
+    def peak(length: int) -> int:
+        tried.append(length)
+        return 14 * GIB + length * 2**19
+
+    assert largest(peak, 22 * GIB, start=2048, most=131072, multiple=64).number == 16384
+    assert len(tried) <= 7
