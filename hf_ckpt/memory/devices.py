@@ -72,7 +72,7 @@ class Device:
     # such a copy and strided or broadcast access.
     matmul_efficiency: float = 0.80
     bandwidth_efficiency: float = 0.85
-    # Copies from pinned memory reach 25 to 26 GB/s over PCIe 4.0 x16: headers and acknowledgements take the rest.
+    # Headers and acknowledgements of PCIe take a part of what the line carries; a rule of thumb, not measured.
     link_efficiency: float = 0.80
     attention_efficiency: float | None = None
     # A Llama of transformers with next to nothing to compute takes 10 to 17 microseconds an operator forward and 7 to

@@ -1,0 +1,65 @@
+"""Plans for a sweep of budgets: they fit, and no fixed policy that fits is faster. `benchmarks/budgets.py`, small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.budgets import CASES, build, sweep, verdict
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.memory.costs import chain_of, plan_for
+from hf_ckpt.memory.devices import CPU, find_device
+from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.step import Step
+from hf_ckpt.plans import Plan
+
+TINY = CASES["tiny"]
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, object]:
+    return sweep(TINY, 4, silent)
+
+
+def test_no_plan_exceeds_its_budget(result: dict[str, object]) -> None:
+    assert verdict(result)["num_over_budget"] == 0
+
+
+def test_no_fixed_policy_that_fits_is_faster(result: dict[str, object]) -> None:
+    assert verdict(result)["num_slower"] == 0
+
+
+def test_most_budgets_between_the_extremes_have_a_plan_that_beats_every_fixed_policy(result: dict[str, object]) -> None:
+    counted = verdict(result)
+    assert counted["num_faster_between"] >= counted["num_between"] / 2
+
+
+def test_the_same_question_has_the_same_answer_and_it_survives_json() -> None:
+    model, device = build(TINY), find_device(TINY.device)
+    chain = chain_of(model, TINY.step, device)
+    peaks = Planner(chain).peaks
+    budget = peaks[len(peaks) // 2]
+    first, second = (plan_for(model, TINY.step, device, budget, chain=chain) for _ in range(2))
+    assert first.plan == second.plan == Plan.from_json(first.plan.to_json())
+    assert first.memory.peak_bytes <= budget
+
+
+def test_a_budget_below_every_plan_says_what_would_fit() -> None:
+    step = replace(TINY.step, batch_size=4, seq_length=512)
+    with pytest.raises(BudgetError) as error:
+        plan_for(build(TINY), step, CPU, 272_629_760)
+    message = str(error.value)
+    assert "No plan fits memory_budget=260.0 MiB. Lowest predicted peak is" in message
+    assert "logits and loss" in message
+    assert "Each of these would fit, as simulated: " in message
+    assert "per_device_train_batch_size" in message
+
+
+def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
+    with pytest.raises(BudgetError, match="weights"):
+        plan_for(build(TINY), Step(batch_size=1, seq_length=64), CPU, 1_000_000)
