@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_ckpt.callback import HFCkptCallback
     from hf_ckpt.errors import (
         AlreadyAppliedError,
+        BudgetError,
         DataError,
         HFCkptError,
         PlanMismatchError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         StructureError,
         UnsupportedError,
     )
+    from hf_ckpt.finetune.estimate.questions import max_length, plan, simulate
     from hf_ckpt.finetune.recipe import load_recipe
     from hf_ckpt.layers import find_layers
     from hf_ckpt.patch import apply, remove
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyAppliedError",
+    "BudgetError",
     "DataError",
     "HFCkptCallback",
     "HFCkptError",
@@ -47,7 +50,10 @@ __all__ = [
     "apply",
     "find_layers",
     "load_recipe",
+    "max_length",
+    "plan",
     "remove",
+    "simulate",
 ]
 
 _HOMES = {
@@ -57,7 +63,10 @@ _HOMES = {
     "apply": "hf_ckpt.patch",
     "find_layers": "hf_ckpt.layers",
     "load_recipe": "hf_ckpt.finetune.recipe",
+    "max_length": "hf_ckpt.finetune.estimate.questions",
+    "plan": "hf_ckpt.finetune.estimate.questions",
     "remove": "hf_ckpt.patch",
+    "simulate": "hf_ckpt.finetune.estimate.questions",
 }
 
 

@@ -5,23 +5,31 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
+from hf_ckpt.auto.measured import TrainingPeak
 from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError, SavedFilesError
-from hf_ckpt.figures import StepClock, peak_memory, recomputed_share
+from hf_ckpt.figures import GIB, StepClock, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
+from hf_ckpt.memory.amounts import parse_budget
 from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
-from hf_ckpt.policy import Mode, Policy, SegmentSize
+from hf_ckpt.policy import AUTO, Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_engine
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
 from hf_ckpt.use_cache import UseCache
+
+if TYPE_CHECKING:
+    from hf_ckpt.auto.asked import Auto
+    from hf_ckpt.auto.lengths import Batch
+    from hf_ckpt.auto.planning import Planning
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +44,13 @@ class HFCkptCallback(TrainerCallback):
     ask for activation (gradient) checkpointing too, this policy governs.
 
     Args:
-        policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
+        policy: a mode name, a rule, a list of rules, a `Policy`, a `Plan` made for this model or the name of its JSON
+            file; or `"auto"`, which simulates the largest batch before the first step and takes the fastest plan that
+            fits `memory_budget`.
+        memory_budget: with `"auto"`, what a whole step may use of the device: `"22GiB"`, or a fraction such as 0.9. The
+            free memory of the GPU less a reserve if left out.
+        max_length: with `"auto"`, tokens that no example exceeds. Looked up in the training data if left out; where
+            that tells no lengths, a plan is made for the batches as they come.
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
@@ -52,7 +66,7 @@ class HFCkptCallback(TrainerCallback):
             and not results, so by default this is only said.
 
     Raises:
-        PolicyError: the policy cannot be read.
+        PolicyError: the policy or the budget cannot be read.
 
     Example:
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[HFCkptCallback("full")])
@@ -64,6 +78,7 @@ class HFCkptCallback(TrainerCallback):
     | `ckpt/num_layers_<mode>` | layers with this mode |
     | `ckpt/recomputed_share` | share of the layers' weights whose forward runs again in backward |
     | `ckpt/peak_allocated_gib` or `ckpt/peak_resident_gib` | highest memory of the device, or of the process |
+    | `ckpt/predicted_peak_gib` | with `"auto"`: highest predicted memory of a training step |
     | `ckpt/tokens_per_sec` | tokens per second of this process, padding included, without the first step |
     """
 
@@ -71,6 +86,8 @@ class HFCkptCallback(TrainerCallback):
         self,
         policy: object,
         *,
+        memory_budget: str | float | None = None,
+        max_length: int | None = None,
         every_n_layers: int | None = None,
         segment_size: SegmentSize | None = None,
         nested: bool | None = None,
@@ -90,8 +107,19 @@ class HFCkptCallback(TrainerCallback):
             "nested": nested,
             "skip_frozen": skip_frozen,
         }
-        self._policy = parse(policy, **shorthand)
         self._structure: dict[str, Any] = {"layers": layers, "attention": attention, "ffn": ffn}
+        self._policy: Policy | Plan | None = None
+        self._auto: Auto | None = None
+        if policy == AUTO:
+            _check_alone(shorthand)
+            budget = None if memory_budget is None else parse_budget(memory_budget)
+            # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
+            from hf_ckpt.auto.asked import Auto
+
+            self._auto = Auto(budget, max_length, self._structure)
+        else:
+            _check_for_auto(policy, memory_budget=memory_budget, max_length=max_length)
+            self._policy = parse(policy, **shorthand)
         self._input_require_grads = input_require_grads
         self._on_mismatch = on_mismatch
         self._strict_resume = strict_resume
@@ -99,7 +127,13 @@ class HFCkptCallback(TrainerCallback):
         self._put_back_accelerates_own: Callable[[], None] | None = None
         self._saved_files: SavedFiles | None = None
         self._report: dict[str, float] = {}
+        self._planning: Planning | None = None
         self.plan: Plan | None = None
+
+    @property
+    def planned_for(self) -> Batch | None:
+        """The largest batch that policy `"auto"` has planned for in the last run; None without one."""
+        return None if self._planning is None else self._planning.batch
 
     def report(self) -> dict[str, float]:
         """Return the figures of the last run by their `ckpt/...` names; empty before one has ended."""
@@ -120,6 +154,8 @@ class HFCkptCallback(TrainerCallback):
             use_cache.record(model)
             # Before an engine shards the model.
             self._saved_files = SavedFiles.of(model)
+            if self._auto is not None:
+                self._auto.see(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,7 +167,8 @@ class HFCkptCallback(TrainerCallback):
         _remove_leftover(model)
         use_cache.bring_back(model)
         _say_who_governs(args)
-        self._run = _Run(model, self._policy, self._structure, self._input_require_grads)
+        planning, policy, is_asked = self._planned(args, state, kwargs)
+        self._run = _Run(model, policy, self._structure, is_asked, planning)
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
             self._run.report_failures()
@@ -140,6 +177,33 @@ class HFCkptCallback(TrainerCallback):
             logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
             _write_plan(self.plan, _output_folder(args))
         self._compare_with_checkpoint(args, state)
+        if planning is not None:
+            self._run.watch_batches(model, partial(self._put_in_force, self._run, args, state))
+
+    def _planned(
+        self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
+    ) -> tuple[Planning | None, Policy | Plan, bool | None]:
+        """Return the plans of the run under `auto`, the policy to apply, and whether input gradients are asked for."""
+        if self._auto is None:
+            assert self._policy is not None, "one of the two is there"
+            return None, self._policy, self._input_require_grads
+        planning = self._auto.begin(
+            given["model"],
+            args,
+            state,
+            dataloader=given.get("train_dataloader"),
+            optimizer=given.get("optimizer"),
+            input_gradients=self._input_require_grads,
+        )
+        self._planning = planning
+        return planning, planning.plan, planning.input_gradients
+
+    def _put_in_force(self, run: _Run, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
+        run.change_plan(plan)
+        self.plan = plan
+        if state.is_world_process_zero:
+            logger.info("Another plan is in force from here on, for larger batches.\n%s", plan.summary())
+            _write_plan(plan, _output_folder(args))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -260,8 +324,12 @@ class _Run:
         policy: Policy | Plan,
         structure: dict[str, Any],
         input_require_grads: bool | None,
+        planning: Planning | None = None,
     ) -> None:
         self.model = model
+        self._structure = structure
+        self._planning = planning
+        self._peak = TrainingPeak()
         self.is_reported = False
         self.is_removed = False
         self._watch = watch.start()
@@ -272,6 +340,7 @@ class _Run:
             self._close_watch()
             raise
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
+        self._is_checked_again = False
         self._use_cache = UseCache(model)
         self._clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
@@ -281,6 +350,28 @@ class _Run:
         is_on = choose(model, self.applied.stacks, input_require_grads)
         if is_on is not None:
             self.applied.on_remove(InputGradients(model, is_on).restore)
+
+    def watch_batches(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> None:
+        """Let a plan be made for each batch that is larger than those before."""
+        assert self._planning is not None, "there is a budget"
+        self.applied.on_remove(self._planning.watch(model, put_in_force).remove)
+
+    def change_plan(self, plan: Plan) -> None:
+        """Put another plan in force, before a forward. What the old one's removal would undo, this one's does."""
+        undos = self.applied.make_way()
+        try:
+            self.applied = ranks.apply_on_all(self.model, plan, self._structure)
+        except BaseException:
+            for undo in undos:
+                undo()
+            raise
+        for undo in undos:
+            self.applied.on_remove(undo)
+        if self._first_step is not None:
+            # Part of the step may have run under the old plan: the next one is held against the new plan.
+            self._first_step.stop()
+            self._first_step = None
+            self._is_checked_again = True
 
     def report_failures(self) -> None:
         """Let the other processes know when a forward raises in this one."""
@@ -298,6 +389,10 @@ class _Run:
     def start_step(self) -> None:
         self._use_cache.off()
         self.applied.assert_in_force()
+        if self._is_checked_again:
+            self._is_checked_again = False
+            self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
+            self.applied.on_remove(self._first_step.stop)
         if self._first_step is not None:
             self._first_step.start()
         self._clock.start_step()
@@ -315,6 +410,9 @@ class _Run:
         figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
         figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
         figures.update(peak_memory())
+        if self._planning is not None and self._planning.predicted_bytes:
+            figures["predicted_peak_gib"] = self._planning.predicted_bytes / GIB
+            logger.info("%s", self._peak.beside(self._planning.predicted_bytes))
         if (speed := self._clock.tokens_per_sec()) is not None:
             figures["tokens_per_sec"] = speed
         return {f"ckpt/{name}": value for name, value in figures.items()}
@@ -324,6 +422,23 @@ class _Run:
 
     def _note_removal(self) -> None:
         self.is_removed = True
+
+
+def _check_alone(shorthand: dict[str, Any]) -> None:
+    given = [name for name, value in shorthand.items() if value not in (None, False)]
+    if given:
+        raise PolicyError(
+            f'{", ".join(given)} was given beside policy "{AUTO}", which chooses for each layer. Leave it out.'
+        )
+
+
+def _check_for_auto(policy: object, **given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise PolicyError(
+                f'{name} is {value}, but only policy "{AUTO}" plans for a budget, and the policy is {policy}. Use '
+                f'HFCkptCallback("{AUTO}", {name}={value!r}), or leave {name} out.'
+            )
 
 
 def _remove_leftover(model: nn.Module) -> None:

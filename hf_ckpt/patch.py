@@ -99,6 +99,11 @@ class StackPatch:
         """Call `undo` when the patch is removed, by whomever."""
         self._on_remove.append(undo)
 
+    def take_undos(self) -> list[Callable[[], None]]:
+        """Return what `on_remove` was given, and forget it."""
+        undos, self._on_remove = self._on_remove, []
+        return undos
+
     def settle(self, home: nn.Module, owner: nn.Module) -> None:
         """Leave the patch on `home`, the list of layers, where copies take it along; watch the owner's forward."""
         self._home = home
@@ -269,6 +274,16 @@ class Applied:
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the plan is removed, through this handle or through `hf_ckpt.remove`."""
         self._patches[0].on_remove(undo)
+
+    def make_way(self) -> list[Callable[[], None]]:
+        """Put the model back as it was found, for another plan to be applied in place of this one.
+
+        Returns:
+            What `on_remove` was given, not called: it is the other plan's from now on.
+        """
+        undos = self._patches[0].take_undos()
+        self.remove()
+        return undos
 
     def remove(self) -> None:
         """Put the model back as it was found. A second call does nothing."""

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from hf_ckpt.errors import PolicyError, did_you_mean
@@ -19,6 +20,9 @@ from hf_ckpt.policy import STACK_NAMES, Mode, Policy, Rule, slice_of
 
 PLAN_FORMAT = 1
 """Version of the JSON layout; raised when a reader of the old one would misread the new one."""
+
+PLAN_SUFFIX = ".json"
+"""What the name of a plan's file ends with; a policy that is such text is the plan in that file."""
 
 
 class LayerShape(Protocol):
@@ -141,12 +145,14 @@ def parse(policy: object, **options: Any) -> Policy | Plan:
     """Read a policy; a plan is returned as it is.
 
     Args:
-        policy: what `Policy.parse` reads, or a `Plan`.
+        policy: what `Policy.parse` reads, a `Plan`, or the name of a file with one, which ends in `.json`.
         options: the options of `Policy.parse`; none of them beside a plan.
 
     Raises:
         PolicyError: the policy cannot be read, or options were given beside a plan.
     """
+    if isinstance(policy, str) and policy.endswith(PLAN_SUFFIX):
+        policy = _from_file(Path(policy))
     if not isinstance(policy, Plan):
         return Policy.parse(policy, **options)
     given = [name for name, value in options.items() if value is not None and value is not False]
@@ -156,6 +162,17 @@ def parse(policy: object, **options: Any) -> Policy | Plan:
             "give a policy in place of the plan."
         )
     return policy
+
+
+def _from_file(path: Path) -> Plan:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(
+            f'policy is "{path}", and no plan can be read there: {error}. Write one: hf-ckpt plan RECIPE '
+            f"--memory-budget 22GiB --out {path.name}."
+        ) from error
+    return Plan.from_json(text)
 
 
 def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> Plan:

@@ -27,6 +27,9 @@ class Mode(StrEnum):
     """Recompute the feed-forward network, keep the rest."""
 
 
+AUTO = "auto"
+"""The policy that is no policy: the callback chooses a plan for a memory budget."""
+
 STACK_NAMES = ("language", "vision", "audio", "encoder", "decoder")
 """Names of the roles that a stack of layers can have in a model; `Rule.stack` also takes a dotted path."""
 
@@ -122,6 +125,12 @@ class Policy:
         given = {key: value for key, value in shorthand.items() if value is not None}
         if not isinstance(skip_frozen, bool):
             raise PolicyError(f"skip_frozen is {_show(skip_frozen)}. Use true or false.")
+        if policy == AUTO:
+            raise PolicyError(
+                f'Policy "{AUTO}" chooses a plan for a training step, and no step is known here. Use '
+                'HFCkptCallback("auto", memory_budget="22GiB") in a Trainer, or give the plan that hf_ckpt.plan(model, '
+                'memory_budget="22GiB", batch_size=..., seq_length=...) returns.'
+            )
         if isinstance(policy, str):
             return cls((_parse_rule({"mode": policy, **given}),), skip_frozen)
         if given:
@@ -189,6 +198,11 @@ def _parse_mode(value: object) -> Mode:
     # YAML reads a bare `none` as text but `null` and `~` as nothing; both spellings of "nothing" are likely mistakes.
     if isinstance(value, str) and value in set(Mode):
         return Mode(value)
+    if value == AUTO:
+        raise PolicyError(
+            f'Mode "{AUTO}" in a rule: "{AUTO}" plans for all layers together. Write it in place of the rules: '
+            f'policy "{AUTO}". Modes are {_mode_names()}.'
+        )
     raise PolicyError(f"Unknown mode {_show(value)}. Modes are {_mode_names()}.{did_you_mean(value, Mode)}")
 
 

@@ -55,12 +55,35 @@ def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, A
     return applied
 
 
-def told_by_rank_0(work: Callable[[], Told], timeout_s: float) -> Told:
-    """Let rank 0 work, and return its result on all ranks: what it finds in files that only it writes.
+def told_by_each(work: Callable[[], Told], doing: str) -> list[Told]:
+    """Let every rank work, and return on all ranks what each of them tells, by rank.
 
     Args:
-        work: gives what JSON can hold.
+        work: gives what JSON can hold; tuples come as lists.
+        doing: what that is, for messages.
+
+    Raises:
+        OtherProcessError: `work` raised on another rank; on the rank itself, what it raised.
+    """
+    if num_processes() == 1:
+        return [work()]
+    told: Told | None = None
+    error: Exception | None = None
+    try:
+        told = work()
+    except Exception as raised:  # noqa: BLE001  # the others wait for the result
+        error = raised
+    said: list[Any] = _exchange(error, told, doing)
+    return said
+
+
+def told_by_rank_0(work: Callable[[], Told], timeout_s: float, doing: str = "looking at what was saved") -> Told:
+    """Let rank 0 work, and return its result on all ranks: what it finds in files that only it writes, or plans.
+
+    Args:
+        work: gives what JSON can hold; tuples come as lists.
         timeout_s: how long the others wait for rank 0, which may still be writing, in seconds.
+        doing: what that is, for messages.
 
     Raises:
         OtherProcessError: `work` raised; on rank 0, what it raised.
@@ -74,7 +97,7 @@ def told_by_rank_0(work: Callable[[], Told], timeout_s: float) -> Told:
             told = work()
         except Exception as raised:  # noqa: BLE001  # the others wait for the result
             error = raised
-    told_by_all: list[Any] = _exchange(error, told, "looking at what was saved", timeout_s)
+    told_by_all: list[Any] = _exchange(error, told, doing, timeout_s)
     result: Told = told_by_all[0]
     return result
 

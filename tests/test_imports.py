@@ -39,18 +39,24 @@ MAY_IMPORT = {
     "figures": {"policy", "plans", "layers", "shapes", "input_gradients"},
     "reporters": set(),
     "saved_files": {"errors", "fsdp"},
+    "auto": {
+        *("errors", "policy", "plans", "layers", "shapes", "refusals", "patch", "fsdp", "ranks", "exchange"),
+        *("input_gradients", "memory"),
+    },
     "callback": {
-        *("errors", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks", "watch"),
+        *("errors", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks", "watch", "auto"),
+        "memory",
         *("use_cache", "input_gradients", "first_step", "figures", "reporters", "saved_files"),
     },
     "finetune": {
         *("errors", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
-        *("callback", "saved_files", "watch", "memory"),
+        *("callback", "saved_files", "watch", "memory", "auto", "input_gradients", "ranks"),
     },
-    "cli": {"errors", "finetune"},
+    "commands": {"errors", "plans", "finetune", "memory"},
+    "cli": {"errors", "commands", "finetune"},
 }
 PURE_PYTHON = {"errors", "policy", "plans"}
-CORE = set(MAY_IMPORT) - {"finetune", "cli"}
+CORE = set(MAY_IMPORT) - {"finetune", "commands", "cli"}
 # Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
 WITH_OPTIONAL = {"memory"}
 

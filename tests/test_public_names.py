@@ -10,6 +10,7 @@ import hf_ckpt
 
 PUBLIC_NAMES = [
     "AlreadyAppliedError",
+    "BudgetError",
     "DataError",
     "HFCkptCallback",
     "HFCkptError",
@@ -25,7 +26,10 @@ PUBLIC_NAMES = [
     "apply",
     "find_layers",
     "load_recipe",
+    "max_length",
+    "plan",
     "remove",
+    "simulate",
 ]
 
 pytestmark = pytest.mark.core

@@ -1,0 +1,144 @@
+"""Policy `auto` as it was asked for, and what it finds when a run begins: the model, its largest batch, the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import TrainerState, TrainingArguments
+
+from hf_ckpt import fsdp, ranks
+from hf_ckpt.auto.budgets import budget_bytes
+from hf_ckpt.auto.lengths import Batch, is_packing, largest_batch
+from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
+from hf_ckpt.auto.planning import Planning
+from hf_ckpt.auto.skeleton import skeleton
+from hf_ckpt.errors import PolicyError, UnsupportedError
+from hf_ckpt.input_gradients import InputGradients, choose
+from hf_ckpt.layers import find_layers
+from hf_ckpt.memory.amounts import Budget
+from hf_ckpt.memory.devices import CPU, this_device
+
+
+class Auto:
+    """Policy `auto` as it was asked for; for any number of runs.
+
+    Args:
+        memory_budget: as `parse_budget` has read it; None takes the free memory of the GPU less a reserve.
+        max_length: tokens that no example exceeds; None looks at the data.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+    """
+
+    def __init__(self, memory_budget: Budget | None, max_length: int | None, structure: dict[str, Any]) -> None:
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise PolicyError(f"max_length is {max_length}. Write the tokens of the longest example, padding included.")
+        self._memory_budget = memory_budget
+        self._max_length = max_length
+        self._structure = structure
+        self._before_sharding: nn.Module | None = None
+
+    def see(self, model: nn.Module) -> None:
+        """Keep the shape of a model before an engine shards it."""
+        self._before_sharding = skeleton(model)
+
+    def begin(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        state: TrainerState,
+        *,
+        dataloader: Any,
+        optimizer: Any,
+        input_gradients: bool | None,
+    ) -> Planning:
+        """Plan for the largest batch of a run that is about to begin.
+
+        Args:
+            model: as it will be trained.
+            args: the Trainer's.
+            state: the Trainer's.
+            dataloader: of the training data. It is looked at, and not drawn from.
+            optimizer: the Trainer's, if it has made one.
+            input_gradients: what is asked for; None decides.
+
+        Raises:
+            BudgetError: no plan fits the budget.
+            PolicyError: there is no budget, or it is more than the device has.
+            UnsupportedError: the step cannot be simulated.
+            OtherProcessError: one of these was raised in another process.
+        """
+        check_can_be_simulated(args, model)
+        device = this_device() if args.device.type == "cuda" else CPU
+        num_rows = state.train_batch_size or args.train_batch_size
+        collator = getattr(dataloader, "collate_fn", None)
+
+        def look() -> tuple[int, Batch | None]:
+            batch = largest_batch(getattr(dataloader, "dataset", None), collator, num_rows, self._max_length)
+            return budget_bytes(self._memory_budget, device, model, optimizer), batch
+
+        budget, batch = _agreed(look)
+        shape = self._shape_of(model)
+        is_on = choose(shape, find_layers(shape, **self._structure), input_gradients)
+        if is_on is not None:
+            # They stay on the copy, and so are part of each simulated step.
+            InputGradients(shape, is_on)
+        planning = Planning(
+            shape,
+            partial(step_of, args, sharding=sharding_of(args, model)),
+            device,
+            budget,
+            self._structure,
+            place=args.device,
+            timeout_s=args.ddp_timeout,
+            is_bounded=batch is not None,
+        )
+        planning.input_gradients = is_on
+        if batch is not None:
+            planning.start(batch)
+            if _evaluates(args):
+                planning.check_evaluation(_of_evaluation(batch, num_rows, args.eval_batch_size, collator))
+        return planning
+
+    def _shape_of(self, model: nn.Module) -> nn.Module:
+        is_whole = not fsdp.is_sharded(model) and not any(hasattr(p, "ds_id") for p in model.parameters())
+        # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
+        shape = skeleton(model) if is_whole else self._before_sharding
+        if shape is None:
+            raise UnsupportedError(
+                'Policy "auto" simulates the model as it was before it is sharded, and this callback came to the '
+                "Trainer afterwards. Pass it to the Trainer: Trainer(..., callbacks=[HFCkptCallback(...)])."
+            )
+        return shape
+
+
+def _agreed(look: Callable[[], tuple[int, Batch | None]]) -> tuple[int, Batch | None]:
+    """Return the smallest budget and the largest batch of all ranks; no batch where one rank knows no bound."""
+
+    def told() -> tuple[int, list[Any] | None]:
+        budget, batch = look()
+        return budget, None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed]
+
+    said = ranks.told_by_each(told, "looking at the data")
+    budget = min(budget for budget, _ in said)
+    batches = [Batch(*batch) for _, batch in said if batch is not None]
+    if len(batches) < len(said):
+        return budget, None
+    return budget, Batch(
+        max(batch.rows for batch in batches),
+        max(batch.length for batch in batches),
+        any(batch.is_padded for batch in batches),
+        any(batch.is_packed for batch in batches),
+    )
+
+
+def _evaluates(args: TrainingArguments) -> bool:
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or bool(args.eval_on_start)
+
+
+def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any) -> Batch:
+    """Return a batch of evaluation whose examples are as long as the longest ones of training."""
+    if is_packing(collator):
+        return Batch(1, -(-batch.length // num_rows) * eval_rows, is_packed=eval_rows > 1)
+    return Batch(eval_rows, batch.length, is_padded=batch.is_padded and eval_rows > 1)

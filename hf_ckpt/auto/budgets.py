@@ -1,0 +1,87 @@
+"""How many bytes of the device a step may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.memory import quantized
+from hf_ckpt.memory.amounts import Budget
+from hf_ckpt.memory.devices import Device, reserve
+
+_CONTEXT = "context"
+"""The part of the reserve that a running process has taken already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What a device's allocator says. Bytes.
+
+    Args:
+        free: what no process has.
+        reserved: what this process's allocator holds, used or not.
+        allocated: of that, what is used.
+    """
+
+    free: int
+    reserved: int
+    allocated: int
+
+
+def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimizer: Any) -> int:
+    """Return the bytes that a step may use.
+
+    Args:
+        budget: the user's; None takes the device's free memory less the reserve.
+        device: the device.
+        model: that is about to be trained on it; its tensors are part of the step.
+        optimizer: and its; None where there is none yet.
+
+    Raises:
+        PolicyError: the budget is more than the device has, or there is none and the device is not a GPU.
+    """
+    check_budget(budget, device)
+    if budget is not None:
+        return budget.bytes_on(device.memory_bytes or None, device=device.title)
+    return _usable(_free_on_cuda(), device, sum(tensor.nbytes for tensor in _of_step(model, optimizer)))
+
+
+def check_budget(budget: Budget | None, device: Device) -> None:
+    """Refuse a budget that a device does not have, and none where the device is not a GPU.
+
+    Raises:
+        PolicyError: see `budget_bytes`.
+    """
+    if budget is not None:
+        budget.bytes_on(device.memory_bytes or None, device=device.title)
+    elif not device.is_cuda:
+        raise PolicyError(
+            f'Policy "auto" has no memory_budget, and {device.title} shares its memory with all that runs there. Write '
+            'one, such as memory_budget="8GiB"; only on a GPU it may be left out.'
+        )
+
+
+def _usable(found: Free, device: Device, step_bytes: int) -> int:
+    """Return what a step may use of what is free, if `step_bytes` of what is allocated are its own."""
+    of_others = max(0, found.allocated - step_bytes)
+    kept_free = sum(item.high_bytes for item in reserve(device).items if item.name != _CONTEXT)
+    return found.free + found.reserved - of_others - kept_free
+
+
+def _free_on_cuda() -> Free:
+    free, _ = torch.cuda.mem_get_info()
+    return Free(free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+
+
+def _of_step(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+    held: list[Any] = [*model.parameters(), *model.buffers(), *quantized.constants(model)]
+    held += [parameter.grad for parameter in model.parameters()]
+    # accelerate's wrapper hands on the state.
+    held += [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    seen = {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}
+    yield from (tensor for tensor in seen.values() if tensor.device.type == "cuda")

@@ -1,0 +1,200 @@
+"""The largest batch that a data set and its collator can produce. Looks at lengths, never draws a batch.
+
+Drawing from the data loader would move its random state, and the run would see other batches than without a plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+_TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"
+_ROWS_AT_A_TIME = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch: its rows and the tokens of each, padding included.
+
+    Args:
+        rows: rows; 1 where documents are packed into one.
+        length: tokens of a row.
+        is_padded: whether rows may hold padding, so that the model gets a mask.
+        is_packed: whether a row holds several documents.
+    """
+
+    rows: int
+    length: int
+    is_padded: bool = False
+    is_packed: bool = False
+
+    def holds(self, other: Batch) -> bool:
+        """Whether the other one has no more rows and no longer ones."""
+        # Not compared is whether there is padding: to ask a mask for it would hold up the device in each step.
+        return self.rows >= other.rows and self.length >= other.length
+
+    def describe(self) -> str:
+        """Return rows and length in words, such as `2 rows of 2,048 tokens`."""
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{rows} of {self.length:,} tokens{' of several documents' if self.is_packed else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What is known of the rows of a data set.
+
+    Args:
+        largest: tokens of the longest rows, as many as were asked for, longest first.
+        shortest: tokens of the shortest row.
+        has_padding: whether rows come with padding in them.
+    """
+
+    largest: tuple[int, ...]
+    shortest: int
+    has_padding: bool = False
+
+
+def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
+    """Return the batch that a model's forward is called with, or None where it gets no token ids [B, S].
+
+    Args:
+        args: what the forward is given by position.
+        kwargs: and by name.
+    """
+    ids = kwargs.get(_TOKENS, args[0] if args else None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return None
+    # A mask may have nothing to mask; to look would hold up the device.
+    has_mask = kwargs.get(_MASK) is not None
+    return Batch(ids.shape[0], ids.shape[1], has_mask, "position_ids" in kwargs and not has_mask)
+
+
+def largest_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | None = None) -> Batch | None:
+    """Return the largest micro-batch that can come, or None where no bound is known.
+
+    Args:
+        dataset: of the data loader. Lists of examples and data sets of `datasets` are read, by their token ids or
+            their column `length`; what computes its examples, or has no end, is not.
+        collator: of the data loader; pads or packs.
+        num_rows: examples of a micro-batch.
+        max_length: tokens that no example exceeds, where the user says so; then the data set is not looked at.
+    """
+    lengths = read_lengths(dataset, num_rows)
+    if max_length is not None:
+        varies = lengths is None or lengths.has_padding or lengths.shortest != lengths.largest[0]
+        lengths = Lengths((max_length,) * num_rows, 0 if varies else max_length)
+    return None if lengths is None else _collated(lengths, _innermost(collator), num_rows)
+
+
+def _collated(lengths: Lengths, collator: Any, num_rows: int) -> Batch:
+    multiple = getattr(collator, "pad_to_multiple_of", None) or 1
+    if is_packing(collator):
+        return Batch(1, _rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1)
+    length = _rounded(_padded(lengths.largest[0], collator), multiple)
+    varies = num_rows > 1 and lengths.shortest != lengths.largest[0]
+    return Batch(num_rows, length, is_padded=lengths.has_padding or varies or length > lengths.largest[0])
+
+
+def is_packing(collator: Any) -> bool:
+    """Whether a collator joins examples to one row (`DataCollatorWithFlattening`, trl's `padding_free`)."""
+    inner = _innermost(collator)
+    return bool(getattr(inner, "padding_free", False)) or any(
+        kind.__name__ == "DataCollatorWithFlattening" for kind in type(inner).__mro__
+    )
+
+
+def _innermost(collator: Any) -> Any:
+    # The Trainer puts one around it that removes columns.
+    while hasattr(collator, "data_collator"):
+        collator = collator.data_collator
+    return collator
+
+
+def _padded(length: int, collator: Any) -> int:
+    wanted = getattr(collator, "padding", None)
+    if str(getattr(wanted, "value", wanted)) == "max_length":
+        return max(length, getattr(collator, "max_length", None) or 0)
+    return length
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+# --- Data sets. ---
+
+
+def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
+    """Return what is known of a data set's rows, or None.
+
+    Args:
+        dataset: any.
+        num_rows: so many of the longest rows are told.
+    """
+    if isinstance(dataset, Subset):
+        # Its indices could be looked up; what holds all of it is bound enough.
+        return read_lengths(dataset.dataset, num_rows)
+    if isinstance(dataset, ConcatDataset):
+        return _together([read_lengths(part, num_rows) for part in dataset.datasets], num_rows)
+    if hasattr(dataset, "column_names") and hasattr(dataset, "with_format") and hasattr(dataset, "__len__"):
+        return _of_columns(dataset, num_rows)
+    if isinstance(dataset, list | tuple) and dataset:
+        return _of_examples(dataset, num_rows)
+    return None
+
+
+def _together(parts: list[Lengths | None], num_rows: int) -> Lengths | None:
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    largest = heapq.nlargest(num_rows, (length for part in known for length in part.largest))
+    return Lengths(tuple(largest), min(part.shortest for part in known), any(part.has_padding for part in known))
+
+
+def _of_examples(examples: Iterable[Any], num_rows: int) -> Lengths | None:
+    if not all(isinstance(example, Mapping) and _TOKENS in example for example in examples):
+        return None
+    lengths = [_num_tokens(example[_TOKENS]) for example in examples]
+    has_padding = any(not all(map(int, example[_MASK])) for example in examples if _MASK in example)
+    return Lengths(tuple(heapq.nlargest(num_rows, lengths)), min(lengths), has_padding)
+
+
+def _num_tokens(ids: Any) -> int:
+    return int(ids.shape[-1]) if hasattr(ids, "shape") else len(ids)
+
+
+def _of_columns(dataset: Any, num_rows: int) -> Lengths | None:
+    """Read a data set of `datasets`, column by column and without decoding; one with a transform computes its rows."""
+    names = dataset.column_names
+    column = next((name for name in (_TOKENS, _LENGTH) if name in names), None)
+    if column is None or not len(dataset) or dataset.format["type"] == "custom":
+        return None
+    largest: list[int] = []
+    shortest, has_padding = 2**62, False
+    for table in _tables(dataset, [name for name in (column, _MASK) if name in names]):
+        lengths = list(_lengths_in(table[column], is_length=column == _LENGTH))
+        largest = heapq.nlargest(num_rows, (*largest, *lengths))
+        shortest = min(shortest, *lengths)
+        if _MASK in table.column_names and not has_padding:
+            has_padding = not all(chunk.flatten().to_numpy(zero_copy_only=False).all() for chunk in table[_MASK].chunks)
+    return Lengths(tuple(largest), shortest, has_padding)
+
+
+def _tables(dataset: Any, columns: list[str]) -> Iterator[Any]:
+    yield from dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME)
+
+
+def _lengths_in(column: Any, *, is_length: bool) -> Iterator[int]:
+    for chunk in column.chunks:
+        if is_length:
+            yield from chunk.to_pylist()
+        elif hasattr(chunk, "value_lengths"):
+            yield from chunk.value_lengths().to_pylist()
+        else:
+            # All rows of a fixed-size list have one length.
+            yield from [chunk.type.list_size] * len(chunk)

@@ -1,0 +1,266 @@
+"""The plan of a run under policy `auto`: made for its largest batch, and made anew before a larger one runs.
+
+    planning = Auto(budget, max_length, structure).begin(model, args, state, ...)  # in `asked`
+    planning.plan                 # to be put in force before the first step
+    planning.watch(model, put_in_force)
+
+Where no bound is known, the first plan keeps everything, and the inputs of the first forward decide. Simulating draws
+no random numbers and touches no weight: losses stay those of a run without a plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_ckpt import ranks
+from hf_ckpt.auto.lengths import Batch, batch_of
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.exchange import num_processes
+from hf_ckpt.memory.amounts import format_bytes
+from hf_ckpt.memory.costs import plan_for
+from hf_ckpt.memory.devices import Device
+from hf_ckpt.memory.evaluation import simulate_evaluation
+from hf_ckpt.memory.largest import largest
+from hf_ckpt.memory.simulate import simulate_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.patch import make_plan
+from hf_ckpt.plans import Plan
+from hf_ckpt.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_STEPS_IN_A_DOUBLING = 8
+"""Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
+
+_Told = tuple[str, int, str]
+"""What rank 0 tells of a plan: its JSON, its predicted peak in bytes, and where that lies."""
+
+
+class Planning:
+    """The plans of one run.
+
+    Args:
+        model: its shape, on `meta`.
+        step: makes the step of a batch.
+        device: where it runs.
+        budget_bytes: that the step may use.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+        place: where this rank's tensors are.
+        timeout_s: how long other processes wait for rank 0 to plan, in seconds.
+        is_bounded: whether the largest batch is known.
+
+    Attributes:
+        plan: what is to be in force now.
+        predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
+        batch: the largest one that was planned for, or None.
+        input_gradients: what was simulated for the output of the embeddings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[[Batch], Step],
+        device: Device,
+        budget_bytes: int,
+        structure: dict[str, Any],
+        *,
+        place: torch.device,
+        timeout_s: float,
+        is_bounded: bool,
+    ) -> None:
+        self._model = model
+        self._step = step
+        self._device = device
+        self.budget_bytes = budget_bytes
+        self._structure = structure
+        self._place = place
+        self._timeout_s = timeout_s
+        self._is_bounded = is_bounded
+        self.plan: Plan = make_plan(model, Policy.parse("none"), **structure)
+        self.predicted_bytes = 0
+        self.batch: Batch | None = None
+        self.input_gradients: bool | None = None
+        self._fitting: dict[str, list[Batch]] = {}
+        self._plans: dict[Batch, tuple[Plan, StepMemory]] = {}
+        self._evaluated: list[Batch] = []
+        self._has_warned = False
+
+    def start(self, batch: Batch) -> None:
+        """Plan for a batch. On several ranks rank 0 does, and tells the others.
+
+        Args:
+            batch: the same on all ranks.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        work = partial(_undisturbed, self._decide, batch)
+        text, peak_bytes, where = ranks.told_by_rank_0(work, self._timeout_s, "planning")
+        self.plan = Plan.from_json(text)
+        self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
+        self.batch = batch
+        self._fitting.setdefault(self.plan.digest(), []).append(batch)
+        logger.info(
+            "Planned for %s: predicted peak %s of %s, %s.",
+            *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where),
+        )
+
+    def watch(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> RemovableHandle:
+        """Look at the inputs of each forward before it runs, until the handle is removed.
+
+        Args:
+            model: that the Trainer calls, or the one that an engine's wrapper calls.
+            put_in_force: is given a plan that is to replace the one in force, while no layer has run yet.
+        """
+        hook = partial(_before_forward, self, put_in_force)
+        return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def before_step(self, batch: Batch) -> bool:
+        """Plan anew if a batch of training is larger than what the plan was made for.
+
+        Args:
+            batch: this rank's.
+
+        Returns:
+            Whether there is another plan now.
+
+        Raises:
+            BudgetError: no plan fits the batch.
+        """
+        if num_processes() > 1 and self._is_bounded:
+            # The other ranks do not know of this batch, and all train under one plan.
+            self._warn_of(batch)
+            return False
+        # Without a bound all ranks compare what comes to them, in each forward.
+        largest_of_all = _largest_of_all(batch, self._place)
+        if self._is_known(largest_of_all):
+            return False
+        before = self.plan
+        try:
+            self.start(largest_of_all)
+        except BudgetError as error:
+            raise BudgetError(f"A batch came with {largest_of_all.describe()}. {error}") from error
+        return self.plan != before
+
+    def check_evaluation(self, batch: Batch) -> None:
+        """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger is taken as checked.
+
+        Args:
+            batch: of evaluation.
+        """
+        if any(known.holds(batch) for known in self._evaluated):
+            return
+        self._evaluated.append(batch)
+        if num_processes() > 1 and dist.get_rank() != 0:
+            return
+        _undisturbed(self._check_evaluation, batch)
+
+    def _check_evaluation(self, batch: Batch) -> None:
+        found = simulate_evaluation(self._model, self._step(batch), self._device, **self._structure)
+        logger.info(
+            "Evaluation of %s: predicted peak %s; with compute_metrics each batch leaves %s on the device, until "
+            "eval_accumulation_steps moves them to the host.",
+            *(batch.describe(), format_bytes(found.memory.peak_bytes), format_bytes(found.kept_bytes)),
+        )
+        if found.memory.peak_bytes > self.budget_bytes:
+            warnings.warn(self._evaluation_advice(batch, found.memory), stacklevel=2)
+
+    def _evaluation_advice(self, batch: Batch, memory: StepMemory) -> str:
+        def peak(rows: int) -> int:
+            smaller = Batch(rows, batch.length, batch.is_padded and rows > 1)
+            return simulate_evaluation(
+                self._model, self._step(smaller), self._device, **self._structure
+            ).memory.peak_bytes
+
+        fits = None
+        if batch.rows > 1:
+            fits = largest(peak, self.budget_bytes, start=batch.rows // 2, most=batch.rows - 1)
+        what = "Evaluate shorter rows, or raise the budget."
+        if fits is not None and fits.number:
+            what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.peak_bytes)})."
+        return (
+            f"Evaluation of {batch.describe()} needs {format_bytes(memory.peak_bytes)} as predicted, more than "
+            f"memory_budget={format_bytes(self.budget_bytes)}; activation checkpointing does not change it. {what}"
+        )
+
+    def _is_known(self, batch: Batch) -> bool:
+        return any(known.holds(batch) for known in self._fitting.get(self.plan.digest(), ()))
+
+    def _warn_of(self, batch: Batch) -> None:
+        if not self._is_known(batch) and not self._has_warned:
+            self._has_warned = True
+            assert self.batch is not None, "a bound is known"
+            warnings.warn(
+                f"A batch came with {batch.describe()}, but the plan was made for at most {self.batch.describe()}: it "
+                "may need more than memory_budget. Tell the longest example: max_length=...",
+                stacklevel=2,
+            )
+
+    def _decide(self, batch: Batch) -> _Told:
+        # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
+        memory = simulate_step(self._model, self.plan, self._step(batch), self._device, **self._structure)
+        plan = self.plan
+        if memory.peak_bytes > self.budget_bytes:
+            plan, memory = self._planned(batch)
+        return plan.to_json(), memory.peak_bytes, f"in the {memory.peak_at.describe()}"
+
+    def _planned(self, batch: Batch) -> tuple[Plan, StepMemory]:
+        if not self._is_bounded and (stepped := _stepped(batch)) != batch:
+            try:
+                return self._planned_for(stepped)
+            except BudgetError:
+                logger.info("No plan fits %s; planning for %s.", stepped.describe(), batch.describe())
+        return self._planned_for(batch)
+
+    def _planned_for(self, batch: Batch) -> tuple[Plan, StepMemory]:
+        if batch not in self._plans:
+            found = plan_for(self._model, self._step(batch), self._device, self.budget_bytes, **self._structure)
+            self._plans[batch] = found.plan, found.memory
+        return self._plans[batch]
+
+
+def _before_forward(
+    planning: Planning, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> None:
+    if torch.compiler.is_compiling():
+        return
+    batch = batch_of(args, kwargs)
+    if batch is None:
+        return
+    if model.training and torch.is_grad_enabled():
+        if planning.before_step(batch):
+            put_in_force(planning.plan)
+    elif not model.training and "labels" in kwargs:
+        # Without labels it is a generation, one token after the other.
+        planning.check_evaluation(batch)
+
+
+def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
+    """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
+    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        return work(batch)
+
+
+def _largest_of_all(batch: Batch, place: torch.device) -> Batch:
+    if num_processes() == 1:
+        return batch
+    sizes = torch.tensor([batch.rows, batch.length, batch.is_padded, batch.is_packed], device=place)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+    rows, length, is_padded, is_packed = sizes.tolist()
+    return Batch(rows, length, bool(is_padded), bool(is_packed))
+
+
+def _stepped(batch: Batch) -> Batch:
+    """Return the batch with the next length that is planned for where no bound is known."""
+    step = max(1, 2 ** (batch.length.bit_length() - 1) // _STEPS_IN_A_DOUBLING)
+    return Batch(batch.rows, -(-batch.length // step) * step, batch.is_padded, batch.is_packed)

@@ -1,0 +1,54 @@
+"""Policy `auto` on two ranks: rank 0 plans, both train under its plan, to the numbers of a run without one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_ckpt import HFCkptCallback
+from hf_ckpt.errors import BudgetError, HFCkptError, OtherProcessError
+from hf_ckpt.memory.devices import CPU
+from hf_ckpt.memory.simulate import simulate_step
+from hf_ckpt.memory.step import Sharding, Step
+from hf_ckpt.policy import Mode
+from tests.distributed.runs import Outcome, full_fine_tune, train
+from tests.zoo_tables import LENGTH
+
+ENGINES = ["ddp", "fsdp2"]
+# So many that activations are more than weights.
+ROWS: dict[str, Any] = {"per_device_train_batch_size": 32}
+
+
+@functools.cache
+def without_plan(engine: str) -> Outcome:
+    return train(full_fine_tune("llama"), engine, **ROWS)
+
+
+@functools.cache
+def peak(engine: str) -> int:
+    step = Step(batch_size=32, seq_length=LENGTH, sharding=Sharding(engine=engine, world_size=2))
+    return simulate_step(full_fine_tune("llama"), None, step, CPU).peak_bytes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_both_ranks_train_under_one_plan_to_the_same_bits(engine: str) -> None:
+    callback = HFCkptCallback("auto", memory_budget=f"{int(0.8 * peak(engine))}B")
+    got = train(full_fine_tune("llama"), engine, callback, **ROWS)
+    expected = without_plan(engine)
+    assert (got.engine, got.losses, got.names) == (engine, expected.losses, expected.names)
+    assert callback.plan is not None
+    assert callback.plan.count(Mode.NONE) < len(callback.plan.stacks[0].layers)
+    digests: list[str | None] = [None, None]
+    dist.all_gather_object(digests, callback.plan.digest())
+    assert digests[0] == digests[1]
+    assert callback.report()["ckpt/predicted_peak_gib"] > 0
+
+
+def test_budget_that_nothing_fits_ends_both_ranks() -> None:
+    with pytest.raises(HFCkptError) as raised:
+        train(full_fine_tune("llama"), "ddp", HFCkptCallback("auto", memory_budget="10kB"))
+    assert type(raised.value) is (BudgetError if dist.get_rank() == 0 else OtherProcessError)
+    assert "No plan fits memory_budget=9.8 KiB." in str(raised.value)
