@@ -21,7 +21,6 @@ POLICIES: dict[str, tuple[object, dict[str, object]]] = {
     "ffn": ("ffn", {}),
     "every_2": ("full", {"every_n_layers": 2}),
     "segments_2": ("full", {"segment_size": 2}),
-    "segments_sqrt": ("full", {"segment_size": "sqrt"}),
     "nested": ("full", {"segment_size": 3, "nested": True}),
     "mixed": ([{"layers": "0:1", "mode": "full"}, {"layers": "-1:", "mode": "attention"}], {}),
 }

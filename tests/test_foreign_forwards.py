@@ -34,7 +34,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES)
 # How often a module inside attention, and inside the ffn, of each of four layers runs in a step.
 ONCE, TWICE = [1, 1, 1, 1], [2, 2, 2, 2]
 LAYER_RUNS = {"none": ONCE, "full": TWICE, "every_2": [2, 1, 2, 1]}
-LAYER_RUNS |= {"segments_2": TWICE, "segments_sqrt": TWICE, "nested": [3, 3, 2, 2]}
+LAYER_RUNS |= {"segments_2": TWICE, "nested": [3, 3, 2, 2]}
 ATTENTION_RUNS = {**LAYER_RUNS, "attention": TWICE, "ffn": ONCE, "mixed": [2, 1, 1, 2]}
 FFN_RUNS = {**LAYER_RUNS, "attention": ONCE, "ffn": TWICE, "mixed": [2, 1, 1, 1]}
 

@@ -59,8 +59,7 @@ def interrupted(
     return used
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(("step", "in_backward"), [(0, False), (1, True)])
 @pytest.mark.parametrize("policy", ["full", "mixed", "nested"])
 @pytest.mark.parametrize("build", [llama, lora])
 def test_remove_needs_no_handle_and_leaves_no_trace(
@@ -112,8 +111,9 @@ def test_train_again_finds_the_leftover(tmp_path: Path, caplog: pytest.LogCaptur
     assert used.report()["ckpt/num_layers_attention"] == 4
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("policy", ["full", "ffn", "segments_2", "nested"])
+@pytest.mark.parametrize(
+    ("policy", "in_backward"), [("full", False), ("ffn", True), ("segments_2", False), ("nested", True)]
+)
 def test_run_after_an_interruption_has_the_losses_of_runs_without_the_callback(
     tmp_path: Path, policy: str, in_backward: bool
 ) -> None:

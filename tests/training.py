@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +12,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-# The Trainer collects garbage whenever a run begins. What is imported by now is none, and to look through it takes
-# longer than the runs of the tests.
-gc.freeze()
-# Else nanobind, at exit, takes what is frozen for leaked.
-atexit.register(gc.unfreeze)
 
 VOCAB, LENGTH, LAYERS = 32, 8, 4
 

@@ -31,7 +31,9 @@ def share_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make twins once for both: where there are several processes, save_pretrained writes in the first one only."""
     for name in ("model", "data"):
         make = getattr(twins, name)
-        monkeypatch.setattr(twins, name, lambda hub_id, make=make: made_by_first(lambda: make(hub_id)))
+        monkeypatch.setattr(
+            twins, name, lambda hub_id, make=make, **fields: made_by_first(lambda: make(hub_id, **fields))
+        )
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

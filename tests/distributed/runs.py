@@ -28,7 +28,7 @@ from tests.distributed.ranks import has_gpus
 from tests.exactness import POLICIES
 
 ENGINES = ["ddp", "fsdp1", "fsdp2"]
-STEPS = 5
+STEPS = 3
 
 
 def full_fine_tune(model_type: str) -> nn.Module:
@@ -100,7 +100,7 @@ def train(
     read: Callable[[nn.Module], dict[str, Tensor]] = shards,
     **changes: Any,
 ) -> Outcome:
-    """Train for five optimizer steps, one row at a time on each rank.
+    """Train for `STEPS` optimizer steps, one row at a time on each rank.
 
     Args:
         model: what to train, not yet wrapped.

@@ -33,7 +33,7 @@ def alone() -> Outcome:
         )
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "ffn", "nested"])
+@pytest.mark.parametrize("mode", ["none", "full", "nested"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_accumulation_equals_one_process_with_the_same_rows(engine: str, mode: str) -> None:
     expected = alone()

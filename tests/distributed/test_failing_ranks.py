@@ -38,7 +38,7 @@ def starter() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-@pytest.mark.parametrize(("fault", "victim"), [*((fault, 1) for fault in ABOUT), ("raises", 0), ("is killed", 0)])
+@pytest.mark.parametrize(("fault", "victim"), [*((fault, 1) for fault in ABOUT), ("is killed", 0)])
 def test_other_process_ends_and_says_why(
     starter: subprocess.Popen[str], tmp_path: Path, fault: str, victim: int
 ) -> None:
@@ -52,14 +52,10 @@ def test_other_process_ends_and_says_why(
     assert ends[other][1] - ends[victim][1] < (0 if fault == "raises and lingers" else LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("raises", "ValueError: a layer failed"), ("is killed", "Signal 9 (SIGKILL) received by PID")],
-)
-def test_torchrun_ends_and_says_why(tmp_path: Path, fault: str, message: str) -> None:
+def test_torchrun_ends_and_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(SCRIPT), fault, "1"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*command, str(SCRIPT), "is killed", "1"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert message in done.stderr
+    assert "Signal 9 (SIGKILL) received by PID" in done.stderr

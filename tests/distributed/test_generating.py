@@ -34,8 +34,7 @@ def unsharded(kind: str, weights: dict[str, Tensor]) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "precision"), [*((kind, "float32") for kind in KINDS), ("full", "bfloat16")])
 @pytest.mark.parametrize("engine", runs.ENGINES)
 def test_sharded_model_writes_as_an_unsharded_one(engine: str, kind: str, precision: str, tmp_path: Path) -> None:
     is_bfloat16 = precision == "bfloat16"

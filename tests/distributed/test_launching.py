@@ -106,17 +106,6 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.distributed
-def test_recipe_runs_through_accelerate_launch(recipe: Path, tmp_path: Path) -> None:
-    code, printed, errors = launch(str(recipe), "--merge")
-    assert code == 0, errors
-    for line in (r"Engine +DDP on 2 processes; .*", r"Training data: .*", r" +all 56 tensors are there, .*"):
-        assert len(re.findall(rf"^{line}$", printed, re.MULTILINE)) == 1
-    assert {"adapter_model.safetensors", "hf_ckpt_plan.json", "merged"} <= {
-        p.name for p in (tmp_path / "run").iterdir()
-    }
-
-
-@pytest.mark.distributed
 def test_wrong_recipe_is_told_once_and_ends_all(recipe: Path) -> None:
     code, printed, errors = launch(str(recipe), "training.learning_rat=1")
     assert code != 0
@@ -126,30 +115,22 @@ def test_wrong_recipe_is_told_once_and_ends_all(recipe: Path) -> None:
     assert "2" in exit_codes(errors)
 
 
-@pytest.mark.distributed
-def test_data_that_cannot_be_had_is_told_once_and_ends_all(recipe: Path, tmp_path: Path) -> None:
-    code, _, errors = launch(str(recipe), "data.path=nowhere.jsonl")
-    assert code != 0
-    assert errors.count("there is no file or directory 'nowhere.jsonl'") == 1
-    assert exit_codes(errors) <= {"2", ENDED_BY_LAUNCHER}
-    assert "2" in exit_codes(errors)
-    assert not (tmp_path / "run").exists()
-
-
+# One launcher of two processes does the same and less: here each machine has its own.
 @pytest.mark.distributed
 def test_two_machines_run_one_recipe(recipe: Path, tmp_path: Path) -> None:
     port = free_port()
     shared = ("--config_file", config("ddp_2x8gpu"), "--num_processes", "2", "--main_process_ip", "127.0.0.1")
-    machines = [
-        start(*shared, "--main_process_port", port, "--machine_rank", rank, "scripts/finetune.py", str(recipe))
-        for rank in ("0", "1")
-    ]
+    command = ("scripts/finetune.py", str(recipe), "--merge")
+    machines = [start(*shared, "--main_process_port", port, "--machine_rank", rank, *command) for rank in ("0", "1")]
     try:
         outputs = [machine.communicate(timeout=TIMEOUT_S) for machine in machines]
     finally:
         for machine in machines:
             machine.kill()
     assert [machine.returncode for machine in machines] == [0, 0], outputs
-    assert "DDP on 2 processes" in outputs[0][0]
+    for line in (r"Engine +DDP on 2 processes; .*", r"Training data: .*", r" +all 56 tensors are there, .*"):
+        assert [len(re.findall(rf"^{line}$", printed, re.MULTILINE)) for printed, _ in outputs] == [1, 0]
     assert "Recipe" not in outputs[1][0]
-    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    assert {"adapter_model.safetensors", "hf_ckpt_plan.json", "merged"} <= {
+        path.name for path in (tmp_path / "run").iterdir()
+    }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hf_ckpt.finetune import train
 from tests.distributed.launching import launched, made_by_first, share_twins
 from tests.test_shipped_recipes import (
+    ON_MANY,
     RECIPES,
     Run,
     carry_out,
@@ -25,7 +26,7 @@ from tests.test_shipped_recipes import (
 ENGINES = {
     "llama7b_lora_ddp": "DDP on 2 processes; sharded: nothing, each holds the whole model",
     # Layers, embeddings, norm with head, and the model around them.
-    "llama7b_full_fsdp": "FSDP2 on 2 processes; sharded: 36 modules, 100% of the weights",
+    "llama7b_full_fsdp": "FSDP2 on 2 processes; sharded: 8 modules, 100% of the weights",
     "llama70b_qlora_fsdp": "FSDP2 on 2 processes; sharded: 7 modules, 100% of the weights",
     "qwen3_32b_lora_fsdp": "FSDP2 on 2 processes; sharded: 7 modules, 100% of the weights",
 }
@@ -53,6 +54,11 @@ def config_of(stem: str) -> str:
 def on_two(stem: str, folder: Path, *more: str, is_merged: bool = False) -> Run:
     with launched(config_of(stem)):
         return carry_out(stem, folder, *more, is_merged=is_merged)
+
+
+def test_every_recipe_for_many_gpus_is_carried_out_on_two() -> None:
+    # The last one in test_deepspeed_recipe.py.
+    assert sorted([*ENGINES, "llama7b_full_zero3"]) == ON_MANY
 
 
 @pytest.mark.parametrize("stem", ENGINES)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +20,7 @@ from safetensors.torch import load_file
 from hf_ckpt import DataError, RecipeError, UnsupportedError, load_recipe
 from hf_ckpt.errors import OtherProcessError, SavedFilesError
 from hf_ckpt.finetune import train
+from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.report import RunSummary
 from hf_ckpt.finetune.tokenizer import load_tokenizer
@@ -67,6 +71,15 @@ def carry_out(recipe: Path, launch: tuple[str, ...], to: Path, **options: bool) 
         return train.finetune(load_recipe(recipe, [f"training.output_dir={to}"]), **options)
 
 
+@functools.cache
+def whole(launch: str, kind: str) -> tuple[Path, RunSummary]:
+    """Carry out a recipe that is stopped by nothing, once for all tests; return the recipe too."""
+    # In the cache of the tests, which goes away with them.
+    folder = made_by_first(lambda: Path(tempfile.mkdtemp(dir=os.environ["HF_HOME"])))
+    recipe = recipe_in(folder, kind)
+    return recipe, carry_out(recipe, LAUNCHES[launch], folder / "run")
+
+
 def losses(run: RunSummary) -> list[float]:
     return [entry["loss"] for entry in run.log_history if "loss" in entry]
 
@@ -101,20 +114,19 @@ def optimizer_state(checkpoint: Path) -> Any:
 # --- Going on. ---
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    ("launch", "kind"), [("ddp", "lora"), ("fsdp2 full", "full"), ("fsdp2 sharded", "full"), ("fsdp2 sharded", "lora")]
+)
 def test_resumed_run_is_the_run_that_was_never_stopped(launch: str, kind: str, folder: Path) -> None:
-    recipe = recipe_in(folder, kind)
-    whole, stopped = folder / "whole", folder / "stopped"
-    expected = carry_out(recipe, LAUNCHES[launch], whole)
-    made_by_first(lambda: Path(shutil.copytree(whole / "checkpoint-2", stopped / "checkpoint-2")))
-    got = carry_out(recipe, LAUNCHES[launch], stopped, is_resumed=True)
+    recipe, expected = whole(launch, kind)
+    made_by_first(lambda: Path(shutil.copytree(expected.saved / "checkpoint-2", folder / "checkpoint-2")))
+    got = carry_out(recipe, LAUNCHES[launch], folder, is_resumed=True)
 
     assert len(losses(expected)) == 4
     assert losses(got) == losses(expected)
-    assert list(unequal(saved(whole), saved(stopped))) == []
+    assert list(unequal(saved(expected.saved), saved(folder))) == []
     if launch != "fsdp2 sharded":
-        states = [optimizer_state(place / "checkpoint-4") for place in (whole, stopped)]
+        states = [optimizer_state(place / "checkpoint-4") for place in (expected.saved, folder)]
         assert list(unequal(*states)) == []
         assert any(tensor.any() for tensor in states[0]["state"].popitem()[1].values())
 
@@ -122,8 +134,9 @@ def test_resumed_run_is_the_run_that_was_never_stopped(launch: str, kind: str, f
 # --- What is left at the end. ---
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("kind", ["lora", "lora with everything"])
+@pytest.mark.parametrize(
+    ("launch", "kind"), [*((launch, "lora with everything") for launch in LAUNCHES), ("fsdp2 full", "lora")]
+)
 def test_adapter_is_that_of_one_process(launch: str, kind: str, folder: Path) -> None:
     recipe = recipe_in(folder, kind, save_strategy="no")
     run = carry_out(recipe, LAUNCHES[launch], folder / "run", is_merged=True)
@@ -138,12 +151,10 @@ def test_adapter_is_that_of_one_process(launch: str, kind: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_shards_end_in_the_same_file_as_a_full_state_dict(kind: str, folder: Path) -> None:
-    recipe = recipe_in(folder, kind)
-    for launch in ("fsdp2 full", "fsdp2 sharded"):
-        carry_out(recipe, LAUNCHES[launch], folder / launch)
-    assert list(unequal(saved(folder / "fsdp2 full"), saved(folder / "fsdp2 sharded"))) == []
-    checkpoint = folder / "fsdp2 sharded" / "checkpoint-4"
+def test_shards_end_in_the_same_file_as_a_full_state_dict(kind: str) -> None:
+    full, sharded = (whole(launch, kind)[1].saved for launch in ("fsdp2 full", "fsdp2 sharded"))
+    assert list(unequal(saved(full), saved(sharded))) == []
+    checkpoint = sharded / "checkpoint-4"
     assert list(checkpoint.glob("*.safetensors")) == []
     assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file()
 
@@ -162,11 +173,10 @@ def test_adapter_that_accelerates_own_checkpointing_empties_ends_the_run(folder:
 
 
 def test_policy_governs_and_keeps_the_adapter(folder: Path) -> None:
-    recipe = recipe_in(folder, "lora")
-    carry_out(recipe, OWN_CHECKPOINTING, folder / "asked")
-    carry_out(recipe, LAUNCHES["fsdp2 full"], folder / "not asked")
+    recipe, not_asked = whole("fsdp2 full", "lora")
+    carry_out(recipe, OWN_CHECKPOINTING, folder)
     for part in (".", "checkpoint-2", "checkpoint-4"):
-        assert list(unequal(saved(folder / "asked" / part), saved(folder / "not asked" / part))) == []
+        assert list(unequal(saved(folder / part), saved(not_asked.saved / part))) == []
 
 
 # --- What cannot be done is said, in both processes. ---
@@ -202,4 +212,13 @@ def test_data_that_is_missing_in_one_process_ends_both(folder: Path) -> None:
         assert str(failed.value) == f"Process 1 failed while preparing the data: {own}"
     else:
         assert str(failed.value) == own
+    assert not (folder / "run").exists()
+
+
+def test_command_tells_of_missing_data_once_and_ends_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_in(folder, "lora")
+    with launched("ddp_8gpu"):
+        assert main([str(recipe), "data.path=nowhere.jsonl"]) == 2
+    is_told = "there is no file or directory 'nowhere.jsonl'" in capsys.readouterr().err
+    assert is_told is (dist.get_rank() == 0)
     assert not (folder / "run").exists()
