@@ -270,7 +270,7 @@ class Toy:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_prediction_is_what_happens_when_the_step_is_played_through(num_micro_batches: int) -> None:
-    for seed in range(60):
+    for seed in range(40):
         chain = Toy(seed, 5, num_micro_batches).chain()
         for way in every_way(chain):
             entries = entries_from(chain, way)
@@ -519,11 +519,15 @@ def test_with_casts_choices_fit_and_are_hardly_ever_slower_than_the_best(spread:
             best = planner.choose(budget)
             assert best.peak_bytes <= budget
             fastest = min(choice.seconds for choice in found if choice.peak_bytes <= budget)
-            assert best.seconds < fastest * 1.01
+            assert best.seconds < fastest * 1.005
             num_asked += 1
-            num_slower += best.seconds > fastest
+            # Sums of equal times differ in their last bit.
+            num_slower += best.seconds > fastest + 1e-12
         assert planner.smallest_peak().peak_bytes == min(choice.peak_bytes for choice in found)
         assert planner.peaks[0] == planner.smallest_peak().peak_bytes
+        assert planner.choose(planner.peaks[0]).peak_bytes == planner.peaks[0]
+        seconds = [point.seconds for point in planner.frontier(8)]
+        assert seconds == sorted(set(seconds), reverse=True)
     assert num_asked > 40
     assert num_slower <= num_asked // 50
 

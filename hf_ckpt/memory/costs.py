@@ -134,7 +134,7 @@ def _search(planner: Planner, budget_bytes: int, simulated: Callable[[Choice], P
         if place <= fits:
             break
         planned = simulated(planner.choose(planner.peaks[place]))
-        wrong_by = planned.memory.peak_bytes - planner.peaks[place]
+        wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
         if planned.memory.peak_bytes <= budget_bytes:
             fits = place
             best = _faster(best, planned, budget_bytes)

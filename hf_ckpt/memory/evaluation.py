@@ -15,9 +15,9 @@ from hf_ckpt.memory.concrete import Concrete
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.on_cuda import as_on_cuda
 from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.running import _prepared, make_inputs
+from hf_ckpt.memory.running import make_inputs, prepared
 from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
-from hf_ckpt.memory.simulate import _explained, prepare
+from hf_ckpt.memory.simulate import explained, prepare
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker
@@ -56,7 +56,7 @@ def simulate_evaluation(model: nn.Module, step: Step, device: Device, **structur
     twin, mode = fake_twin(model, partial(computes_in, step), is_cuda=device.is_cuda)
     tracker = Tracker(rounding=BLOCK_BYTES if device.is_cuda else 1)
     with ExitStack() as entered:
-        for context in (mode, Concrete(), tracker, _explained(tracker)):
+        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, explained(tracker)):
             entered.enter_context(context)
         prepare(twin.train(), step, tracker, is_cuda=device.is_cuda)
         entered.enter_context(watch(twin, find_layers(twin, **structure), tracker))
@@ -73,6 +73,6 @@ def _run_batch(model: nn.Module, step: Step, tracker: Tracker) -> int:
         inputs = make_inputs(step)
     tracker.know(inputs.items(), Category.TEMPORARY)
     with torch.no_grad():
-        output = _prepared(model, step)(**inputs)
+        output = prepared(model, step)(**inputs)
     logits: Tensor = output["logits"]
     return logits.nbytes + inputs["labels"].nbytes

@@ -16,6 +16,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from hf_ckpt.memory.tie_breaks import TieBreak
 
 _ALLOWANCES = 8
 """Parts of the most that casts can be, each of which is tried."""
+_NEXT_BEST = 2
+"""Choices that are looked at with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,11 @@ class _Exact:
         peaks = np.maximum(self._fronts[0].num_bytes + self._base, chain.fixed_peak_bytes)
         self.peaks: Numbers = peaks[np.append(peaks[1:] != peaks[:-1], True)]
 
-    def choose(self, budget_bytes: int) -> Choice | None:
-        """Return the best choice within a budget, if there is one."""
-        place = int(np.searchsorted(self.peaks, budget_bytes, side="right")) - 1
-        if place < 0:
-            return None
-        blocks = TieBreak(self._blocks, self._fronts, int(self.peaks[place]) - self._base).best_blocks()
-        return predict(self._chain, entries_from(self._chain, blocks))
+    def choices(self, budget_bytes: int) -> Iterator[Choice]:
+        """Yield the choices within a budget, the fastest and largest first."""
+        for place in reversed(range(int(np.searchsorted(self.peaks, budget_bytes, side="right")))):
+            blocks = TieBreak(self._blocks, self._fronts, int(self.peaks[place]) - self._base).best_blocks()
+            yield predict(self._chain, entries_from(self._chain, blocks))
 
 
 class Planner:
@@ -101,18 +102,28 @@ class Planner:
             BudgetError: no choice is within the budget.
         """
         fitting = [choice for choice in self._found(budget_bytes) if choice.peak_bytes <= budget_bytes]
-        if not fitting:
-            smallest = self.smallest_peak()
-            raise BudgetError(
-                f"No plan fits memory_budget={format_bytes(budget_bytes)}. Lowest predicted peak is "
-                f"{format_bytes(smallest.peak_bytes)}, in the {smallest.where()}. Raise the budget, or shorten the "
-                "sequence."
-            )
-        return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))
+        if fitting:
+            return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))
+        smallest = self.smallest_peak()
+        if smallest.peak_bytes <= budget_bytes:
+            return smallest
+        raise BudgetError(
+            f"No plan fits memory_budget={format_bytes(budget_bytes)}. Lowest predicted peak is "
+            f"{format_bytes(smallest.peak_bytes)}, in the {smallest.where()}. Raise the budget, or shorten the "
+            "sequence."
+        )
 
     def smallest_peak(self) -> Choice:
         """Return the choice with the smallest peak, the fastest of those."""
-        return min(self._found(None), key=lambda choice: (choice.peak_bytes, choice.seconds))
+        found = []
+        allowances = self._allowances()
+        for allowed in allowances:
+            exact = self._with(allowed)
+            choice = next(exact.choices(int(exact.peaks[0])))
+            if choice.cast_bytes > allowed and choice.cast_bytes not in allowances:
+                insort(allowances, choice.cast_bytes)
+            found.append(choice)
+        return min(found, key=lambda choice: (choice.peak_bytes, choice.seconds))
 
     def frontier(self, num_points: int | None = None) -> tuple[FrontierPoint, ...]:
         """Return the staircase of time against peak: for each budget, the last point that is within it is the best.
@@ -125,8 +136,11 @@ class Planner:
             # The first peak at or above each of evenly spaced budgets: points crowd where the staircase is fine.
             budgets = np.linspace(peaks[0], peaks[-1], num_points)
             peaks = tuple(peaks[place] for place in sorted(set(np.searchsorted(peaks, budgets).tolist())))
-        found = {choice.peak_bytes: choice for choice in map(self.choose, peaks)}
-        return tuple(FrontierPoint(peak, peak, choice.seconds, choice) for peak, choice in sorted(found.items()))
+        points: list[FrontierPoint] = []
+        for choice in sorted(map(self.choose, peaks), key=lambda choice: (choice.peak_bytes, choice.seconds)):
+            if not points or choice.seconds < points[-1].seconds:
+                points.append(FrontierPoint(choice.peak_bytes, choice.peak_bytes, choice.seconds, choice))
+        return tuple(points)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -140,19 +154,26 @@ class Planner:
         smallest = self.smallest_peak().peak_bytes
         return (smallest, *(peak for peak in peaks if peak > smallest))
 
-    def _found(self, budget_bytes: int | None) -> Iterator[Choice]:
-        """Yield the choices for a budget, or with the smallest peak, one for each allowance for casts."""
-        most = sum(max(cost.cast_bytes for cost in layer.costs.values()) for layer in self.chain.layers)
-        allowances = sorted({most * part // _ALLOWANCES for part in range(_ALLOWANCES + 1)})
+    def _found(self, budget_bytes: int) -> Iterator[Choice]:
+        """Yield choices for a budget, with more and more allowed for casts, until one is within it."""
+        allowances = self._allowances()
         for allowed in allowances:
-            exact = self._with(allowed)
-            choice = exact.choose(int(exact.peaks[0]) if budget_bytes is None else budget_bytes)
-            if choice is None:
-                # Nor does anything fit with more.
+            found: list[Choice] = []
+            for choice in islice(self._with(allowed).choices(budget_bytes), _NEXT_BEST):
+                found.append(choice)
+                if choice.peak_bytes <= budget_bytes:
+                    break
+            yield from found
+            # With more for casts nothing is faster than the fastest here, and nothing fits where nothing does here.
+            if not found or found[0].peak_bytes <= budget_bytes:
                 return
-            if choice.cast_bytes > allowed and choice.cast_bytes not in allowances:
-                insort(allowances, choice.cast_bytes)
-            yield choice
+            # More than was allowed, or else it would be within the budget.
+            if found[0].cast_bytes not in allowances:
+                insort(allowances, found[0].cast_bytes)
+
+    def _allowances(self) -> list[int]:
+        most = sum(max(cost.cast_bytes for cost in layer.costs.values()) for layer in self.chain.layers)
+        return sorted({most * part // _ALLOWANCES for part in range(_ALLOWANCES + 1)})
 
     def _with(self, cast_bytes: int) -> _Exact:
         if cast_bytes not in self._allowing:

@@ -39,7 +39,7 @@ def run_step(
         optimizer: with its state; None for a step that ends with the last backward.
         is_cuda: whether it stands for a step on a CUDA device, where clipping works on all gradients together.
     """
-    forward = _prepared(model, step)
+    forward = prepared(model, step)
     with tracker.silence():
         # The Trainer draws the micro-batches of a step before it runs the first one, and keeps them to the end.
         batches = [make_inputs(step) for _ in range(step.gradient_accumulation_steps)]
@@ -86,7 +86,7 @@ def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def _prepared(model: nn.Module, step: Step) -> _Forward:
+def prepared(model: nn.Module, step: Step) -> _Forward:
     """Return the forward as accelerate prepares it: under autocast, with outputs in float32."""
     if step.autocast is None:
         return model

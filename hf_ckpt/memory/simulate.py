@@ -125,7 +125,7 @@ def _traced(
     if copies is not None:
         copies.pass_through(twin, tracker)
     with ExitStack() as entered:
-        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, _explained(tracker)):
+        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, explained(tracker)):
             entered.enter_context(context)
         optimizer = prepare(twin, step, tracker, is_cuda=device.is_cuda)
         entered.enter_context(watch(twin, stacks, tracker))
@@ -196,12 +196,12 @@ def _turn_cache_off(model: nn.Module) -> None:
 
 
 @contextmanager
-def _explained(tracker: Tracker) -> Iterator[None]:
+def explained(tracker: Tracker) -> Iterator[None]:
     """Say what a step that cannot be simulated needs."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        explained = explain(error, tracker.module)
-        if explained is None:
+        told = explain(error, tracker.module)
+        if told is None:
             raise
-        raise explained from error
+        raise told from error
