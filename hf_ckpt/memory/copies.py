@@ -68,8 +68,9 @@ class Copies:
                 for idx, like in zip(units[unit].layers, units[stand_in].layers, strict=True):
                     if like not in seen:
                         seen[like] = _Seen.of(stack.layers[like])
-                    passed = _Passed(stack.layers[idx], number, seen[like], tracker, names)
+                    passed = _Passed(stack.layers[idx], number, seen[like], tracker)
                     stack.layers[idx].outer.forward = partial(_pass_through, passed)
+                    _share_gradients(stack.layers[like], stack.layers[idx], tracker, names)
 
     def fill_up(self, tape: Tape) -> Tape:
         """Return the tape as it would be with every layer traced.
@@ -118,7 +119,6 @@ class _Passed:
     stack: int
     seen: _Seen
     tracker: Tracker
-    names: Mapping[nn.Parameter, str]
 
     def returned(self, args: Any, kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs)
@@ -131,9 +131,6 @@ class _Passed:
 
     def run_backward(self) -> None:
         self.tracker.mark(Mark(Region.BACKWARD, self.stack, self.layer.layer_idx, 0, is_copy=True))
-        for parameter in self.layer.outer.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                self.tracker.know_gradient(self.names[parameter], parameter)
 
 
 class _Marked(torch.autograd.Function):
@@ -149,6 +146,24 @@ class _Marked(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.passed.run_backward()
         return gradient, None
+
+
+def _share_gradients(like: Layer, layer: Layer, tracker: Tracker, names: Mapping[nn.Parameter, str]) -> None:
+    """Let what has a gradient in a layer have one in a layer that it stands for."""
+    pairs = zip(
+        like.outer.named_parameters(remove_duplicate=False),
+        layer.outer.named_parameters(remove_duplicate=False),
+        strict=True,
+    )
+    for (_, parameter), (_, other) in pairs:
+        if parameter.requires_grad and other is not parameter:
+            told = partial(_tell_gradient, tracker, names[other], other)
+            parameter.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+
+
+def _tell_gradient(tracker: Tracker, name: str, other: nn.Parameter, parameter: Tensor) -> None:
+    if other.grad is None:
+        tracker.know_gradient(name, other)
 
 
 def _pass_through(passed: _Passed, *args: Any, **kwargs: Any) -> Any:
@@ -282,17 +297,24 @@ class _Filling:
     def _of_traced(self, event: Event, stack: int, unit: int) -> Event:
         """Return an event of a unit that ran: a neighbour over a gap is put in the place of who seemed to be one."""
         owner = self._owner.get(id(event.storage)) if event.change is Change.FREE else None
-        if owner is None or owner[0] != stack or abs(owner[1] - unit) <= 1:
+        if owner is None or owner[0] != stack:
             return event
+        between = range(min(unit, owner[1]) + 1, max(unit, owner[1]))
+        num_copies = sum(number in self._copies.stand_ins[stack] for number in between)
+        if not num_copies:
+            return event
+        if num_copies < len(between):
+            raise CannotCopyError("a layer lets go of what a far one has made")
         return replace(event, storage=self._of_neighbour(stack, unit + (1 if owner[1] > unit else -1), owner[2]))
 
     def _copied(self, events: list[Event], section: _Section, stand_in: int) -> Iterator[Event]:
         region, micro_batch, stack, unit = section
+        shift = self._shift(stack, unit, stand_in)
         count = 0
         for event in events:
             storage = event.storage
             if event.change is Change.ALLOCATE and storage is not None:
-                storage = self._copy(storage, stack, unit, stand_in)
+                storage = self._copy(storage, stack, shift)
                 self._made[stack, unit][region, micro_batch, count] = storage
                 count += 1
             elif event.change is Change.FREE and storage is not None:
@@ -302,8 +324,8 @@ class _Filling:
                 storage = self._of_neighbour(stack, unit + owner[1] - stand_in, owner[2])
             mark = event.mark
             if mark is not None:
-                mark = replace(mark, layer_idx=mark.layer_idx + self._shift(stack, unit, stand_in))
-            place = self._moved(event.place, stack, unit, stand_in)
+                mark = replace(mark, layer_idx=mark.layer_idx + shift)
+            place = self._moved(event.place, stack, shift)
             yield Event(place, event.change, storage, event.seconds, event.num_flops, mark)
 
     def _of_neighbour(self, stack: int, unit: int, key: _Key) -> Storage:
@@ -312,16 +334,15 @@ class _Filling:
             raise CannotCopyError("neighbours of equal layers differ")
         return storage
 
-    def _copy(self, storage: Storage, stack: int, unit: int, stand_in: int) -> Storage:
+    def _copy(self, storage: Storage, stack: int, shift: int) -> Storage:
         assert storage.made is not None
         if storage.parameter:
-            return self._gradient(storage, stack, unit, stand_in)
-        return replace(storage, made=self._moved(storage.made, stack, unit, stand_in))
+            return self._gradient(storage, stack, shift)
+        return replace(storage, made=self._moved(storage.made, stack, shift))
 
-    def _gradient(self, storage: Storage, stack: int, unit: int, stand_in: int) -> Storage:
+    def _gradient(self, storage: Storage, stack: int, shift: int) -> Storage:
         """Return the gradient that the step has made for the layer that was passed through."""
-        path, shift = self._copies.stacks[stack].path, self._shift(stack, unit, stand_in)
-        name = _shifted(storage.parameter, path, shift)
+        name = _shifted(storage.parameter, self._copies.stacks[stack].path, shift)
         found = self._tape.copied_gradients.get(name)
         if found is None or found.num_bytes != storage.num_bytes:
             raise CannotCopyError(f"{name} has no gradient like that of {storage.parameter}")
@@ -331,8 +352,7 @@ class _Filling:
         units = self._copies.units[stack]
         return units[unit].first - units[stand_in].first
 
-    def _moved(self, place: Place, stack: int, unit: int, stand_in: int) -> Place:
-        shift = self._shift(stack, unit, stand_in)
+    def _moved(self, place: Place, stack: int, shift: int) -> Place:
         moved = self._places.get((place, shift))
         if moved is None:
             path = self._copies.stacks[stack].path

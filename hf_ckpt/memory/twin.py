@@ -19,7 +19,7 @@ from hf_ckpt.memory import quantized
 
 
 def fake_twin(
-    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype"), *, is_cuda: bool
+    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype"), *, is_cuda: bool = True
 ) -> tuple[nn.Module, FakeTensorMode]:
     """Return a copy of a model whose tensors are fake, and the mode that it has to run in.
 

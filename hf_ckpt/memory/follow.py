@@ -1,0 +1,153 @@
+"""A step that really runs in a Trainer, followed by the tracker that follows simulated ones: what they must agree with.
+
+What is simulated is computed by no other code than this: only the tensors are real, and the Trainer runs the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_ckpt.layers import find_layers
+from hf_ckpt.memory.devices import CPU
+from hf_ckpt.memory.on_cuda import as_on_cuda
+from hf_ckpt.memory.reading import read
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import Category, Phase, StepMemory
+from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
+from hf_ckpt.memory.watching import watch
+from hf_ckpt.patch import plan_of
+
+_OWN_METHODS = ("get_batch_samples", "training_step")
+
+
+def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> StepMemory:
+    """Train until an optimizer step is done, follow that step, and return what it needed.
+
+    The step takes two to ten times longer than it does alone, and no more memory on the device.
+
+    Args:
+        trainer: with its callbacks. It trains as it would without being followed, and stops after the step.
+        at_step: which one, counted from 1. In the first one the optimizer makes its state.
+        structure: `layers`, `attention` and `ffn` of `apply`, where the model is not of transformers.
+
+    Returns:
+        What `simulate_step` predicts, without times.
+
+    Raises:
+        ValueError: the Trainer stopped before the step.
+
+    Example:
+        >>> follow_trainer(Trainer(model, args, train_dataset=data)).peak_bytes  # doctest: +SKIP
+    """
+    following = _Following(trainer, at_step, structure)
+    with following.following():
+        trainer.train()
+    if following.memory is None:
+        raise ValueError(
+            f"at_step={at_step} was not reached: training stopped after step {trainer.state.global_step}. "
+            "Give the run more steps, or follow an earlier one."
+        )
+    return following.memory
+
+
+class _Following(TrainerCallback):
+    """Follows one step of a Trainer.
+
+    The events of a callback do not say where a micro-batch ends and clipping begins: two methods of the Trainer, on
+    this instance, are called through this object.
+    """
+
+    def __init__(self, trainer: Trainer, at_step: int, structure: dict[str, Any]) -> None:
+        self.memory: StepMemory | None = None
+        self._trainer = trainer
+        self._at_step = at_step
+        self._structure = structure
+        self._entered = ExitStack()
+        self._tracker: Tracker | None = None
+        self._batches: list[Any] = []
+        self._num_done = 0
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        found = {name: vars(self._trainer)[name] for name in _OWN_METHODS if name in vars(self._trainer)}
+        self._get_batch_samples, self._training_step = (getattr(self._trainer, name) for name in _OWN_METHODS)
+        self._trainer.add_callback(self)
+        try:
+            for name in _OWN_METHODS:
+                setattr(self._trainer, name, getattr(self, name))
+            yield
+        finally:
+            self._entered.close()
+            for name in _OWN_METHODS:
+                delattr(self._trainer, name)
+            vars(self._trainer).update(found)
+            self._trainer.remove_callback(self)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`: draw the micro-batches of a step."""
+        batches, num_items = self._get_batch_samples(*args, **kwargs)
+        self._batches = batches
+        return batches, num_items
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`: run a micro-batch."""
+        if self._trainer.state.global_step != self._at_step - 1:
+            return self._training_step(*args, **kwargs)
+        tracker = self._start() if self._tracker is None else self._tracker
+        tracker.start_micro_batch(self._num_done)
+        loss = self._training_step(*args, **kwargs)
+        self._num_done += 1
+        if self._num_done == len(self._batches):
+            self._entered.enter_context(tracker.phase(Phase.OPTIMIZER))
+        return loss
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Read what was followed, and let the Trainer stop."""
+        if self._tracker is not None:
+            self._entered.close()
+            device = self._trainer.args.device
+            self.memory = read(
+                self._tracker.tape,
+                device=str(device),
+                plan=plan_of(self._model),
+                tokens=sum(batch["input_ids"].numel() for batch in self._batches if "input_ids" in batch),
+            )
+            control.should_training_stop = True
+        return control
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        return model
+
+    def _start(self) -> Tracker:
+        """Begin to follow, with what is there before the step."""
+        model = self._model
+        stacks = find_layers(model, **self._structure)
+        is_cuda = self._trainer.args.device.type == "cuda"
+        self._tracker = tracker = Tracker(rounding=BLOCK_BYTES if is_cuda else 1)
+        tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
+        assert self._trainer.optimizer is not None, "a step is about to run"
+        tracker.know(_state_of(self._trainer.optimizer), Category.OPTIMIZER)
+        for batch in self._batches:
+            tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
+            tracker.know(tensors, Category.TEMPORARY)
+        self._entered.enter_context(tracker)
+        self._entered.enter_context(watch(model, stacks, tracker))
+        if not is_cuda:
+            # On CUDA what kernels allocate for themselves is not seen; here it is shown.
+            self._entered.enter_context(as_on_cuda(Step(), CPU))
+        return tracker
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for state in optimizer.state.values():
+        yield from ((name, value) for name, value in state.items() if isinstance(value, Tensor))

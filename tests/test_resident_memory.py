@@ -1,0 +1,21 @@
+"""The peak that is predicted is the memory that the process takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.resident import CASES, measure, predict
+
+GIB = 2**30
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells of resident memory")
+
+
+@pytest.mark.parametrize("name", ["none", "full"])
+def test_resident_memory_of_the_process_rises_by_what_is_predicted(name: str) -> None:
+    predicted = predict(CASES[name])
+    assert predicted > GIB
+    # Blocks below 64 KiB stay with the allocator, and the interpreter needs some of its own.
+    assert measure(name) == pytest.approx(predicted, rel=0.03)

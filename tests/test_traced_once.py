@@ -1,0 +1,125 @@
+"""Tracing equal layers once changes nothing: neither bytes nor places, neither times nor what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_ckpt.memory import simulate
+from hf_ckpt.memory.copies import Copies
+from hf_ckpt.memory.devices import DEVICES
+from hf_ckpt.memory.simulate import simulate_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.policy import Policy
+from tests import zoo
+
+A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
+STEP = Step(batch_size=2, seq_length=16, optim="sgd")
+MIXED = [
+    {"layers": "0:1", "mode": "ffn"},
+    {"layers": "1:13", "mode": "full", "segment_size": 2, "nested": True},
+    {"layers": "13", "mode": "attention"},
+]
+# Model type, layers, policy and its options, and how many layers need no tracing.
+CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
+    "llama-every-2": ("llama", 8, "full", {"every_n_layers": 2}, 2),
+    "llama-mixed": ("llama", 14, MIXED, {}, 2),
+    "gemma3-full": ("gemma3_text", 8, "full", {}, 2),
+    "qwen3-moe-ffn": ("qwen3_moe", 7, "ffn", {}, 2),
+    "gpt2-range": ("gpt2", 8, [{"layers": "1:7", "mode": "full"}], {}, 1),
+    "gpt-oss-attention": ("gpt_oss", 8, "attention", {}, 2),
+    "bamba-none": ("bamba", 8, None, {}, 2),
+}
+
+
+def model(model_type: str, num_layers: int, task: str = "causal") -> nn.Module:
+    torch.manual_seed(0)
+    return zoo.build(model_type, task=task, num_layers=num_layers).model
+
+
+def both(built: nn.Module, policy: Any, step: Step = STEP, **options: Any) -> tuple[StepMemory, StepMemory]:
+    """Simulate a step with equal layers traced once, and with all traced."""
+    parsed = None if policy is None else Policy.parse(policy, **options)
+    return simulate_step(built, parsed, step, A100), simulate_step(built, parsed, step, A100, traces_all=True)
+
+
+@contextmanager
+def counted_copies() -> Iterator[list[int]]:
+    """Count the layers that need no tracing, in each try."""
+    counts: list[int] = []
+
+    def chosen(stacks: Any, plan: Any) -> Copies:
+        copies = Copies.choose(stacks, plan)
+        pairs = zip(copies.units, copies.stand_ins, strict=True)
+        counts.append(sum(len(units[number].layers) for units, stand_ins in pairs for number in stand_ins))
+        return copies
+
+    with mock.patch.object(simulate, "Copies", mock.Mock(choose=chosen)):
+        yield counts
+
+
+def assert_equal(once: StepMemory, whole: StepMemory) -> None:
+    assert once.timeline.bytes_by_category == whole.timeline.bytes_by_category
+    assert once.timeline.places == whole.timeline.places
+    assert once.ledger == whole.ledger
+    # The same seconds, added up in another order.
+    assert once.timeline.seconds == pytest.approx(whole.timeline.seconds, rel=1e-9)
+    assert replace(once, timeline=whole.timeline) == whole
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_traced_once_is_the_step_traced_whole(name: str) -> None:
+    model_type, num_layers, policy, options, count = CASES[name]
+    with counted_copies() as counts:
+        once, whole = both(model(model_type, num_layers), policy, **options)
+    assert counts == [count]
+    assert_equal(once, whole)
+
+
+def test_adapters_and_micro_batches_are_traced_once() -> None:
+    settings = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
+    step = replace(STEP, gradient_accumulation_steps=3)
+    with counted_copies() as counts:
+        once, whole = both(get_peft_model(model("llama", 7), settings), "full", step)
+    assert counts == [2]
+    assert_equal(once, whole)
+
+
+def test_both_stacks_of_an_encoder_and_a_decoder_are_traced_once() -> None:
+    with counted_copies() as counts:
+        once, whole = both(model("t5", 7, "seq2seq"), "full")
+    assert counts == [2]
+    assert_equal(once, whole)
+
+
+def test_a_layer_that_is_frozen_in_part_is_told_apart() -> None:
+    built = model("llama", 10)
+    built.model.layers[8].mlp.requires_grad_(False)
+    with counted_copies() as counts:
+        once, whole = both(built, "full")
+    assert counts == [3]
+    assert_equal(once, whole)
+
+
+def test_a_parameter_without_gradient_has_none_in_the_layers_that_are_not_traced() -> None:
+    built = model("llama", 6)
+    for layer in built.model.layers:
+        layer.unused = nn.Linear(64, 64)
+    with counted_copies() as counts:
+        once, whole = both(built, None, Step(batch_size=2, seq_length=16))
+    assert counts == [1]
+    assert_equal(once, whole)
+
+
+def test_layers_may_let_go_of_what_a_far_one_has_made() -> None:
+    # Layers of gemma3n read keys and values of a far layer.
+    assert_equal(*both(model("gemma3n_text", 6), None))

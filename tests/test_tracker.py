@@ -1,0 +1,105 @@
+"""The tracker sees what lives: each storage once, from the operator that makes it to whoever holds it last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_ckpt.memory.reading import read
+from hf_ckpt.memory.tape import settle
+from hf_ckpt.memory.timeline import Category, Phase, StepMemory
+from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
+
+KIB = 1024
+
+
+def told(tracker: Tracker) -> list[tuple[str, int]]:
+    """What came and went, in bytes."""
+    return [(event.change.value, event.storage.num_bytes) for event in tracker.tape.events if event.storage is not None]
+
+
+def memory_of(tracker: Tracker) -> StepMemory:
+    return read(tracker.tape, device="cpu", plan=None, tokens=1)
+
+
+def test_a_storage_counts_once_however_many_views_it_has() -> None:
+    with Tracker() as tracker:
+        tensor = torch.zeros(256)
+        views = [tensor.view(16, 16), tensor[3:], tensor.detach()]
+        del tensor, views[1:]
+        assert told(tracker) == [("allocate", KIB)]
+        views.clear()
+    assert told(tracker) == [("allocate", KIB), ("free", KIB)]
+
+
+def test_blocks_are_rounded_up_as_the_allocator_does() -> None:
+    with Tracker(rounding=512) as tracker:
+        held = [torch.zeros(1), torch.zeros(128), torch.zeros(129)]
+        assert told(tracker) == [("allocate", 512), ("allocate", 512), ("allocate", 1024)]
+    assert len(held) == 3
+
+
+def test_what_was_there_before_is_no_event() -> None:
+    model = nn.Linear(16, 16, bias=False)
+    with Tracker() as tracker:
+        tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
+        view = model.weight.t()
+        assert told(tracker) == []
+    assert [(storage.num_bytes, storage.parameter) for storage in tracker.tape.before] == [(KIB, "weight")]
+    assert view.shape == (16, 16)
+
+
+def test_nothing_is_written_after_the_step() -> None:
+    with Tracker() as tracker:
+        tensor = torch.zeros(256)
+    del tensor
+    assert told(tracker) == [("allocate", KIB)]
+
+
+def test_phases_are_told_apart_by_what_autograd_does() -> None:
+    def region(inputs: Tensor) -> Tensor:
+        return inputs.exp().exp()
+
+    inputs = torch.zeros(256, requires_grad=True)
+    with Tracker() as tracker:
+        tracker.know([("inputs", inputs)], Category.TEMPORARY)
+        loss = checkpoint(region, inputs, use_reentrant=False).sum()
+        loss.backward()
+    made = [(event.place.phase, event.place.operator) for event in tracker.tape.events if event.change == "allocate"]
+    exps = [phase for phase, operator in made if operator == "aten.exp.default"]
+    assert exps == [Phase.FORWARD, Phase.FORWARD, Phase.RECOMPUTATION, Phase.RECOMPUTATION]
+    assert (Phase.BACKWARD, "aten.mul.Tensor") in made
+
+
+def test_held_for_backward_is_saved_and_what_is_let_go_is_temporary() -> None:
+    inputs = torch.zeros(256, requires_grad=True)
+    with Tracker() as tracker:
+        tracker.know([("inputs", inputs)], Category.TEMPORARY)
+        held = inputs.exp()
+        loss = (held + 1.0).sum()
+        del held
+        loss.backward()
+        memory = memory_of(tracker)
+    large = [(tensor.place.operator, tensor.num_bytes) for tensor in memory.ledger if tensor.num_bytes > 4]
+    assert large == [("aten.exp.default", KIB)]
+
+
+def test_state_of_a_parameter_without_gradient_is_forgotten() -> None:
+    used, unused = torch.zeros(2), torch.zeros(4)
+    tracker = Tracker()
+    tracker.know([("used", used), ("unused", unused)], Category.OPTIMIZER)
+    tracker.name_gradient("used", torch.zeros(2))
+    tracker.forget_unused_state()
+    assert [storage.parameter for storage in tracker.tape.before] == ["used"]
+
+
+def test_what_is_let_go_at_once_is_put_in_the_order_in_which_it_was_made() -> None:
+    with Tracker() as tracker:
+        held = [torch.zeros(size) for size in (1, 2, 3)]
+        held.reverse()
+        while held:
+            held.pop(0)
+    assert [size for change, size in told(tracker) if change == "free"] == [12, 8, 4]
+    settle(tracker.tape)
+    assert [size for change, size in told(tracker) if change == "free"] == [4, 8, 12]
