@@ -1,0 +1,372 @@
+"""Pictures of predicted steps: memory over the step, peak against step time, memory against the number of checkpoints.
+
+Needs matplotlib, which the extra `plot` brings. Figures are made directly, without pyplot and its global state.
+Colours are those of Okabe and Ito (2008), which people with any kind of colour vision can tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_ckpt.memory.timeline import Category, StepMemory, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+
+COLOURS: Mapping[Category, str] = {
+    Category.PARAMETERS: "#999999",
+    Category.GATHERED: "#000000",
+    Category.OPTIMIZER: "#0072B2",
+    Category.GRADIENTS: "#009E73",
+    Category.SAVED: "#56B4E9",
+    Category.RECOMPUTED: "#D55E00",
+    Category.LOSS: "#CC79A7",
+    Category.TEMPORARY: "#F0E442",
+}
+"""Of each category, in the order in which they are stacked: what lasts longest lies lowest."""
+
+_LINE, _MARK, _SECOND, _LIMIT = "#0072B2", "#D55E00", "#009E73", "#000000"
+_DPI = 100
+_COLUMNS = 3
+_PANEL = (4.6, 3.4)
+_SINGLE = (9.0, 6.2)
+_FONT = 14
+# Pixels across a panel: more moments than that cannot be seen.
+_MOMENTS = 500
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line or a row of marks.
+
+    Args:
+        label: written beside it.
+        points: (x, bytes); x in the unit of the picture.
+    """
+
+    label: str
+    points: Sequence[tuple[float, float]]
+
+
+def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit_bytes: int | None = None) -> None:
+    """Draw memory over the step, stacked by category, with one panel for each step.
+
+    Args:
+        steps: by the name of their plan.
+        path: the PNG to write.
+        title: of the picture.
+        limit_bytes: what the device has; drawn where it lies in the picture.
+    """
+    num_columns = min(_COLUMNS, len(steps))
+    num_rows = math.ceil(len(steps) / num_columns)
+    figure = _figure((_PANEL[0] * num_columns + 0.6, _PANEL[1] * num_rows + 1.5), title)
+    axes = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
+    top = max(step.peak_bytes for step in steps.values()) / GIB
+    longest = max(_x_of(step.timeline, -1) for step in steps.values())
+    for (name, step), panel in zip(steps.items(), axes.flat, strict=False):
+        # The panels share their axes, so that a slower plan is seen to be slower.
+        panel.set_xlim(0, longest)
+        _draw_step(panel, name, step, top, limit_bytes)
+    for unused in list(axes.flat)[len(steps) :]:
+        unused.remove()
+    for row in axes:
+        row[0].set_ylabel("memory (GiB)")
+    _legend(figure, {category for step in steps.values() for category in step.timeline.bytes_by_category})
+    for step, panel in zip(steps.values(), axes.flat, strict=False):
+        _name_areas(figure, panel, step)
+    _save(figure, path)
+
+
+def draw_frontier(
+    points: Mapping[str, StepMemory], curve: Curve, path: Path, *, title: str, limit_bytes: int | None = None
+) -> None:
+    """Draw the peak against the step time: each fixed mode as a mark, and the planner's choices as a line.
+
+    Args:
+        points: steps by the name of their mode.
+        curve: the planner's (seconds, bytes), one for each budget.
+        path: the PNG to write.
+        title: of the picture.
+        limit_bytes: what the device has; drawn where it lies in the picture.
+    """
+    figure = _figure(_SINGLE, title)
+    panel = figure.subplots()
+    chosen = sorted(curve.points)
+    if chosen:
+        times, peaks = zip(*chosen, strict=True)
+        # Between two choices the slower one is the best that fits.
+        panel.step(times, _gib(peaks), where="post", color=_LINE, linewidth=2.5, marker=".", markersize=9)
+    marks = [(name, step.time.total, step.peak_bytes / GIB) for name, step in points.items()]
+    panel.scatter([x for _, x, _ in marks], [y for _, _, y in marks], color=_MARK, s=70, zorder=3)
+    panel.set_xlabel("predicted step time (s)")
+    panel.set_ylabel("predicted peak (GiB)")
+    _pad(panel)
+    _draw_limit(panel, limit_bytes, at_left=True)
+    labels = [*marks]
+    if chosen:
+        seconds, peak = _farthest(panel, chosen, marks)
+        labels.append((curve.label, seconds, peak / GIB))
+    corners = [(after, peak) for (_, peak), (after, _) in pairwise(chosen)]
+    _label(figure, panel, labels, [(x, y / GIB) for x, y in (*chosen, *corners)])
+    _save(figure, path)
+
+
+def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title: str, optimum: float) -> None:
+    """Draw memory against the number of checkpoints, simulated and by the formula.
+
+    Args:
+        pairs: (number of checkpoints, bytes) as simulated and by the formula, one pair for each panel. The label of the
+            first names the panel, that of the second is written beside its line.
+        path: the PNG to write.
+        title: of the picture.
+        optimum: the number of checkpoints that theory calls best.
+    """
+    figure = _figure((_SINGLE[0] * 1.4, _SINGLE[1] * 0.9), title)
+    axes = figure.subplots(1, len(pairs), squeeze=False)[0]
+    for panel, (simulated, formula) in zip(axes, pairs, strict=True):
+        for curve, style in ((formula, {"linewidth": 2.5}), (simulated, {"marker": "o", "linestyle": "none"})):
+            numbers, peaks = zip(*sorted(curve.points), strict=True)
+            panel.plot(numbers, _gib(peaks), color=_LINE if curve is formula else _MARK, markersize=9, **style)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(_plain_number)
+        panel.axvline(optimum, color=_SECOND, linewidth=2, linestyle="--")
+        panel.set_xlabel("checkpoints (segments, each with a saved input)")
+        panel.set_title(simulated.label, fontsize=_FONT, loc="left")
+        _pad(panel, begins_at_zero=False)
+        panel.set_ylabel("predicted peak (GiB)")
+    for panel, (simulated, formula) in zip(axes, pairs, strict=True):
+        points = [(number, peak / GIB) for number, peak in (*simulated.points, *formula.points)]
+        _label(figure, panel, _labels_of_pair(panel, simulated, formula, optimum), points)
+    _save(figure, path)
+
+
+def _labels_of_pair(
+    panel: Axes, simulated: Curve, formula: Curve, optimum: float
+) -> Iterator[tuple[str, float, float]]:
+    low, high = panel.get_ylim()
+    yield f"sqrt(L) = {optimum:.3g}", optimum, high - 0.05 * (high - low)
+    # The first points are where the curves are far from everything else.
+    number, peak = min(simulated.points)
+    yield "simulated", number, peak / GIB
+    number, peak = sorted(formula.points)[1]
+    yield formula.label, number, peak / GIB
+
+
+# --- One panel of a step. ---
+
+
+def _draw_step(panel: Axes, name: str, step: StepMemory, top: float, limit_bytes: int | None) -> None:
+    timeline = step.timeline
+    moments = _moments(timeline)
+    x = [_x_of(timeline, index) for index in moments]
+    categories = [category for category in COLOURS if category in timeline.bytes_by_category]
+    below = [0.0] * len(moments)
+    for category in categories:
+        column = timeline.bytes_by_category[category]
+        above = [low + column[index] / GIB for low, index in zip(below, moments, strict=True)]
+        panel.fill_between(x, below, above, color=COLOURS[category], linewidth=0)
+        below = above
+    panel.set_title(f"{name}: {step.peak_bytes / GIB:.1f} GiB", fontsize=_FONT, loc="left")
+    panel.set_xlabel("predicted time (s)" if timeline.seconds else "events")
+    panel.set_ylim(0, top * 1.06)
+    panel.tick_params(labelbottom=True)
+    panel.grid(axis="y", alpha=0.4)
+    _draw_limit(panel, limit_bytes)
+
+
+def _name_areas(figure: Figure, panel: Axes, step: StepMemory) -> None:
+    """Write the name of a category into its area, where the area is large enough."""
+    figure.canvas.draw()
+    moments = _moments(step.timeline)
+    x = [_x_of(step.timeline, index) for index in moments]
+    below = [0.0] * len(moments)
+    for category in COLOURS:
+        column = step.timeline.bytes_by_category.get(category)
+        if column is None:
+            continue
+        heights = [column[index] / GIB for index in moments]
+        text = panel.text(x[0], below[0], str(category), fontsize=_FONT - 1, ha="center", va="center")
+        width, height = _size_of(figure, panel, text)
+        at, room = max(_rooms(x, heights, 1.1 * width), key=lambda found: found[1], default=(0, 0.0))
+        if room > 1.2 * height:
+            text.set_position((x[at], below[at] + room / 2))
+        else:
+            text.remove()
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+
+
+def _rooms(x: Sequence[float], heights: Sequence[float], width: float) -> Iterator[tuple[int, float]]:
+    """Yield moments that a text of a width can be centred on, with the least height under it."""
+    for at, centre in enumerate(x):
+        first, last = bisect_left(x, centre - width / 2), bisect_right(x, centre + width / 2)
+        if centre - width / 2 >= x[0] and centre + width / 2 <= x[-1]:
+            yield at, min(heights[first:last])
+
+
+def _size_of(figure: Figure, panel: Axes, text: Any) -> tuple[float, float]:
+    """Return the width and height of a text in the units of its panel."""
+    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
+    box = text.get_window_extent(renderer).transformed(panel.transData.inverted())
+    return box.width, box.height
+
+
+def _moments(timeline: Timeline) -> list[int]:
+    """Return the events to draw: of each stretch of time, the one with most memory, so that peaks stay."""
+    totals = timeline.total_bytes()
+    end = _x_of(timeline, len(totals) - 1) or 1.0
+    best: dict[int, int] = {}
+    for index, total in enumerate(totals):
+        stretch = int(_x_of(timeline, index) / end * _MOMENTS)
+        if stretch not in best or total > totals[best[stretch]]:
+            best[stretch] = index
+    return sorted(best.values())
+
+
+def _x_of(timeline: Timeline, index: int) -> float:
+    return timeline.seconds[index] if timeline.seconds else float(range(len(timeline.places))[index])
+
+
+def _legend(figure: Figure, used: set[Category]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=COLOURS[category], label=str(category)) for category in COLOURS if category in used]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=_FONT, frameon=False)
+
+
+# --- Labels beside points. ---
+
+
+def _farthest(
+    panel: Axes, points: Sequence[tuple[float, float]], marks: Sequence[tuple[str, float, float]]
+) -> tuple[float, float]:
+    """Return the point of a curve that is farthest from all marks, in the picture."""
+    others = [panel.transData.transform((x, y)) for _, x, y in marks]
+
+    def distance(point: tuple[float, float]) -> float:
+        here = panel.transData.transform((point[0], point[1] / GIB))
+        return min((math.dist(here, other) for other in others), default=0.0)
+
+    return max(points, key=distance)
+
+
+def _label(
+    figure: Figure,
+    panel: Axes,
+    given: Iterable[tuple[str, float, float]],
+    kept_free: Iterable[tuple[float, float]] = (),
+) -> None:
+    """Write each label beside its point, where no other label stands yet, and none of the points to keep free."""
+    figure.canvas.draw()
+    labels = list(given)
+    points = [*((x, y) for _, x, y in labels), *kept_free]
+    taken: list[Any] = [_around(panel, x, y) for x, y in points]
+    for text, x, y in labels:
+        _place(figure, panel, text, (x, y), taken)
+
+
+def _place(figure: Figure, panel: Axes, text: str, point: tuple[float, float], taken: list[Any]) -> None:
+    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
+    frame = panel.get_window_extent(renderer)
+    written: Any = None
+    for (right, up), (horizontal, vertical) in _sides():
+        if written is not None:
+            written.remove()
+        written = panel.annotate(
+            text,
+            point,
+            xytext=(right, up),
+            textcoords="offset points",
+            ha=horizontal,
+            va=vertical,
+            fontsize=_FONT,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            arrowprops={"arrowstyle": "-", "color": "#666666"} if abs(up) > 20 else None,
+        )
+        box = written.get_window_extent(renderer)
+        is_inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
+        if is_inside and not any(box.overlaps(other) for other in taken):
+            break
+    taken.append(written.get_window_extent(renderer))
+
+
+def _sides() -> Iterator[tuple[tuple[float, float], tuple[str, str]]]:
+    """Yield where a label may stand: right, left, above and below of its point, then further away."""
+    for far in (0, 18, 36, 54, 72, 90):
+        for up in (far, -far):
+            yield (9, up), ("left", "center")
+            yield (-9, up), ("right", "center")
+        yield (0, 12 + far), ("center", "bottom")
+        yield (0, -12 - far), ("center", "top")
+
+
+def _around(panel: Axes, x: float, y: float) -> Any:
+    from matplotlib.transforms import Bbox
+
+    across, up = panel.transData.transform((x, y))
+    return Bbox.from_extents(across - 5, up - 5, across + 5, up + 5)
+
+
+# --- Figures. ---
+
+
+def _figure(size: tuple[float, float], title: str) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=_FONT + 1, x=0.02, ha="left")
+    return figure
+
+
+def _draw_limit(panel: Axes, limit_bytes: int | None, *, at_left: bool = False) -> None:
+    """Draw what the device has, where that lies in the picture."""
+    low, high = panel.get_ylim()
+    if limit_bytes is None or not low < limit_bytes / GIB < high:
+        return
+    panel.axhline(limit_bytes / GIB, color=_LIMIT, linewidth=1.5, linestyle=":")
+    left, right = panel.get_xlim()
+    panel.annotate(
+        f"{limit_bytes / GIB:.1f} GiB",
+        (left if at_left else right, limit_bytes / GIB),
+        xytext=(4 if at_left else -4, 3),
+        textcoords="offset points",
+        ha="left" if at_left else "right",
+        fontsize=_FONT - 2,
+    )
+
+
+def _pad(panel: Axes, *, begins_at_zero: bool = True) -> None:
+    """Leave room for labels, and begin the memory axis at zero where that costs little."""
+    panel.margins(0.15, 0.15)
+    panel.autoscale_view()
+    low, high = panel.get_ylim()
+    panel.set_ylim(0 if begins_at_zero and low < high / 3 else low, high)
+    panel.grid(alpha=0.4)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for panel in figure.axes:
+        panel.tick_params(labelsize=_FONT - 1)
+        panel.xaxis.label.set_fontsize(_FONT)
+        panel.yaxis.label.set_fontsize(_FONT)
+        for side in ("top", "right"):
+            panel.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+def _gib(values: Sequence[float]) -> list[float]:
+    return [value / GIB for value in values]
+
+
+def _plain_number(value: float, position: int | None = None) -> str:
+    return f"{value:g}"
