@@ -65,10 +65,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     short = {"num_train_epochs": 1, "logging_steps": 10, "warmup_steps": 5, "use_cpu": True}
     for name, keys in {
-        "base": {"data": {"max_examples": 64}, "training": short},
+        "base": {"data": {"max_examples": 64, "max_length": 128}, "training": short},
         "lora": {
             "model": {"name_or_path": str(folder / "base"), "base_recipe": "base.yaml"},
-            "data": {"max_examples": 200},
+            "data": {"max_examples": 180, "max_length": 128},
             "training": short,
         },
     }.items():

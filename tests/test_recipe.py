@@ -289,7 +289,6 @@ BROKEN = [
     ),
     # Policies.
     broken(checkpointed("policy: ful"), 'checkpointing.policy = "ful": Unknown mode "ful"', 'Did you mean "full"?'),
-    broken(checkpointed("policy: auto"), 'Unknown mode "auto"'),
     broken(checkpointed("policy: 5"), "checkpointing.policy = 5: expected text or a mapping or a list of mappings."),
     broken(checkpointed("policy: []"), "checkpointing.policy = []:"),
     broken(checkpointed("policy: {layers: '0:4'}"), "checkpointing.policy:", "has no mode"),

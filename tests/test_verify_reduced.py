@@ -13,12 +13,12 @@ import torch
 from transformers import CONFIG_MAPPING, Trainer
 
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
+from hf_ckpt.finetune import full_config
 from hf_ckpt.finetune.arguments import training_arguments
+from hf_ckpt.finetune.known_configs import KNOWN_CONFIGS
 from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.recipe import Recipe, load_recipe
-from hf_ckpt.finetune.verify import full_config
 from hf_ckpt.finetune.verify.batches import dataset
-from hf_ckpt.finetune.verify.known_configs import KNOWN_CONFIGS
 from hf_ckpt.finetune.verify.reduced import Reduced, reduced
 from tests import zoo, zoo_tables
 
@@ -356,26 +356,3 @@ def test_full_size_with_weights_keeps_them(tmp_path: Path) -> None:
     assert made.recipe.model["name_or_path"] == first.recipe.model["name_or_path"]
     assert made.recipe.checkpointing == {"policy": "full"}
     assert fact(made, "size") == "full, 172,352 parameters, its own weights"
-
-
-# --- Shipped recipes. ---
-
-
-@pytest.mark.parametrize("stem", SHIPPED)
-def test_shipped_recipe_trains_a_step_at_its_reduced_size(
-    stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Away from a folder `runs`, in which the base of another recipe may lie.
-    monkeypatch.chdir(tmp_path)
-    made = small(tmp_path, load_recipe(RECIPES / f"{stem}.yaml"))
-    training = {**made.recipe.training, "output_dir": str(tmp_path / "run"), "max_steps": 1, "disable_tqdm": True}
-    args = training_arguments(replace(made.recipe, training=training))
-    batches = dataset(made.recipe, made.tokenizer, args, num_steps=1)
-    trainer = Trainer(
-        model=built(made),
-        args=args,
-        train_dataset=batches.rows,
-        data_collator=batches.collator,
-        callbacks=[HFCkptCallback(**made.recipe.checkpointing)],
-    )
-    assert math.isfinite(trainer.train().training_loss)

@@ -30,8 +30,7 @@ _GEMMA3 = {
     "mm_tokens_per_image": 4,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    # Its rules name layers 0 to 31.
-    "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES, "num_hidden_layers": 32},
+    "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.1-8B-Instruct": {"model_type": "llama", **_SIZES},
     "Qwen/Qwen3-8B-Base": {"model_type": "qwen3", **_SIZES},
@@ -75,15 +74,20 @@ _NUM_ROWS = 60
 
 
 @functools.cache
-def model(hub_id: str) -> Path:
-    """Return a folder with the tiny twin of a model, in bfloat16, and a tokenizer with a chat template."""
+def model(hub_id: str, **fields: Any) -> Path:
+    """Return a folder with the tiny twin of a model, in bfloat16, and a tokenizer with a chat template.
+
+    Args:
+        hub_id: a key of `MODELS`.
+        fields: of its config, in place of those there.
+    """
     folder = _new_folder()
     tokenizer = byte_tokenizer(pad_token="<pad>")
     tokenizer.chat_template = CHATML
-    config = json.loads(json.dumps(MODELS[hub_id]))
-    fields = config.get("text_config", config)
-    fields["vocab_size"] = len(tokenizer)
-    fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = json.loads(json.dumps({**MODELS[hub_id], **fields}))
+    of_text = config.get("text_config", config)
+    of_text["vocab_size"] = len(tokenizer)
+    of_text |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     made.to(torch.bfloat16).save_pretrained(folder)

@@ -9,16 +9,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from hf_ckpt.errors import HFCkptError, PlanMismatchError, SavedFilesError
+from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.recipe import load_recipe
 from hf_ckpt.finetune.together import Together
 
-_INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended."""
+_FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
+"""Exit codes: the device's memory was not enough; wrong input; Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for wrong input, in every process of a run."""
+    """Run the command and return its exit code in every process of a run.
+
+    That is 0; 1 where the device's memory was not enough; 2 for wrong input; 130 after Ctrl-C.
+    """
     options = _parser().parse_intermixed_args(arguments)
     together = Together()
     try:
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HFCkptError as error:
         if together.rank == 0 or not _is_said_by_another(together, error):
             print(f"{_process(together)}{error}", file=sys.stderr)
-        return 2
+        return _FAILED if isinstance(error, OutOfMemoryError) else _WRONG_INPUT
     except KeyboardInterrupt:
         return _INTERRUPTED
     _leave(together)

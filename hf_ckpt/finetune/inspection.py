@@ -1,4 +1,7 @@
-"""`hf-ckpt inspect`: the layers of a recipe's model, their parts, and what each mode would do, without weights."""
+"""`hf-ckpt inspect`: the layers of a recipe's model, their parts, what they hold and what each mode would do.
+
+Without weights.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,18 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from hf_ckpt.errors import PolicyError
+from hf_ckpt.errors import HFCkptError, PolicyError
 from hf_ckpt.figures import recomputed_share
+from hf_ckpt.finetune.estimate.ledger import ledger, outside
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.subject import describe_batch, subject_of
+from hf_ckpt.finetune.estimate.where import devices_for
+from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.finetune.verify.full_config import find_config
 from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.layers import Layer, Stack, find_layers
+from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.plans import resolve
 from hf_ckpt.policy import Mode, Policy
 
@@ -45,7 +53,8 @@ def inspection(recipe: Recipe, names: Mapping[str, str]) -> str:
         full = at_full_size(wanted, written_section(fields_of(found.config), wanted, found, Path(folder)))
     stacks = full.stacks or find_layers(full.model, **names)
     head = f"{full.class_name}, {full.num_parameters:,} parameters, config from {found.source}"
-    return "\n".join([head, *_structure(stacks), "", *_modes(full, stacks), "", *_plan(full, stacks)])
+    parts = [head, *_structure(stacks), "", *_modes(full, stacks), "", *_plan(full, stacks), "", *_held(recipe, names)]
+    return "\n".join(parts)
 
 
 def _structure(stacks: Sequence[Stack]) -> Iterator[str]:
@@ -94,3 +103,18 @@ def _plan(full: FullSize, stacks: Sequence[Stack]) -> Iterator[str]:
     yield "The plan of the recipe"
     yield from (f"  {line}" for line in full.plan.summary().splitlines())
     yield f"  {recomputed_share(full.plan, stacks):.0%} of the layers' weights run forward twice"
+
+
+def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the layers hold from forward to backward where nothing is recomputed."""
+    try:
+        subject = subject_of(recipe, structure=names)
+        device = devices_for(recipe, ())[0]
+        memory = Predictor(subject, device).memory(None)
+    except HFCkptError as error:
+        yield f"What the layers hold is not known: {error}"
+        return
+    batch = describe_batch(subject.step).partition(";")[0]
+    yield f"What the layers hold for their backward without a plan: {batch}; {device.title}"
+    yield from ledger(memory)
+    yield f"  outside the layers: {format_bytes(outside(memory))}"

@@ -22,7 +22,9 @@ from transformers import (
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.finetune.schema import OF_AUTO
 from hf_ckpt.patch import apply
+from hf_ckpt.policy import AUTO, Mode
 
 # What says where adapters go. The rest, such as initial values made from the weights, needs the weights.
 _ADAPTER_SHAPE = (
@@ -30,7 +32,7 @@ _ADAPTER_SHAPE = (
     *("layer_replication", "modules_to_save", "target_parameters", "rank_pattern", "bias"),
 )
 # What the callback takes and `apply` does not.
-_CALLBACK_ONLY = ("input_require_grads", "on_mismatch", "strict_resume")
+_CALLBACK_ONLY = ("input_require_grads", "on_mismatch", "strict_resume", *OF_AUTO)
 
 
 def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
@@ -59,6 +61,9 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
         model = _with_adapter(model, section, low_cpu_mem_usage=True)
     if recipe.checkpointing is not None:
         section = {key: value for key, value in recipe.checkpointing.items() if key not in _CALLBACK_ONLY}
+        if section["policy"] == AUTO:
+            # It is planned when the step is known; what any plan would be refused for is refused now.
+            section["policy"] = Mode.NONE.value
         apply(model, **section).remove()
     return model
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.plans import Plan
 
 
@@ -24,6 +25,7 @@ class RunSummary:
         merged: folder of the merged model, if one was written.
         engine: what ran on how many processes, and what it sharded, in words.
         verdict: that what was saved is complete, in words.
+        batch: rows of an optimizer step over all processes, in words.
     """
 
     title: str
@@ -35,6 +37,7 @@ class RunSummary:
     merged: Path | None = None
     engine: str | None = None
     verdict: str | None = None
+    batch: str | None = None
 
     def table(self) -> str:
         """Return the summary as a table of two columns."""
@@ -48,7 +51,12 @@ class RunSummary:
         yield "Recipe", self.title
         if self.engine is not None:
             yield "Engine", self.engine
+        if self.batch is not None:
+            yield "Batch", self.batch
         yield from self._plan_rows()
+        if "ckpt/predicted_peak_gib" in self.figures:
+            predicted = format_bytes(self.figures["ckpt/predicted_peak_gib"] * 2**30)
+            yield "Predicted peak", f"{predicted}{self._measured()}"
         for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", "of the process")):
             if f"ckpt/{key}" in self.figures:
                 yield "Peak memory", f"{self.figures[f'ckpt/{key}']:.2f} GiB {what}"
@@ -61,6 +69,11 @@ class RunSummary:
             yield "", self.verdict
         if self.merged is not None:
             yield "Merged model", f"{self.merged} ({_weights(self.merged)})"
+
+    def _measured(self) -> str:
+        if "ckpt/peak_allocated_gib" in self.figures:
+            return ""
+        return "; a CPU does not count what is allocated, so nothing was measured"
 
     def _plan_rows(self) -> Iterator[tuple[str, str]]:
         if self.plan is None:

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.errors import PolicyError
 from hf_ckpt.finetune import upstream
+from hf_ckpt.finetune.checkpointing_rules import CHECKPOINTING_RULES
 from hf_ckpt.finetune.checks import Draft
-from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.finetune.values import show
-from hf_ckpt.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ LIMITS = {
     "model.config.hidden_size": _COUNT,
     "model.config.num_hidden_layers": _COUNT,
     "model.config.num_attention_heads": _COUNT,
+    "checkpointing.max_length": _COUNT,
     "lora.r": _COUNT,
     "lora.lora_alpha": _POSITIVE,
     "lora.lora_dropout": _SHARE,
@@ -307,37 +306,6 @@ def _one_engine_shards(draft: Draft) -> None:
         draft.refuse("training.fsdp_config", "has no effect without training.fsdp=true. Add that, or remove this.")
 
 
-# --- Activation checkpointing. ---
-
-
-def _policy_can_be_read(draft: Draft) -> None:
-    policy = draft.get("checkpointing.policy")
-    if policy is None:
-        return
-    options = {name: draft.get(f"checkpointing.{name}") for name in POLICY_OPTIONS}
-    try:
-        Policy.parse(policy, **{name: value for name, value in options.items() if value is not None})
-    except PolicyError as error:
-        draft.refuse("checkpointing.policy", str(error))
-
-
-def _one_plan_governs(draft: Draft) -> None:
-    if not draft.has("checkpointing"):
-        return
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if draft.get(f"training.{name}"):
-            draft.refuse(
-                f"training.{name}", "given beside a checkpointing section, which governs. Remove one of the two."
-            )
-        if draft.get(f"training.{name}_kwargs"):
-            draft.refuse(f"training.{name}_kwargs", "has no effect beside a checkpointing section. Remove it.")
-    for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
-        if draft.get(f"training.fsdp_config.{name}"):
-            draft.refuse(
-                f"training.fsdp_config.{name}", "given beside a checkpointing section, which governs. Remove one."
-            )
-
-
 _RULES: tuple[Callable[[Draft], None], ...] = (
     _names_are_not_empty,
     _model_has_one_source,
@@ -355,8 +323,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _best_model_can_be_known,
     _prefetching_has_workers,
     _one_engine_shards,
-    _policy_can_be_read,
-    _one_plan_governs,
+    *CHECKPOINTING_RULES,
 )
 
 

@@ -65,6 +65,9 @@ _DATA = {
 _COLUMNS = {"text": "str", "prompt": "str", "completion": "str", "messages": "str"}
 _CHECKPOINTING = {
     "policy": "str | dict | list[dict]",
+    "memory_budget": "str | float | None",
+    "max_length": "int | None",
+    "micro_batch": "Literal['auto'] | None",
     "every_n_layers": "int | None",
     "segment_size": "int | Literal['sqrt'] | None",
     "nested": "bool | None",
@@ -76,6 +79,11 @@ _CHECKPOINTING = {
     "on_mismatch": "Literal['error', 'warn']",
     "strict_resume": "bool",
 }
+OF_AUTO = ("memory_budget", "max_length", "micro_batch")
+"""The keys of `checkpointing` that belong to policy `auto`."""
+OF_RECIPES = ("micro_batch",)
+"""The keys of `checkpointing` that a run reads, and `HFCkptCallback` does not take."""
+
 POLICY_OPTIONS = ("every_n_layers", "segment_size", "nested", "skip_frozen")
 """The keys of `checkpointing` that `Policy.parse` reads beside the policy."""
 

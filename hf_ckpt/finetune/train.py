@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from hf_ckpt import watch
+from hf_ckpt.auto.lengths import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.finetune.arguments import training_arguments
@@ -31,13 +33,18 @@ from hf_ckpt.finetune.engine import (
     ready_to_generate,
 )
 from hf_ckpt.finetune.examples import decode
+from hf_ckpt.finetune.failure import RunWatch
+from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.model import build_model, holds_weights, load_base, rehearse
+from hf_ckpt.finetune.out_of_memory import explained
 from hf_ckpt.finetune.packing import check_packing
 from hf_ckpt.finetune.recipe import Recipe, Values, load_recipe
 from hf_ckpt.finetune.report import RunSummary
+from hf_ckpt.finetune.schema import OF_RECIPES
 from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.together import Together
 from hf_ckpt.finetune.tokenizer import load_tokenizer
+from hf_ckpt.plans import Plan
 from hf_ckpt.refusals import check_engine
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
@@ -68,6 +75,7 @@ def finetune(
         DataError: the data cannot be used.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
         SavedFilesError: what was saved is not the whole adapter or model.
+        OutOfMemoryError: the device's memory was not enough; says what would fit.
         OtherProcessError: one of these was raised in another process.
     """
     together = together or Together()
@@ -80,10 +88,16 @@ def finetune(
     together.check_same(_shown(checkpoint) if checkpoint else "none", "The checkpoint to go on from")
     _make_base(recipe, args, together)
     tokenizer, data = _prepare(recipe, args, together)
+    if is_asked(recipe):
+        _say(args, "Choosing the micro-batch:")
+        with together.stage("choosing the micro-batch"):
+            recipe = with_micro_batch(recipe, args, data, lambda text: _say(args, f"  {text}"))
+            args = training_arguments(recipe)
+    _say(args, f"Batch: {describe_batch(args)}")
     with together.stage("building the model"):
         trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
     # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
-    with _failing_gracefully(args):
+    with _failing_gracefully(args), _explaining(trainer, recipe, callback):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     with together.stage("saving the model"):
         _save(trainer, expected)
@@ -99,6 +113,7 @@ def finetune(
         merged=merged,
         engine=describe(trainer),
         verdict=expected.verdict(),
+        batch=describe_batch(args),
     )
     with together.stage("writing a sample"):
         sample = _sample(trainer, tokenizer, sample_prompt_ids(data)) if _takes_part(trainer) else ""
@@ -125,6 +140,7 @@ def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
     if recipe.checkpointing is not None:
         # The callback asks too, but only once the Trainer has made its folder.
         check_engine(args)
+        check_auto(recipe, args)
     return args
 
 
@@ -235,7 +251,7 @@ def _trainer(
         check_packing(model)
     # Before it is sharded.
     expected = SavedFiles.of(model)
-    callback = HFCkptCallback(**recipe.checkpointing) if recipe.checkpointing is not None else None
+    callback = _callback(recipe)
     trainer = Trainer(
         model=model,
         args=args,
@@ -249,6 +265,12 @@ def _trainer(
     check_can_be_saved(args.device)
     _say(args, _describe_parameters(model))
     return trainer, callback, expected
+
+
+def _callback(recipe: Recipe) -> HFCkptCallback | None:
+    if recipe.checkpointing is None:
+        return None
+    return HFCkptCallback(**{key: value for key, value in recipe.checkpointing.items() if key not in OF_RECIPES})
 
 
 def _describe_parameters(model: Any) -> str:
@@ -270,6 +292,16 @@ def _failing_gracefully(args: TrainingArguments) -> Iterator[None]:
         # The command ends with an exit code, which tells the other processes nothing.
         watch.tell(error)
         raise
+
+
+def _explaining(trainer: Trainer, recipe: Recipe, callback: HFCkptCallback | None) -> AbstractContextManager[None]:
+    watch = RunWatch()
+    trainer.add_callback(watch)
+
+    def facts() -> tuple[Plan | None, Batch | None]:
+        return (None, None) if callback is None else (callback.plan, callback.planned_for)
+
+    return explained(trainer, recipe, watch, facts, partial(_say, trainer.args))
 
 
 def _save(trainer: Trainer, expected: SavedFiles) -> None:

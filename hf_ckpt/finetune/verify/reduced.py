@@ -20,12 +20,12 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
+from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import rehearse
 from hf_ckpt.finetune.recipe import Recipe, Values
 from hf_ckpt.finetune.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.finetune.verify import adapters, depth, processes, widths
 from hf_ckpt.finetune.verify.depth import KeptStack
-from hf_ckpt.finetune.verify.full_config import Found, find_config
 from hf_ckpt.finetune.verify.special_tokens import with_tokens
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.finetune.verify.weights import make_weights

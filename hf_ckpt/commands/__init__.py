@@ -1,0 +1,1 @@
+"""The commands of `hf-ckpt`, one file each: arguments in, text out."""

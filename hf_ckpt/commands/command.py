@@ -1,0 +1,86 @@
+"""What the commands of `hf-ckpt` share: exit codes, a recipe and its overrides as arguments, and what is said where.
+
+Torch and transformers are not loaded here: wrong words and wrong recipes are refused before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_ckpt.finetune.recipe import Recipe
+
+HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Args:
+        parser: makes the parser of its arguments.
+        run: carries it out and returns the exit code.
+        help: one line for the list of commands.
+    """
+
+    parser: Callable[[], argparse.ArgumentParser]
+    run: Callable[[argparse.Namespace], int]
+    help: str
+
+
+def recipe_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes a recipe and overrides."""
+    parser = argparse.ArgumentParser(
+        prog=f"hf-ckpt {name}",
+        allow_abbrev=False,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
+    )
+    parser.add_argument("recipe", help="a YAML file, such as recipes/llama7b_lora.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values to use instead of the recipe's")
+    return parser
+
+
+def read_recipe(options: argparse.Namespace) -> Recipe:
+    """Read the recipe that the command was given.
+
+    Raises:
+        RecipeError: it is wrong; torch has not been loaded by then.
+    """
+    from hf_ckpt.finetune.recipe import load_recipe
+
+    return load_recipe(options.recipe, options.overrides)
+
+
+def count(text: str) -> int:
+    """Read a whole number of 1 or more, as the type of an argument."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what libraries print of themselves out of the report."""
+    # bitsandbytes tells on the CPU of kernels that it does not need, DeepSpeed of the accelerator it sees.
+    for name in ("bitsandbytes", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # peft asks transformers 5.2x by the old name whether checkpointing is on.
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def say(text: str) -> None:
+    """Tell on standard error what goes on."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,33 @@
+"""`hf-ckpt inspect`: layers, parts, and what each mode would do."""
+
+from __future__ import annotations
+
+import argparse
+
+from hf_ckpt.commands.command import HOLDS, Command, quiet, read_recipe, recipe_parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = recipe_parser(
+        "inspect", "Show the layers of a recipe's model, their parts, and what each mode would do. Loads no weights."
+    )
+    parser.add_argument("--layers", metavar="PATH", help="dotted path of the layer list, where it is not found")
+    parser.add_argument(
+        "--attention", metavar="NAME", help="name of the attention in each layer, where it is not found"
+    )
+    parser.add_argument("--ffn", metavar="NAME", help="name of the ffn in each layer, where it is not found")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipe = read_recipe(options)
+    names = {name: value for name in ("layers", "attention", "ffn") if (value := getattr(options, name)) is not None}
+    with quiet():
+        from hf_ckpt.finetune.inspection import inspection
+
+        text = inspection(recipe, names)
+    print(text)
+    return HOLDS
+
+
+INSPECT = Command(_parser, _run, "layers, parts, and what each mode would do; no weights are loaded")

@@ -1,0 +1,88 @@
+"""`hf-ckpt plan`: the fastest plan that fits a budget, as text, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_ckpt.commands.command import HOLDS, Command, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_of
+from hf_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from hf_ckpt.finetune.estimate.planned import PlannedRecipe
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = recipe_parser(
+        "plan",
+        "Choose, layer by layer, the fastest way to checkpoint a recipe's activations that fits a memory budget, and\n"
+        "simulate it whole. Needs no GPU and loads no weights.",
+        epilog="""exit codes: 0 there is a plan; 1 none fits; 2 wrong input
+
+examples:
+  hf-ckpt plan recipes/llama7b_lora.yaml --memory-budget 22GiB
+  hf-ckpt plan recipes/llama7b_lora.yaml --device rtx4090 --memory-budget 0.9 --out plan.json --plot frontier.png
+  accelerate launch scripts/finetune.py recipes/llama7b_lora.yaml checkpointing.policy=plan.json""",
+    )
+    parser.add_argument(
+        "--memory-budget",
+        metavar="AMOUNT",
+        help="what the whole step may use, such as 22GiB, or a fraction of the device; the recipe's own, or the "
+        "device's memory less a reserve, if left out",
+    )
+    parser.add_argument("--device", metavar="NAME", help="such as rtx4090; this machine's GPU if left out")
+    add_launch_options(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write the plan, for checkpointing.policy=FILE.json"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the frontier of peak against step time")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    # What is wrong here is refused before torch is loaded.
+    recipe = read_recipe(options)
+    from hf_ckpt.memory.amounts import parse_budget
+
+    budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
+    _check_folder(options.out)
+    check_launch(options)
+    say("Building the model without weights ...")
+    with quiet():
+        from hf_ckpt.finetune.estimate import planned
+        from hf_ckpt.finetune.estimate.report import to_json
+        from hf_ckpt.finetune.estimate.subject import subject_of
+
+        device = planned.device_for(recipe, options.device, budget)
+        found = planned.plan_recipe(
+            subject_of(recipe, launch_of(options)), device, budget, say, with_fixed=options.plot is not None
+        )
+        if options.plot is not None:
+            _plot(found, options.plot)
+    if options.out is not None:
+        options.out.write_text(found.plan.to_json() + "\n", encoding="utf-8")
+        say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
+    print(to_json(planned.as_json(found), options.words) if options.json else planned.text(found))
+    return HOLDS
+
+
+def _check_folder(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix != ".json":
+        raise RecipeError(f"--out {path}: recipes know a plan's file by its ending. Write {path}.json.")
+    if not path.absolute().parent.is_dir():
+        raise RecipeError(f"--out {path}: there is no folder {path.absolute().parent}.")
+
+
+def _plot(found: PlannedRecipe, path: Path) -> None:
+    from hf_ckpt.finetune.estimate.pictures import draw_planned
+
+    draw_planned(found.chain, found.steps(), path, subject=found.subject, device=found.device)
+    say(f"Wrote {path}")
+
+
+PLAN = Command(_parser, _run, "the fastest plan that fits a memory budget, as JSON that a recipe can name")

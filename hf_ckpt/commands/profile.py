@@ -1,0 +1,44 @@
+"""`hf-ckpt profile`: a recipe's step measured on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from hf_ckpt.commands.command import HOLDS, Command, count, quiet, read_recipe, recipe_parser, say
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = recipe_parser(
+        "profile",
+        "Run a recipe's step a few times on this machine, with random weights and one micro-batch, and print the time\n"
+        "of forward, backward and recomputation, the memory after each, and what was predicted.",
+        epilog="""examples:
+  hf-ckpt profile recipes/tiny_llama_lora.yaml
+  hf-ckpt profile recipes/llama7b_lora.yaml --trace trace.json checkpointing.policy=full""",
+    )
+    parser.add_argument("--steps", type=count, default=5, metavar="N", help="steps to measure (5)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE.json",
+        help="write a trace of one step, with a range for each layer and each recomputation",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipe = read_recipe(options)
+    say("Building the model without weights ...")
+    with quiet(), tempfile.TemporaryDirectory(prefix="hf_ckpt-profile-") as folder:
+        from hf_ckpt.finetune.estimate import measured
+        from hf_ckpt.finetune.estimate.report import to_json
+
+        found = measured.measure(recipe, say, num_steps=options.steps, trace=options.trace, folder=Path(folder))
+    print(to_json(measured.as_json(found), options.words) if options.json else measured.text(found))
+    return HOLDS
+
+
+PROFILE = Command(_parser, _run, "run a step here: time of forward, backward and recomputation, memory, a trace")

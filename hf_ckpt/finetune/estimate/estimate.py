@@ -1,0 +1,162 @@
+"""Will it fit, and what is the fastest way that does: one row for each way to checkpoint a recipe's activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from hf_ckpt.errors import BudgetError, HFCkptError
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.memory.amounts import parse_budget
+from hf_ckpt.memory.devices import Device, reserve
+from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.policy import Mode
+
+RECIPE, AUTO = "recipe", "auto"
+"""Names of the rows of the recipe's own plan and of the planner's."""
+
+FIXED: Mapping[str, Mapping[str, Any]] = {
+    **{mode.value: {"policy": mode.value} for mode in Mode},
+    "every-2": {"policy": "full", "every_n_layers": 2},
+    "segments": {"policy": "full", "segment_size": "sqrt"},
+    "segments, nested": {"policy": "full", "segment_size": "sqrt", "nested": True},
+}
+"""Policies that every model is estimated under, by the name of their row."""
+
+Say = Callable[[str], None]
+
+
+class Fit(StrEnum):
+    """Whether a step fits on a device beside its reserve, which is a range."""
+
+    YES = "yes"
+    PERHAPS = "perhaps"
+    """It does beside the least of the reserve, and does not beside the most of it."""
+    NO = "no"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to checkpoint, and what it needs.
+
+    Args:
+        name: of the way.
+        memory: what the step needs; None where it cannot be done.
+        refusal: why it cannot be done.
+        device: the only one that the row is for; None for all.
+    """
+
+    name: str
+    memory: StepMemory | None
+    refusal: str = ""
+    device: Device | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe needs.
+
+    Args:
+        subject: the recipe's model and step.
+        devices: those that were asked for; times are the first one's.
+        rows: one for each way to checkpoint.
+        decides: the name of the row that decides whether the recipe fits.
+        evaluation: what a batch of the recipe's evaluation needs, between two steps; None where it does not evaluate.
+    """
+
+    subject: Subject
+    devices: tuple[Device, ...]
+    rows: tuple[Row, ...]
+    decides: str
+    evaluation: StepMemory | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the recipe fits on at least one of the devices, whatever the reserve is."""
+        return any(
+            row.memory is not None and fit_of(self.peak_with_evaluation(row.memory), device) is Fit.YES
+            for row in self.rows
+            for device in self.devices
+            if row.name == self.decides and row.device in (None, device)
+        )
+
+    def peak_with_evaluation(self, memory: StepMemory) -> int:
+        """Return the most that a run with such steps needs, in bytes."""
+        return max(memory.peak_bytes, 0 if self.evaluation is None else self.evaluation.peak_bytes)
+
+    def steps(self) -> dict[str, StepMemory]:
+        """Return the steps that can be done, by name; of the planner's the first one."""
+        found: dict[str, StepMemory] = {}
+        for row in self.rows:
+            if row.memory is not None:
+                found.setdefault(row.name, row.memory)
+        return found
+
+
+def fit_of(peak_bytes: int, device: Device) -> Fit:
+    """Tell whether a peak fits on a device."""
+    kept_free = reserve(device)
+    if peak_bytes + kept_free.high_bytes <= device.memory_bytes:
+        return Fit.YES
+    return Fit.PERHAPS if peak_bytes + kept_free.low_bytes <= device.memory_bytes else Fit.NO
+
+
+def budget_of(subject: Subject, device: Device) -> int:
+    """Return the bytes that a step may use: the recipe's own budget, or the device's memory less the reserve."""
+    checkpointing = {} if subject.recipe is None else subject.recipe.checkpointing or {}
+    written = checkpointing.get("memory_budget")
+    if written is not None:
+        return parse_budget(written, key="checkpointing.memory_budget").bytes_on(
+            device.memory_bytes, device=device.title
+        )
+    return device.memory_bytes - reserve(device).high_bytes
+
+
+def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Estimate:
+    """Predict a recipe's step under its own plan, under fixed modes, and under the planner's choice.
+
+    Args:
+        subject: the recipe's model and step.
+        devices: the planner chooses for the memory of each; times are the first one's.
+        say: is told what goes on.
+        names: of the fixed modes to predict; all of them if empty.
+    """
+    predictor = Predictor(subject, devices[0])
+    rows = [*_own(predictor, say), *_fixed(predictor, say, names or tuple(FIXED))]
+    rows += [_auto(predictor, device, say) for device in devices]
+    decides = RECIPE if any(row.name == RECIPE for row in rows) else AUTO
+    say("Simulating an evaluation ...")
+    return Estimate(subject, tuple(devices), tuple(rows), decides, predictor.evaluation())
+
+
+def _own(predictor: Predictor, say: Say) -> Iterator[Row]:
+    subject = predictor.subject
+    checkpointing = {} if subject.recipe is None else subject.recipe.checkpointing or {}
+    if checkpointing.get("policy") == AUTO:
+        return
+    say(f"Simulating {subject.title} ...")
+    yield Row(RECIPE, predictor.memory(subject.plan))
+
+
+def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row]:
+    for name in names:
+        try:
+            plan = predictor.subject.resolve(**FIXED[name])
+        except HFCkptError as error:
+            yield Row(name, None, str(error))
+            continue
+        say(f"Simulating {name} ...")
+        yield Row(name, predictor.memory(plan))
+
+
+def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
+    """Return the planner's choice for a device; it chooses by the times of the predictor's device."""
+    say(f"Planning for {device.name} ...")
+    try:
+        planned = predictor.planned(budget_of(predictor.subject, device), say)
+    except BudgetError as error:
+        return Row(AUTO, None, str(error), device)
+    return Row(AUTO, planned.memory, device=device)

@@ -1,0 +1,183 @@
+"""`hf-ckpt profile`: a recipe's step really run on this machine's device, with what was predicted beside it.
+
+Weights are random: what a step takes does not depend on them. Quantised ones are the recipe's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.report import columns, describe_device, facts, format_seconds, memory_as_json
+from hf_ckpt.finetune.estimate.subject import Subject, random_model, subject_of
+from hf_ckpt.finetune.full_config import find_config
+from hf_ckpt.finetune.model import build_model
+from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.finetune.tokenizer import load_tokenizer
+from hf_ckpt.memory.amounts import format_bytes
+from hf_ckpt.memory.calibrate import calibrate
+from hf_ckpt.memory.devices import Device, reserve
+from hf_ckpt.memory.optimizers import make_optimizer
+from hf_ckpt.memory.profile import Profile, profile_step
+from hf_ckpt.memory.timeline import StepMemory
+
+_NUM_WARMUP = 2
+_PHASES = ("forward", "recomputation", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step as it was run and as it was predicted.
+
+    Args:
+        subject: the recipe's model and step; one micro-batch of it was run.
+        device: with the rates that were measured.
+        profile: what was measured.
+        predicted: what was predicted with these rates.
+    """
+
+    subject: Subject
+    device: Device
+    profile: Profile
+    predicted: StepMemory
+
+
+def measure(
+    recipe: Recipe, say: Callable[[str], None], *, num_steps: int, trace: Path | None, folder: Path
+) -> Measured:
+    """Run a recipe's step with one micro-batch, under its plan.
+
+    Args:
+        recipe: the recipe.
+        say: is told what goes on.
+        num_steps: how many steps to measure.
+        trace: the file to write a trace to, if any.
+        folder: for what lasts no longer than this.
+
+    Raises:
+        RecipeError: the step does not fit on this machine's device, or its weights are not to be had.
+    """
+    subject = subject_of(recipe)
+    subject = replace(subject, step=replace(subject.step, gradient_accumulation_steps=1))
+    say("Measuring the device ...")
+    device = calibrate()
+    predicted = Predictor(subject, device).memory(subject.plan)
+    _check_room(subject, device, predicted)
+    say(f"Building {subject.class_name} ...")
+    place = torch.device("cuda" if device.is_cuda else "cpu")
+    model = _model(recipe, place, folder).train()
+    # As the Trainer sets it.
+    model.config.use_cache = False
+    seconds = (num_steps + _NUM_WARMUP) * predicted.time.total
+    say(f"Running {num_steps} steps: about {format_seconds(seconds)} ...")
+    profile = profile_step(
+        model,
+        _inputs(subject, place),
+        plan=subject.plan,
+        autocast=None if subject.step.autocast is None else getattr(torch, subject.step.autocast),
+        optimizer=make_optimizer(model, subject.step, is_cuda=device.is_cuda),
+        num_warmup=_NUM_WARMUP,
+        num_steps=num_steps,
+        trace_path=trace,
+    )
+    return Measured(subject, device, profile, predicted)
+
+
+def text(found: Measured) -> str:
+    """Return what was measured and predicted as text."""
+    parts = [f"hf-ckpt profile {found.subject.title}"]
+    parts += facts([*found.subject.facts, ("device", describe_device(found.device)), *_rates(found.device)])
+    return "\n".join([*parts, "", found.profile.table(), "", *_beside(found)])
+
+
+def as_json(found: Measured) -> dict[str, Any]:
+    """Return what was measured and predicted as JSON types."""
+    device = found.device
+    return {
+        "recipe": found.subject.title,
+        "facts": [{"name": name, "text": words} for name, words in found.subject.facts],
+        "device": {
+            "name": device.name,
+            "title": device.title,
+            "matmul_flops": dict(device.matmul_flops),
+            "memory_bandwidth": device.memory_bandwidth,
+            "host_link": device.host_link,
+            "launch_seconds": device.launch_seconds,
+            "source": device.source,
+        },
+        "measured": found.profile.to_dict(),
+        "predicted": memory_as_json(found.predicted),
+    }
+
+
+def _check_room(subject: Subject, device: Device, predicted: StepMemory) -> None:
+    free = device.memory_bytes - reserve(device).low_bytes if device.is_cuda else _free_host_bytes(device)
+    if predicted.peak_bytes > free:
+        raise RecipeError(
+            f"A step of {subject.title} needs {format_bytes(predicted.peak_bytes)}, and {device.title} has "
+            f"{format_bytes(free)} for it: it cannot be run here. Predict it instead (hf-ckpt estimate), shorten the "
+            "rows (data.max_length=512), or take another plan (checkpointing.policy=full)."
+        )
+
+
+def _free_host_bytes(device: Device) -> int:
+    """Return what nobody uses, as far as the system tells."""
+    if "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return device.memory_bytes // 2
+
+
+def _model(recipe: Recipe, place: torch.device, folder: Path) -> Any:
+    if recipe.quantization is None:
+        return random_model(recipe, place)
+    if not find_config(recipe).has_weights:
+        raise RecipeError(
+            "quantization: weights are quantised as they are loaded, and those of "
+            f"{recipe.model.get('name_or_path')} are not here. Profile without it (quantization=null), or load them "
+            "first."
+        )
+    return build_model(recipe, load_tokenizer(recipe.model, recipe.data, cache_dir=folder)).to(place)
+
+
+def _inputs(subject: Subject, place: torch.device) -> dict[str, Tensor]:
+    step = subject.step
+    vocab_size: int = subject.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (step.batch_size, step.seq_length), generator=generator).to(place)
+    inputs = {"input_ids": ids, "labels": ids}
+    if step.is_padded:
+        # A row that is shorter than the others is what makes a mask.
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+        inputs["attention_mask"] = mask
+    if step.is_packed:
+        inputs["position_ids"] = torch.arange(step.seq_length, device=place)[None] % max(1, step.seq_length // 2)
+    return inputs
+
+
+def _rates(device: Device) -> Iterator[tuple[str, str]]:
+    rates = ", ".join(f"{name} {flops / 1e12:.3g}" for name, flops in device.matmul_flops.items())
+    yield (
+        "measured",
+        f"products {rates} TFLOP/s; memory {device.memory_bandwidth / 1e9:.3g} GB/s; host link "
+        f"{device.host_link / 1e9:.3g} GB/s; {1e6 * device.launch_seconds:.3g} us for the host to start an operator",
+    )
+
+
+def _beside(found: Measured) -> Iterator[str]:
+    yield "Predicted with these rates"
+    time = found.predicted.time
+    rows = [(name, format_seconds(getattr(time, name))) for name in _PHASES if getattr(time, name)]
+    yield from columns(
+        [*rows, ("step", format_seconds(time.total)), ("peak", format_bytes(found.predicted.peak_bytes))], (1,)
+    )
+    if found.profile.is_resident:
+        yield "Resident memory of a process has the interpreter and its libraries in it, and what was freed and kept."

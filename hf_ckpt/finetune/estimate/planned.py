@@ -1,0 +1,152 @@
+"""A recipe's fastest plan for a budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_ckpt.errors import HFCkptError, RecipeError
+from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, budget_of
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.report import columns, describe_device, facts, format_seconds, memory_as_json
+from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
+from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.memory.amounts import Budget, format_bytes
+from hf_ckpt.memory.chain import Chain
+from hf_ckpt.memory.devices import Device, find_device, this_device
+from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.plans import Plan
+
+
+@dataclass(frozen=True)
+class PlannedRecipe:
+    """The plan of a recipe for a budget.
+
+    Args:
+        subject: the recipe's model and step.
+        device: whose speed was taken.
+        budget_bytes: that the step may use.
+        plan: the plan.
+        memory: what the step needs under it, simulated whole.
+        chain: the step as the planner saw it.
+        fixed: what it needs under fixed modes that were simulated too.
+    """
+
+    subject: Subject
+    device: Device
+    budget_bytes: int
+    plan: Plan
+    memory: StepMemory
+    chain: Chain
+    fixed: dict[str, StepMemory]
+
+    def steps(self) -> dict[str, StepMemory]:
+        """Return the simulated steps by name."""
+        return {**self.fixed, AUTO: self.memory}
+
+
+def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> Device:
+    """Return the device to plan for.
+
+    Args:
+        recipe: the recipe.
+        name: as the user wrote it; None takes this machine's GPU, or, where there is none and the budget is an amount,
+            a card that has as much.
+        budget: as the user wrote it, if at all.
+
+    Raises:
+        RecipeError: no device is known.
+        PolicyError: no device has that name.
+    """
+    if name is not None:
+        return find_device(name)
+    own = this_device()
+    if own.is_cuda or recipe.training.get("use_cpu"):
+        return own if own.is_cuda else devices_for(recipe, ())[0]
+    if budget is None or budget.num_bytes is None:
+        raise RecipeError(
+            "There is no GPU here, and neither device nor amount was given. Add --device rtx4090, or an amount: "
+            "--memory-budget 22GiB."
+        )
+    return usual_device_with(budget.num_bytes)
+
+
+def plan_recipe(
+    subject: Subject, device: Device, budget: Budget | None, say: Callable[[str], None], *, with_fixed: bool = False
+) -> PlannedRecipe:
+    """Return the fastest plan that fits.
+
+    Args:
+        subject: the recipe's model and step.
+        device: whose speed is taken, and whose memory where the budget is none or a fraction.
+        budget: what the step may use; None takes the recipe's, or the device's memory less its reserve.
+        say: is told what goes on.
+        with_fixed: simulate the fixed modes too, for comparison.
+
+    Raises:
+        BudgetError: no plan fits; says what would.
+    """
+    predictor = Predictor(subject, device)
+    num_bytes = (
+        budget_of(subject, device)
+        if budget is None
+        else budget.bytes_on(device.memory_bytes or None, device=device.title)
+    )
+    say("Simulating and planning ...")
+    found = predictor.planned(num_bytes, say)
+    fixed = _fixed(predictor, say) if with_fixed else {}
+    return PlannedRecipe(subject, device, num_bytes, found.plan, found.memory, found.chain, fixed)
+
+
+def _fixed(predictor: Predictor, say: Callable[[str], None]) -> dict[str, StepMemory]:
+    found = {}
+    for name, options in FIXED.items():
+        try:
+            plan = predictor.subject.resolve(**options)
+        except HFCkptError:
+            # The model has no such part.
+            continue
+        say(f"Simulating {name} ...")
+        found[name] = predictor.memory(plan)
+    return found
+
+
+def text(found: PlannedRecipe) -> str:
+    """Return a plan and what it needs as text, equal layers on one line."""
+    memory, device = found.memory, found.device
+    rows = [
+        *found.subject.facts,
+        ("device", describe_device(device)),
+        ("budget", format_bytes(found.budget_bytes)),
+    ]
+    time = memory.time
+    parts = [(name, getattr(time, name)) for name in ("forward", "backward", "recomputation", "optimizer", "copies")]
+    spent = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
+    sizes = [(str(category), format_bytes(size)) for category, size in memory.by_category.items()]
+    return "\n".join(
+        [
+            f"hf-ckpt plan {found.subject.title}",
+            *facts(rows),
+            "",
+            found.plan.summary(),
+            "",
+            f"Peak {format_bytes(memory.peak_bytes)}, in the {memory.peak_at.describe()}",
+            *columns(sizes, numeric=(1,)),
+            f"Step {format_seconds(time.total)}: {spent}",
+        ]
+    )
+
+
+def as_json(found: PlannedRecipe) -> dict[str, Any]:
+    """Return a plan and what it needs as JSON types."""
+    return {
+        "recipe": found.subject.title,
+        "device": found.device.name,
+        "budget_bytes": found.budget_bytes,
+        "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
+        **memory_as_json(found.memory),
+        "plan": json.loads(found.plan.to_json()),
+    }

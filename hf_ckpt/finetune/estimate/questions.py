@@ -1,0 +1,128 @@
+"""What Python code asks: what a step needs, which plan fits a budget, and how long a row may be."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.estimate.estimate import budget_of
+from hf_ckpt.finetune.estimate.limits import longest_row
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.sharding import Launch
+from hf_ckpt.finetune.estimate.subject import Subject, subject_of, subject_of_model
+from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
+from hf_ckpt.finetune.recipe import Recipe, load_recipe
+from hf_ckpt.memory.amounts import parse_budget
+from hf_ckpt.memory.devices import Device, find_device
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.plans import Plan
+
+Asked = Recipe | str | os.PathLike[str] | nn.Module
+"""A recipe, the path of one, or a model: live, or on `meta`."""
+
+
+def simulate(
+    recipe_or_model: Asked, *, plan: object = None, device: str | Device | None = None, **step: Any
+) -> StepMemory:
+    """Predict what an optimizer step needs: peak, timeline, bytes by category and layer, time. Runs nothing.
+
+    Args:
+        recipe_or_model: a recipe, the path of one, or a model.
+        plan: a plan, or a policy as `HFCkptCallback` takes it; None takes the recipe's own, and no plan for a model.
+        device: name of a device, such as `rtx4090`; this machine's GPU, or a card of 24 GB, if left out.
+        step: fields of `hf_ckpt.memory.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
+
+    Raises:
+        RecipeError: the recipe cannot be simulated, or `step` has a field that does not exist.
+        PolicyError: the plan or the device cannot be read; so do StructureError and UnsupportedError.
+
+    Example:
+        >>> memory = simulate("recipes/tiny_llama_base.yaml", plan="full", device="rtx4090")
+        >>> memory.peak_bytes < simulate("recipes/tiny_llama_base.yaml", plan="none", device="rtx4090").peak_bytes
+        True
+    """
+    subject = _subject(recipe_or_model, step)
+    chosen = subject.plan if plan is None else subject.resolve(plan)
+    return Predictor(subject, _device(subject, device)).memory(chosen)
+
+
+def plan(
+    recipe_or_model: Asked, *, memory_budget: object = None, device: str | Device | None = None, **step: Any
+) -> Plan:
+    """Choose, layer by layer, the fastest way to checkpoint that fits a budget.
+
+    Args:
+        recipe_or_model: a recipe, the path of one, or a model.
+        memory_budget: `"22GiB"`, or a fraction of the device; the recipe's own, or the device's memory less a reserve,
+            if left out.
+        device: see `simulate`.
+        step: see `simulate`.
+
+    Raises:
+        BudgetError: no plan fits; says what would.
+        RecipeError: see `simulate`; so do PolicyError, StructureError and UnsupportedError.
+    """
+    subject = _subject(recipe_or_model, step)
+    where = _device(subject, device, memory_budget)
+    chosen: Plan = Predictor(subject, where).planned(_bytes(subject, where, memory_budget)).plan
+    return chosen
+
+
+def max_length(
+    recipe_or_model: Asked,
+    *,
+    memory_budget: object = None,
+    plan: object = None,
+    device: str | Device | None = None,
+    **step: Any,
+) -> int:
+    """Return the longest row that fits a budget, in tokens, in steps of 64; 0 where none does.
+
+    Args:
+        recipe_or_model: a recipe, the path of one, or a model.
+        memory_budget: see `plan`.
+        plan: see `simulate`.
+        device: see `simulate`.
+        step: see `simulate`.
+
+    Raises:
+        RecipeError: see `simulate`; so do PolicyError, StructureError and UnsupportedError.
+    """
+    subject = _subject(recipe_or_model, step)
+    where = _device(subject, device, memory_budget)
+    chosen = subject.plan if plan is None else subject.resolve(plan)
+    return longest_row(Predictor(subject, where), chosen, _bytes(subject, where, memory_budget)).number
+
+
+def _subject(asked: Asked, fields: dict[str, Any]) -> Subject:
+    try:
+        if isinstance(asked, nn.Module):
+            return subject_of_model(asked, Step(**fields))
+        recipe = asked if isinstance(asked, Recipe) else load_recipe(Path(asked))
+        subject = subject_of(recipe, Launch())
+        return replace(subject, step=replace(subject.step, **fields))
+    except TypeError as error:
+        names = ", ".join(Step.__dataclass_fields__)
+        raise RecipeError(f"A step has no such field: {error}. Its fields are {names}.") from error
+
+
+def _device(subject: Subject, device: str | Device | None, memory_budget: object = None) -> Device:
+    if isinstance(device, Device):
+        return device
+    if device is not None:
+        return find_device(device)
+    found = devices_for(subject.recipe, ())[0]
+    amount = None if memory_budget is None else parse_budget(memory_budget).num_bytes
+    return found if amount is None or amount <= found.memory_bytes else usual_device_with(amount)
+
+
+def _bytes(subject: Subject, device: Device, memory_budget: object) -> int:
+    if memory_budget is None:
+        return budget_of(subject, device)
+    return parse_budget(memory_budget).bytes_on(device.memory_bytes or None, device=device.title)

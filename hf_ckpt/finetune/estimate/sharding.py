@@ -1,0 +1,175 @@
+"""The engine that a recipe will run on, and on how many processes: read from what starts it, without starting it.
+
+In this order: `--engine` and `--processes`, accelerate's configuration file, the recipe's `training.fsdp` and
+`training.deepspeed`, one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.engine import Engine
+from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.memory.step import Sharding
+
+ENGINES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
+"""Engines of several processes, as `--engine` and `Sharding.engine` name them."""
+
+_UNSHARDED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
+_WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a recipe is started, where the recipe itself does not say.
+
+    Args:
+        config: accelerate's configuration file.
+        engine: one of `ENGINES`, in place of the file's.
+        num_processes: of all machines together, in place of the file's.
+    """
+
+    config: Path | None = None
+    engine: str | None = None
+    num_processes: int | None = None
+
+
+def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
+    """Return what each process will hold.
+
+    Args:
+        recipe: the recipe.
+        launch: how it is started.
+
+    Raises:
+        RecipeError: two engines are asked for, a file cannot be read, or what it asks for cannot be simulated.
+    """
+    found = _of_file(launch.config) if launch.config is not None else Sharding()
+    of_recipe = _of_recipe(recipe)
+    if of_recipe is not None:
+        if found.engine not in ("none", "ddp"):
+            raise RecipeError(
+                f"training asks for {of_recipe.engine}, and {launch.config} for {found.engine}. Keep one of the two."
+            )
+        found = Sharding(
+            engine=of_recipe.engine,
+            world_size=found.world_size,
+            reshards_after_forward=of_recipe.reshards_after_forward,
+        )
+    engine = launch.engine or found.engine
+    world_size = launch.num_processes or found.world_size
+    if engine == "none" and world_size > 1:
+        engine = "ddp"
+    if engine not in ("none", *ENGINES):
+        raise RecipeError(f'engine is "{engine}". Engines are {", ".join(ENGINES)}.')
+    if world_size == 1 and engine != "none":
+        raise RecipeError(
+            f"{engine} shares the work among processes, and how many there are is not said. Add --processes 8, or "
+            "--accelerate-config with the file that the run is launched with."
+        )
+    return Sharding(engine=engine, world_size=world_size, reshards_after_forward=found.reshards_after_forward)
+
+
+def describe(sharding: Sharding) -> str:
+    """Return the engine in words, such as `FSDP2 on 8 processes`."""
+    if sharding.engine == "none":
+        return str(Engine.NONE)
+    name = sharding.engine
+    kind = f"{Engine.DEEPSPEED} ZeRO-{name[-1]}" if name.startswith("zero") else str(Engine[name.upper()])
+    return f"{kind} on {sharding.world_size} processes"
+
+
+# --- accelerate's file. ---
+
+
+def _of_file(path: Path) -> Sharding:
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--accelerate-config {path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(read, Mapping):
+        raise RecipeError(f"--accelerate-config {path} is no configuration of accelerate. Write one: accelerate config")
+    kind = str(read.get("distributed_type", "NO")).upper()
+    world_size = int(read.get("num_processes", 1))
+    if kind in _UNSHARDED:
+        return Sharding(engine="ddp" if world_size > 1 else "none", world_size=world_size)
+    if kind == "FSDP":
+        return _fsdp(_without_prefix(read.get("fsdp_config")), world_size, default_version="1", where=str(path))
+    if kind == "DEEPSPEED":
+        config = dict(read.get("deepspeed_config") or {})
+        if "deepspeed_config_file" in config:
+            config = _read_json(Path(config["deepspeed_config_file"]))
+        return _deepspeed(config, world_size, where=str(path))
+    raise RecipeError(
+        f"{path}: distributed_type {kind} cannot be simulated. What can is one process, DDP (MULTI_GPU), FSDP and "
+        "DEEPSPEED."
+    )
+
+
+def _fsdp(config: Mapping[str, Any], world_size: int, *, default_version: str, where: str) -> Sharding:
+    version = str(config.get("version", default_version))
+    if config.get("offload_params") or config.get("cpu_offload"):
+        raise RecipeError(
+            f"{where}: FSDP's offloading of parameters to the host cannot be simulated. Set fsdp_offload_params: false."
+        )
+    if version == "2":
+        reshards = bool(config.get("reshard_after_forward", True))
+        return Sharding(engine="fsdp2", world_size=world_size, reshards_after_forward=reshards)
+    strategy = str(config.get("sharding_strategy", config.get("reshard_after_forward", "FULL_SHARD"))).upper()
+    if strategy in ("NO_SHARD", "3"):
+        return Sharding(engine="ddp", world_size=world_size)
+    if "HYBRID" in strategy or strategy in ("4", "5"):
+        raise RecipeError(
+            f"{where}: FSDP's {strategy} shards within each machine, which cannot be simulated. Simulate one machine: "
+            "FULL_SHARD with its number of processes."
+        )
+    reshards = strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE")
+    return Sharding(engine="fsdp1", world_size=world_size, reshards_after_forward=reshards)
+
+
+def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sharding:
+    zero = config.get("zero_optimization", {})
+    stage = int(zero.get("stage", config.get("zero_stage", 0)))
+    devices = [config.get(f"offload_{what}_device") for what in ("optimizer", "param")]
+    devices += [zero.get(f"offload_{what}", {}).get("device") for what in ("optimizer", "param")]
+    if any(device not in (None, "none") for device in devices):
+        raise RecipeError(
+            f"{where}: DeepSpeed's offloading to the host cannot be simulated. Set the devices of offload_optimizer "
+            "and offload_param to none."
+        )
+    return Sharding(engine=f"zero{stage}" if stage else "ddp", world_size=world_size)
+
+
+# --- The recipe. ---
+
+
+def _of_recipe(recipe: Recipe) -> Sharding | None:
+    training = recipe.training
+    if training.get("fsdp"):
+        return _fsdp(_without_prefix(training.get("fsdp_config")), 1, default_version="1", where="training.fsdp_config")
+    if training.get("deepspeed"):
+        return _deepspeed(_mapping(training["deepspeed"]), 1, where="training.deepspeed")
+    return None
+
+
+def _without_prefix(written: Any) -> dict[str, Any]:
+    return {name.removeprefix("fsdp_"): value for name, value in _mapping(written or {}).items()}
+
+
+def _mapping(written: Any) -> dict[str, Any]:
+    return _read_json(Path(written)) if isinstance(written, str) else dict(written)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    return read

@@ -1,0 +1,280 @@
+"""What is estimated: a recipe's model on `meta`, as fine-tuning would build it, with its step and its plan.
+
+recipe -> config -> model on `meta`, in the dtype that weights are loaded in -> quantised -> with adapters
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedConfig
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
+from hf_ckpt.finetune.estimate.training_step import step_of, training_value
+from hf_ckpt.finetune.full_config import Found, find_config
+from hf_ckpt.finetune.model import _made, _with_adapter
+from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.input_gradients import InputGradients, choose
+from hf_ckpt.layers import Stack, find_layers
+from hf_ckpt.memory.step import Step
+from hf_ckpt.plans import Plan, parse, resolve
+from hf_ckpt.policy import Policy
+from hf_ckpt.refusals import check_exact
+
+_STRUCTURE = ("layers", "attention", "ffn")
+_SHORTHAND = ("every_n_layers", "segment_size", "nested", "skip_frozen")
+# Initial values made from the weights need the weights, and change no size.
+_NEEDS_WEIGHTS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
+_SDPA = "sdpa"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is estimated.
+
+    Args:
+        title: the recipe's file, or the model's class.
+        model: on `meta`, with quantised weights and adapters as the recipe says.
+        step: the optimizer step.
+        stacks: the model's layers.
+        plan: what the recipe's policy means for them; None without a policy.
+        facts: what was taken for what, as (name, text) rows.
+        structure: `layers`, `attention` and `ffn` of the recipe's policy, where they are not found by structure.
+        longest: tokens that the model has positions for; None where its config does not say.
+        recipe: where it came from, if from a recipe.
+    """
+
+    title: str
+    model: Any
+    step: Step
+    stacks: tuple[Stack, ...]
+    plan: Plan | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    structure: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def class_name(self) -> str:
+        """Name of the model's own class, whatever adapters stand around it."""
+        return _class_name(self.model)
+
+    def resolve(self, policy: object, **options: Any) -> Plan:
+        """Return what a policy means for this model.
+
+        Args:
+            policy: what `Policy.parse` reads, or a plan for this model.
+            options: those of `Policy.parse`.
+
+        Raises:
+            PolicyError: the policy cannot be read, or does not suit the model.
+            UnsupportedError: it could not be exact.
+        """
+        parsed = parse(policy, **options)
+        plan = resolve(parsed, self.stacks, self.class_name) if isinstance(parsed, Policy) else parsed
+        check_exact(plan, self.stacks)
+        return plan
+
+
+def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[str, str] | None = None) -> Subject:
+    """Make a recipe's model on `meta`, and read its step.
+
+    Args:
+        recipe: the recipe.
+        launch: the engine, where the recipe itself does not name it.
+        structure: `layers`, `attention` and `ffn`, in place of the recipe's.
+
+    Raises:
+        RecipeError: the config cannot be had, a section does not suit the model, or the recipe cannot be simulated.
+        PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
+    """
+    # Before the model is built: what is wrong here takes no time to find.
+    step = step_of(recipe, sharding_of(recipe, launch or Launch()))
+    found = find_config(recipe)
+    attention, notes = _attention(recipe)
+    base = _base(recipe, found, attention, torch.device("meta"))
+    model: Any = _adapted(_quantised(base, recipe, found), recipe, low_cpu_mem_usage=True)
+    model.train()
+    checkpointing = recipe.checkpointing or {}
+    names = {key: checkpointing[key] for key in _STRUCTURE if key in checkpointing} | dict(structure or {})
+    stacks = find_layers(model, **names)
+    if recipe.checkpointing is not None:
+        _require_input_gradients(model, stacks, checkpointing.get("input_require_grads"))
+    subject = Subject(
+        title=_shown(recipe.path),
+        model=model,
+        step=step,
+        stacks=stacks,
+        facts=(*_facts(recipe, found, model, step), *(("changed", note) for note in notes)),
+        structure=names,
+        longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        recipe=recipe,
+    )
+    return replace(subject, plan=_own_plan(subject, recipe))
+
+
+def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> Subject:
+    """Take a model as it is: on `meta`, on the CPU or on a device.
+
+    Args:
+        model: the model; it is not changed.
+        step: the optimizer step.
+        plan: what it is trained under.
+    """
+    return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model), plan=plan)
+
+
+def _own_plan(subject: Subject, recipe: Recipe) -> Plan | None:
+    """Return what the recipe's policy means for the model; None without one, and for `auto`, which is planned."""
+    checkpointing = recipe.checkpointing
+    if checkpointing is None:
+        own = training_value(recipe, "gradient_checkpointing") or recipe.training.get("activation_checkpointing")
+        return subject.resolve("full") if own else None
+    if checkpointing.get("policy") == "auto":
+        return None
+    options = {key: checkpointing[key] for key in _SHORTHAND if key in checkpointing}
+    return subject.resolve(checkpointing["policy"], **options)
+
+
+# --- The model. ---
+
+
+def random_model(recipe: Recipe, place: torch.device) -> nn.Module:
+    """Make a recipe's model with random weights on a device, with adapters and without quantisation.
+
+    Args:
+        recipe: the recipe.
+        place: the device.
+    """
+    found = find_config(recipe)
+    attention, _ = _attention(recipe)
+    return _adapted(_base(recipe, found, attention, place), recipe).to(place)
+
+
+def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.device) -> Any:
+    section = {key: found.section[key] for key in ("trust_remote_code",) if key in found.section}
+    if attention is not None:
+        section["attn_implementation"] = attention
+    _set_vocabulary(found)
+    with place:
+        return _made(found.config, section, dtype=_dtype(recipe, found))
+
+
+def _dtype(recipe: Recipe, found: Found) -> torch.dtype:
+    """Return the dtype that weights are loaded in, or made in."""
+    written = recipe.model.get("dtype", "auto" if "name_or_path" in recipe.model else "float32")
+    if written == "auto":
+        # A folder that another recipe makes holds what that one trains.
+        is_loaded = "name_or_path" in found.section
+        written = found.config.dtype if is_loaded else found.section.get("dtype", "float32")
+    dtype = getattr(torch, written) if isinstance(written, str) else written
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _set_vocabulary(found: Found) -> None:
+    """Give a config whose vocabulary is the tokenizer's the size that the tokenizer is trained to."""
+    fields = found.section.get("config")
+    tokenizer = found.section.get("tokenizer")
+    if fields is not None and "vocab_size" not in fields and isinstance(tokenizer, Mapping):
+        found.config.vocab_size = int(tokenizer["train"]["vocab_size"])
+
+
+def _attention(recipe: Recipe) -> tuple[str | None, list[str]]:
+    """Return the attention to build with: kernels that are installed only where there is a GPU have a stand-in."""
+    wanted = recipe.model.get("attn_implementation")
+    if wanted in (None, "eager", _SDPA):
+        return wanted, []
+    return _SDPA, [f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"]
+
+
+def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
+    section = recipe.quantization if recipe.quantization is not None else _own_quantisation(found.config)
+    if section is None:
+        return model
+    from hf_ckpt.memory.quantized import quantize_on_meta
+
+    quantize_on_meta(model, BitsAndBytesConfig(**section))  # type: ignore[no-untyped-call]
+    return model
+
+
+def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+    """Return the quantisation that a model's own config brings, as fields of `BitsAndBytesConfig`."""
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        return None
+    fields: dict[str, Any] = own if isinstance(own, dict) else json.loads(own.to_json_string(use_diff=False))
+    if fields.get("quant_method") != "bitsandbytes":
+        raise RecipeError(
+            f"model.name_or_path names weights that are quantised by {fields.get('quant_method')}, which cannot be "
+            "simulated. What can is bitsandbytes, and weights that are not quantised."
+        )
+    return {key: value for key, value in fields.items() if not key.startswith("_") and key != "quant_method"}
+
+
+def _adapted(model: nn.Module, recipe: Recipe, **options: Any) -> nn.Module:
+    if recipe.lora is None:
+        return model
+    section = {key: value for key, value in recipe.lora.items() if key not in _NEEDS_WEIGHTS}
+    return _with_adapter(model, section, **options)
+
+
+def _require_input_gradients(model: nn.Module, stacks: tuple[Stack, ...], asked: bool | None) -> None:
+    """Do with the embeddings' output what the callback does: where it needs gradients, the first layer holds more."""
+    is_on = choose(model, stacks, asked)
+    if is_on is not None:
+        InputGradients(model, is_on)
+
+
+# --- Words. ---
+
+
+def _facts(recipe: Recipe, found: Found, model: Any, step: Step) -> Iterator[tuple[str, str]]:
+    num_all = sum(map(_num_weights, model.parameters()))
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    yield (
+        "model",
+        f"{_class_name(model)}, {num_all:,} parameters, {num_trained:,} of them trained; config from {found.source}",
+    )
+    yield "batch", describe_batch(step)
+    precision = f"{step.autocast} autocast" if step.autocast else "no autocast"
+    yield "training", f"weights {_dtype_words(recipe, found)}, {precision}, {step.optim}"
+    yield "engine", describe(step.sharding)
+
+
+def describe_batch(step: Step) -> str:
+    """Return the batch in words, such as `2 rows of 2,048 tokens, 8 micro-batches in each step`."""
+    rows = "1 row" if step.batch_size == 1 else f"{step.batch_size} rows"
+    how = ", packed" if step.is_packed else ", padded" if step.is_padded else ""
+    times = step.gradient_accumulation_steps
+    return f"{rows} of {step.seq_length:,} tokens{how}; {times} micro-batch{'es' if times > 1 else ''} in each step"
+
+
+def _dtype_words(recipe: Recipe, found: Found) -> str:
+    kind = str(_dtype(recipe, found)).removeprefix("torch.")
+    section = recipe.quantization or {}
+    bits = "4-bit" if section.get("load_in_4bit") else "8-bit" if section.get("load_in_8bit") else ""
+    return f"{bits} over {kind}" if bits else kind
+
+
+def _num_weights(parameter: torch.Tensor) -> int:
+    # A 4-bit weight packs two numbers into a byte, and several into a wider storage.
+    state = getattr(parameter, "quant_state", None)
+    return int(torch.Size(state.shape).numel()) if state is not None else parameter.numel()
+
+
+def _class_name(model: Any) -> str:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__name__
+
+
+def _shown(path: Path) -> str:
+    """Return a path as the user would write it here."""
+    return path.as_posix() if not path.is_absolute() else Path(os.path.relpath(path)).as_posix()

@@ -1,0 +1,206 @@
+"""`micro_batch: auto`: rows of a micro-batch, number of micro-batches and plan, chosen together.
+
+The rows of an optimizer step stay what the recipe says. A larger micro-batch uses the device better, and needs more
+recomputation to fit: which one is faster is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_ckpt import ranks
+from hf_ckpt.auto.budgets import budget_bytes, check_budget
+from hf_ckpt.auto.lengths import Batch, largest_batch
+from hf_ckpt.errors import BudgetError, RecipeError
+from hf_ckpt.finetune.data import PreparedData
+from hf_ckpt.finetune.engine import Engine, asked_engine
+from hf_ckpt.finetune.estimate.sharding import Launch
+from hf_ckpt.finetune.estimate.subject import subject_of
+from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.input_gradients import InputGradients, choose
+from hf_ckpt.memory.amounts import parse_budget
+from hf_ckpt.memory.costs import plan_for
+from hf_ckpt.memory.devices import CPU, Device, this_device
+from hf_ckpt.memory.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What an optimizer step takes under its fastest plan.
+
+    Args:
+        seconds_per_token: predicted, padding included.
+        peak_bytes: predicted.
+    """
+
+    seconds_per_token: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """How the rows of an optimizer step are divided.
+
+    Args:
+        rows: of a micro-batch.
+        times: micro-batches in a step.
+        priced: what the step takes.
+    """
+
+    rows: int
+    times: int
+    priced: Priced
+
+
+def choose_micro_batch(
+    rows_of_step: int, price: Callable[[int, int], Priced], say: Callable[[str], None] = lambda text: None
+) -> MicroBatch:
+    """Return the division of a step's rows that takes the least time for each token; of equal ones the smallest.
+
+    Args:
+        rows_of_step: rows of an optimizer step on one process.
+        price: of so many rows and so many micro-batches; raises `BudgetError` where no plan fits.
+        say: is told of each division that was simulated.
+
+    Raises:
+        BudgetError: a single row does not fit.
+    """
+    best: MicroBatch | None = None
+    for rows in _divisors(rows_of_step):
+        times = rows_of_step // rows
+        try:
+            priced = price(rows, times)
+        except BudgetError:
+            if best is None:
+                raise
+            # Nor does a larger one.
+            say(f"{rows} x {times}: no plan fits")
+            break
+        say(f"{rows} x {times}: {priced.seconds_per_token * 1e6:.3g} microseconds per token")
+        if best is None or priced.seconds_per_token < best.priced.seconds_per_token:
+            best = MicroBatch(rows, times, priced)
+    assert best is not None, "1 divides every number"
+    return best
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+# --- Recipes. ---
+
+
+def device_of(args: TrainingArguments) -> Device:
+    """Return the device that a run with these arguments trains on."""
+    return this_device() if args.device.type == "cuda" else CPU
+
+
+def launch_of(args: TrainingArguments) -> Launch:
+    """Return how this run was started, as what is simulated on `meta` wants it."""
+    if args.world_size == 1:
+        return Launch()
+    engine = asked_engine(args)
+    if engine is Engine.DEEPSPEED:
+        plugin: Any = args.deepspeed_plugin
+        return Launch(engine=f"zero{plugin.zero_stage}" if plugin.zero_stage else "ddp", num_processes=args.world_size)
+    return Launch(engine=engine.name.lower(), num_processes=args.world_size)
+
+
+def step_of_batch(step: Step, batch: Batch, times: int) -> Step:
+    """Return a step with other micro-batches."""
+    return replace(
+        step,
+        batch_size=batch.rows,
+        seq_length=batch.length,
+        is_padded=batch.is_padded,
+        is_packed=batch.is_packed,
+        gradient_accumulation_steps=times,
+    )
+
+
+def with_micro_batch(recipe: Recipe, args: TrainingArguments, data: PreparedData, say: Callable[[str], None]) -> Recipe:
+    """Return a recipe with the micro-batch that is left to us. Process 0 chooses it for all.
+
+    Args:
+        recipe: the recipe.
+        args: as the recipe says; the rows of a step are taken from them.
+        data: its longest examples are planned for.
+        say: is told what goes on.
+
+    Raises:
+        BudgetError: a single row does not fit.
+        RecipeError: the recipe cannot be simulated.
+        OtherProcessError: one of these was raised in process 0.
+    """
+    rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+    def chosen() -> int:
+        return choose_micro_batch(rows_of_step, _price(recipe, args, data), say).rows
+
+    rows = ranks.told_by_rank_0(chosen, args.ddp_timeout, "choosing the micro-batch")
+    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": rows_of_step // rows}
+    return replace(recipe, training={**recipe.training, **sizes})
+
+
+def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], Priced]:
+    subject, device = subject_of(recipe, launch_of(args)), device_of(args)
+    checkpointing = recipe.checkpointing or {}
+    is_on = choose(subject.model, subject.stacks, checkpointing.get("input_require_grads"))
+    if is_on is not None:
+        InputGradients(subject.model, is_on)
+    written = checkpointing.get("memory_budget")
+    budget = budget_bytes(None if written is None else parse_budget(written), device, subject.model, None)
+
+    def price(rows: int, times: int) -> Priced:
+        batch = largest_batch(data.train, data.collator, rows, checkpointing.get("max_length"))
+        assert batch is not None, "a recipe's data is tokenised"
+        step = step_of_batch(subject.step, batch, times)
+        memory = plan_for(subject.model, step, device, budget, **subject.structure).memory
+        return Priced(memory.time.total / step.tokens, memory.peak_bytes)
+
+    return price
+
+
+def is_asked(recipe: Recipe) -> bool:
+    """Whether a recipe leaves its micro-batch to us."""
+    return (recipe.checkpointing or {}).get("micro_batch") == "auto"
+
+
+def check_auto(recipe: Recipe, args: TrainingArguments) -> None:
+    """Refuse a recipe whose policy `auto` has no budget on this machine, before anything is loaded.
+
+    Raises:
+        PolicyError: there is no budget on a CPU, or it is more than the device has.
+        RecipeError: the micro-batch is left to us, and to the Trainer as well.
+    """
+    checkpointing = recipe.checkpointing or {}
+    if checkpointing.get("policy") != "auto":
+        return
+    if is_asked(recipe) and args.auto_find_batch_size:
+        raise RecipeError(
+            "checkpointing.micro_batch is auto, and training.auto_find_batch_size is true: both choose the batch. Set "
+            "training.auto_find_batch_size=false."
+        )
+    written, device = checkpointing.get("memory_budget"), device_of(args)
+    if written is not None or not device.is_cuda:
+        check_budget(None if written is None else parse_budget(written), device)
+
+
+def describe_batch(args: TrainingArguments) -> str:
+    """Return the effective batch over all processes, in words."""
+    rows, times, processes = args.train_batch_size, args.gradient_accumulation_steps, args.world_size
+    total = f"{rows * times * processes} {_counted(rows * times * processes, 'row')} in each optimizer step"
+    parts = (
+        f"{rows} {_counted(rows, 'row')}",
+        f"{times} {_counted(times, 'micro-batch')}",
+        f"{processes} {_counted(processes, 'process')}",
+    )
+    return f"{' x '.join(parts)} = {total}"
+
+
+def _counted(number: int, what: str) -> str:
+    return what if number == 1 else f"{what}{'s' if what == 'row' else 'es'}"

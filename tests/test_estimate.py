@@ -1,0 +1,389 @@
+"""Estimates of recipes: which row says what, what fits, which plan, how long a row may be."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_ckpt import Plan, PolicyError, RecipeError, load_recipe
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.finetune.estimate import grid, most, predict, questions, report
+from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, RECIPE, Estimate, Fit, Row, estimate, fit_of
+from hf_ckpt.finetune.estimate.ledger import ledger, outside
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.subject import Subject, subject_of
+from hf_ckpt.finetune.estimate.where import devices_for
+from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.policy import Mode
+from tests import small_recipes, steps_by_hand
+from tests.steps_by_hand import GIB, MIB
+
+CARD = find_device("rtx4090")
+
+
+def small_subject(folder: Path, *overrides: str, **sections: Any) -> Subject:
+    return subject_of(load_recipe(small_recipes.write(folder, **sections), overrides))
+
+
+def card(free_bytes: int) -> Device:
+    """A card that has so much beside the most of its reserve."""
+    # 5 % of it are taken for fragmentation.
+    fixed = sum(item.high_bytes for item in reserve(CARD).items if item.name != "fragmentation")
+    return replace(CARD, name="small", memory_bytes=math.ceil((free_bytes + fixed) / 0.95) + 1)
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Estimate:
+    """An estimate of a small recipe."""
+    return estimate(small_subject(tmp_path_factory.mktemp("recipe")), [CARD], silent)
+
+
+# --- Rows. ---
+
+
+def test_every_mode_has_a_row_between_the_recipes_and_the_planners(found: Estimate) -> None:
+    assert [row.name for row in found.rows] == [RECIPE, *FIXED, AUTO]
+    assert {"none", "full", "attention", "ffn", "every-2", "segments", "segments, nested"} <= set(FIXED)
+    assert not any(row.refusal for row in found.rows)
+
+
+def test_rows_are_the_steps_of_their_plans(found: Estimate) -> None:
+    steps = found.steps()
+    assert steps["full"].peak_bytes < steps["none"].peak_bytes
+    assert steps["full"].time.recomputation > steps["none"].time.recomputation == 0
+    assert steps[RECIPE].plan == found.subject.plan
+    plan = steps["every-2"].plan
+    assert plan is not None
+    assert [str(layer.mode) for layer in plan.stacks[0].layers] == ["full", "none", "full", "none"]
+
+
+def test_where_everything_fits_nothing_is_recomputed(found: Estimate) -> None:
+    steps = found.steps()
+    assert steps[AUTO].time.total == pytest.approx(steps["none"].time.total)
+
+
+def test_mode_that_the_model_has_no_part_for_is_refused_in_its_row(tmp_path: Path) -> None:
+    subject = small_subject(tmp_path, checkpointing={"policy": "auto"})
+    layers = tuple(replace(layer, attention=()) for layer in subject.stacks[0].layers)
+    subject = replace(subject, stacks=(replace(subject.stacks[0], layers=layers),))
+    found = estimate(subject, [CARD], silent, ["attention"])
+    rows = {row.name: row for row in found.rows}
+    assert rows["attention"].memory is None
+    assert 'asks for "attention", but no attention was found' in rows["attention"].refusal
+    # Policy `auto` has no plan before the planner makes it.
+    assert (list(rows), found.decides, found.fits) == (["attention", AUTO], AUTO, True)
+    assert report.table(found).splitlines()[-1].startswith("The planner's choice fits on rtx4090: ")
+
+
+@pytest.mark.parametrize(
+    ("fits", "expected"),
+    [(0, Fit.YES), (-1, Fit.PERHAPS), (reserve(CARD).low_bytes - reserve(CARD).high_bytes - 1, Fit.NO)],
+)
+def test_step_fits_beside_the_reserve(fits: int, expected: Fit) -> None:
+    peak = CARD.memory_bytes - reserve(CARD).high_bytes - fits
+    assert fit_of(peak, CARD) is expected
+
+
+def test_recipes_own_plan_decides(found: Estimate) -> None:
+    steps = found.steps()
+    assert found.fits
+    between = card((steps["full"].peak_bytes + steps[RECIPE].peak_bytes) // 2)
+    assert not replace(found, devices=(between,)).fits
+    assert replace(found, devices=(between,), decides="full").fits
+
+
+def test_evaluation_has_to_fit_too(found: Estimate) -> None:
+    assert found.evaluation is None
+    large = replace(found, evaluation=replace(found.steps()["none"], peak_bytes=CARD.memory_bytes))
+    assert not large.fits
+    assert "A batch of its evaluation needs 23.6 GiB" in report.table(large)
+    assert "does not fit on rtx4090: 23.6 GiB and" in report.table(large)
+
+
+def test_batch_of_the_recipes_evaluation_is_simulated(tmp_path: Path) -> None:
+    training = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    subject = small_subject(tmp_path, training=training)
+    memory = Predictor(subject, CARD).evaluation()
+    assert memory is not None
+    assert memory.tokens == 4 * 64
+
+
+def test_one_device_of_several_is_enough(found: Estimate) -> None:
+    assert replace(found, devices=(card(0), CARD)).fits
+
+
+# --- Words. ---
+
+
+def by_hand(*devices: Device) -> Estimate:
+    subject = Subject(
+        title="recipe.yaml", model=None, step=None, stacks=(), facts=(("model", "LlamaForCausalLM"), ("batch", "1 row"))
+    )
+    rows = (
+        Row(RECIPE, steps_by_hand.step(0.1, 0.9, seconds=3.0)),
+        Row("none", steps_by_hand.step(6.0, seconds=2.0)),
+        Row("ffn", None, 'Rule {mode: ffn} asks for "ffn".'),
+        *(Row(AUTO, steps_by_hand.step(1.0, seconds=2.5), device=device) for device in devices),
+    )
+    return Estimate(subject, devices, rows, RECIPE)
+
+
+def test_table_says_what_fills_memory_when_and_for_how_long() -> None:
+    lines = report.table(by_hand(CARD)).splitlines()
+    assert lines[0] == "hf-ckpt estimate recipe.yaml"
+    assert lines[3].startswith(
+        "  device  GeForce RTX 4090, 23.6 GiB, of which 565.1 MiB to 1.9 GiB are left for context"
+    )
+    assert lines[5].split() == [*("plan", "peak", "most", "of", "it", "when", "step", "fits")]
+    rows = {line.split()[0]: " ".join(line.split()) for line in lines[6:10]}
+    assert rows == {
+        "recipe": "recipe 5.3 GiB parameters 4.0 GiB, recomputation 921.6 MiB recomputation of layer 3 3 s yes",
+        "none": "none 28.5 GiB saved activations 24.0 GiB, parameters 4.0 GiB forward, _log_softmax 2 s "
+        "no, 5.5 GiB too much",
+        "ffn": "ffn - no",
+        "auto": "auto 8.5 GiB parameters 4.0 GiB, saved activations 4.0 GiB forward, _log_softmax 2.5 s yes",
+    }
+    assert 'ffn: Rule {mode: ffn} asks for "ffn".' in lines
+    assert lines[-1] == (
+        "The recipe, which has no plan, fits on rtx4090: 5.3 GiB and 565.1 MiB to 1.9 GiB beside it, of 23.6 GiB."
+    )
+
+
+def test_table_of_several_devices_has_a_column_for_each() -> None:
+    lines = report.table(by_hand(CARD, find_device("a6000"))).splitlines()
+    header = next(line for line in lines if line.startswith("  plan"))
+    assert header.endswith("step, rtx4090  rtx4090               a6000")
+    none = next(line for line in lines if line.startswith("  none"))
+    assert none.endswith("no, 5.5 GiB too much  yes")
+    assert [line.split("  ")[1] for line in lines if line.startswith("  auto")] == ["auto, rtx4090", "auto, a6000"]
+    assert sum(" fits on " in line for line in lines) == 2
+
+
+def test_json_has_every_figure() -> None:
+    read = json.loads(report.to_json(report.as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"]))
+    assert read["command"] == "hf-ckpt estimate recipe.yaml 'data.path=a b'"
+    assert read["versions"].keys() >= {"python", "hf_ckpt", "torch", "transformers", "accelerate"}
+    assert (read["recipe"], read["fits"], read["decides"]) == ("recipe.yaml", True, "recipe")
+    assert read["devices"][0]["reserve_bytes"] == [reserve(CARD).low_bytes, reserve(CARD).high_bytes]
+    own, none, ffn, _ = read["rows"]
+    assert (own["fits"], none["fits"]) == ({"rtx4090": "yes"}, {"rtx4090": "no"})
+    assert none["by_category"] == {"parameters": 4 * GIB, "saved activations": 24 * GIB, "logits and loss": GIB // 2}
+    assert none["peak_at"] == "forward, aten._log_softmax"
+    assert (own["seconds"]["total"], own["num_flops"]) == (3.0, {"forward": 10, "backward": 20})
+    assert ffn == {"name": "ffn", "refusal": 'Rule {mode: ffn} asks for "ffn".'}
+
+
+def test_seconds_have_three_digits() -> None:
+    assert [report.format_seconds(value) for value in (12.345, 1.0, 0.01234)] == ["12.3 s", "1 s", "12.3 ms"]
+
+
+# --- The ledger. ---
+
+
+def test_ledger_names_what_each_kind_of_layer_holds() -> None:
+    held = steps_by_hand.held
+    tensors = [
+        held(None, "model.embed_tokens", "aten.embedding.default", 2),
+        *(held(idx, "mlp.gate_proj.default", "aten.mm.default", 8, why="saved for aten.silu") for idx in (0, 1, 3)),
+        *(held(idx, "mlp.up_proj", "aten.mm.default", 8, why="saved for aten.silu") for idx in (0, 1, 3)),
+        *(held(idx, "", "aten.add.Tensor", 4, part="") for idx in range(4)),
+        *(held(idx, "norm", "aten.rsqrt.default", 0.01, part="") for idx in range(4)),
+    ]
+    memory = replace(steps_by_hand.step(), ledger=tuple(tensors))
+    assert [" ".join(line.split()) for line in ledger(memory)] == [
+        "layers 0 to 1, 3 of model.layers: 20.0 MiB each",
+        "ffn mm 2 x 8.0 MiB bfloat16 [1, 8, 4] mlp.gate_proj, mlp.up_proj saved for aten.silu",
+        "add 4.0 MiB bfloat16 [1, 8, 4] the layer",
+        "smaller tensors 10.2 KiB 1 together",
+        "layer 2 of model.layers: 4.0 MiB",
+        "add 4.0 MiB bfloat16 [1, 8, 4] the layer",
+        "smaller tensors 10.2 KiB 1 together",
+    ]
+    assert outside(memory) == 2 * MIB
+
+
+# --- What fits. ---
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose memory is 1 MiB and 1 KiB for each token; a quarter of that where layers are recomputed."""
+
+    def simulated(model: Any, plan: Plan | None, step: Step, device: Device) -> StepMemory:
+        held = step.batch_size * step.seq_length * 1024 // (1 if plan is None else 2 * (1 + plan.count(Mode.FULL) // 4))
+        return replace(steps_by_hand.step(), peak_bytes=MIB + held)
+
+    monkeypatch.setattr(predict, "simulate_step", simulated)
+
+
+@pytest.mark.usefixtures("linear")
+def test_longest_row_fits_and_the_next_one_does_not(tmp_path: Path) -> None:
+    subject = replace(small_subject(tmp_path), longest=4096)
+    # Of two rows.
+    limit = most.longest_row(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703)
+    assert (limit.number, limit.peak_bytes, limit.is_bound) == (640, MIB + 2 * 1024 * 640, False)
+
+
+@pytest.mark.usefixtures("linear")
+def test_row_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
+    subject = small_subject(tmp_path, "model.config.max_position_embeddings=256")
+    limit = most.longest_row(Predictor(subject, CARD), None, CARD.memory_bytes)
+    assert (limit.number, limit.is_bound) == (256, True)
+    assert "256 tokens (all the model has positions for)" in most.table(
+        most.find(subject, [CARD], is_length=True, say=silent)
+    )
+
+
+@pytest.mark.usefixtures("linear")
+def test_largest_batch_is_found_for_each_plan(tmp_path: Path) -> None:
+    device = card(MIB + 64 * 1024 * 40)
+    found = most.find(small_subject(tmp_path), [device], is_length=False, say=silent)
+    assert {row.plan: row.limit.number for row in found.rows} == {RECIPE: 80, "none": 40, "full": 160}
+    lines = most.table(found).splitlines()
+    assert [line.split()[:4] for line in lines[-3:]] == [
+        ["small", "recipe", "80", "rows"],
+        ["small", "none", "40", "rows"],
+        ["small", "full", "160", "rows"],
+    ]
+    assert most.as_json(found)["rows"][0]["number"] == 80
+
+
+@pytest.mark.usefixtures("linear")
+def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
+    found = most.find(small_subject(tmp_path), [card(1024)], is_length=True, say=silent)
+    assert {row.limit.number for row in found.rows} == {0}
+    assert "none" in most.table(found).splitlines()[-1].split()
+
+
+@pytest.mark.usefixtures("linear")
+def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None:
+    predictor = Predictor(replace(small_subject(tmp_path), longest=128), card(MIB + 128 * 1024))
+    none, own = grid.grids(predictor, silent)
+    assert (none.lengths, none.rows) == ((16, 32, 64, 128), (1, 2, 4))
+    assert (none.peaks[64, 2], own.peaks[64, 2]) == (MIB + 128 * 1024, MIB + 64 * 1024)
+    assert grid.table([none, own], predictor).splitlines() == [
+        "Peak without checkpointing",
+        "  tokens    1 row     2 rows     4 rows",
+        "      16  1.0 MiB    1.0 MiB    1.1 MiB",
+        "      32  1.0 MiB    1.1 MiB    1.1 MiB",
+        "      64  1.1 MiB    1.1 MiB  1.2 MiB ?",
+        "     128  1.1 MiB  1.2 MiB ?  1.5 MiB ?",
+        "",
+        "Peak under the recipe's plan",
+        "  tokens    1 row   2 rows     4 rows",
+        "      16  1.0 MiB  1.0 MiB    1.0 MiB",
+        "      32  1.0 MiB  1.0 MiB    1.1 MiB",
+        "      64  1.0 MiB  1.1 MiB    1.1 MiB",
+        "     128  1.1 MiB  1.1 MiB  1.2 MiB ?",
+        "",
+        "x: does not fit on small; ?: may fit, with nothing to spare",
+    ]
+    assert grid.as_json([none])[0]["peaks"][0] == {"seq_length": 16, "batch_size": 1, "peak_bytes": MIB + 16 * 1024}
+
+
+@pytest.mark.usefixtures("linear")
+def test_what_was_simulated_once_is_not_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = small_subject(tmp_path)
+    predictor = Predictor(subject, CARD)
+    first = predictor.memory(subject.resolve("full"))
+    monkeypatch.delattr(predict, "simulate_step")
+    again = predictor.memory(subject.resolve([{"layers": "0:4", "mode": "full"}]))
+    assert again.peak_bytes == first.peak_bytes
+
+
+# --- Devices. ---
+
+
+def test_recipe_for_the_cpu_is_estimated_for_it(tmp_path: Path) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path))
+    assert devices_for(recipe, ()) == (CPU,)
+
+
+def test_three_sizes_stand_in_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_ckpt.finetune.estimate import where
+
+    monkeypatch.setattr(where, "this_device", lambda: CPU)
+    assert [device.name for device in devices_for(None, ())] == ["rtx4090", "a6000", "a100-80gb"]
+    monkeypatch.setattr(where, "this_device", lambda: CARD)
+    assert devices_for(None, ()) == (CARD,)
+
+
+def test_named_devices_go_first(tmp_path: Path) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path))
+    assert [device.name for device in devices_for(recipe, ["RTX 4090", "h100"])] == ["rtx4090", "h100"]
+
+
+# --- From Python. ---
+
+
+def test_simulate_takes_a_recipe_its_path_or_a_model(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    subject = small_subject(tmp_path)
+    by_path = questions.simulate(path, device="rtx4090")
+    assert questions.simulate(load_recipe(path), device=CARD).peak_bytes == by_path.peak_bytes
+    assert by_path.plan == subject.plan
+    fields = {"batch_size": 2, "seq_length": 64, "is_padded": True}
+    by_model = questions.simulate(subject.model, plan=subject.plan, device="rtx4090", **fields)
+    assert by_model.peak_bytes == by_path.peak_bytes
+    assert questions.simulate(subject.model, device="rtx4090", **fields).plan is None
+
+
+def test_simulate_takes_fields_of_the_step(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    shorter = questions.simulate(path, plan="none", device="rtx4090", seq_length=32)
+    assert shorter.peak_bytes < questions.simulate(path, plan="none", device="rtx4090").peak_bytes
+    with pytest.raises(RecipeError, match=r"A step has no such field.*'length'.*Its fields are batch_size, seq_length"):
+        questions.simulate(path, device="rtx4090", length=32)
+
+
+def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
+    path, none = found.subject.recipe, found.steps()["none"]
+    assert path is not None
+    plan = questions.plan(path, memory_budget=f"{none.peak_bytes - 1}B", device="rtx4090")
+    planned = questions.simulate(path, plan=plan, device="rtx4090")
+    assert planned.peak_bytes < none.peak_bytes
+    assert none.time.total < planned.time.total <= found.steps()["full"].time.total
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        ("1KiB", BudgetError, "No plan fits"),
+        ("22", PolicyError, 'memory_budget is "22", without a unit'),
+        ("22GX", PolicyError, 'unknown unit "GX"'),
+        ("-1GiB", PolicyError, "must be above 0"),
+        ("100GiB", PolicyError, "GeForce RTX 4090 has 23.6 GiB"),
+    ],
+)
+def test_budget_that_cannot_be_met_or_read_is_refused(
+    budget: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as raised:
+        questions.plan(small_recipes.write(tmp_path), memory_budget=budget, device="rtx4090")
+    assert message in str(raised.value)
+
+
+def test_unknown_device_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r'Unknown device "rtx409".*Did you mean "rtx4090"'):
+        questions.simulate(small_recipes.write(tmp_path), device="rtx409")
+
+
+@pytest.mark.usefixtures("linear")
+def test_max_length_grows_with_the_budget(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    lengths = [
+        questions.max_length(path, plan="none", memory_budget=budget, device="rtx4090")
+        for budget in ("1KiB", "1.5MiB", "2MiB")
+    ]
+    assert lengths == [0, 256, 512]

@@ -1,0 +1,212 @@
+"""`hf-ckpt estimate`, `plan`, `profile` and `inspect`: what they take, print, write and return."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_ckpt import Plan
+from hf_ckpt.cli import main
+from hf_ckpt.finetune.estimate import estimate as estimates
+from hf_ckpt.finetune.estimate.estimate import AUTO, RECIPE, Estimate, Row
+from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.memory.devices import Device
+from tests import small_recipes, steps_by_hand
+
+Estimates = Callable[..., list[tuple[Subject, tuple[Device, ...]]]]
+
+
+@pytest.fixture
+def estimated(monkeypatch: pytest.MonkeyPatch) -> Estimates:
+    """Puts steps made by hand in the place of simulated ones, and returns what was asked for."""
+
+    def put(saved_gib: float) -> list[tuple[Subject, tuple[Device, ...]]]:
+        asked = []
+
+        def estimate(subject: Subject, devices: tuple[Device, ...], say: Callable[[str], None]) -> Estimate:
+            asked.append((subject, devices))
+            say("Simulating ...")
+            print("what a library prints")
+            rows = (Row(RECIPE, steps_by_hand.step(saved_gib)), Row(AUTO, steps_by_hand.step(0.1), device=devices[0]))
+            return Estimate(subject, devices, rows, RECIPE)
+
+        monkeypatch.setattr(estimates, "estimate", estimate)
+        return asked
+
+    return put
+
+
+# --- estimate. ---
+
+
+@pytest.mark.parametrize(("saved_gib", "code"), [(1.0, 0), (6.0, 1)])
+def test_exit_code_tells_whether_the_recipes_plan_fits(
+    saved_gib: float, code: int, estimated: Estimates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimated(saved_gib)
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--device", "rtx4090"]) == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith("hf-ckpt estimate ")
+    assert "what a library prints" not in printed.out
+    assert printed.err.endswith("Building the model without weights ...\nSimulating ...\n")
+
+
+def test_json_stands_alone_on_standard_output(
+    estimated: Estimates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimated(1.0)
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == [RECIPE, AUTO]
+
+
+def test_options_reach_the_estimate(estimated: Estimates, tmp_path: Path) -> None:
+    asked = estimated(1.0)
+    words = ["--device", "rtx4090", "--device", "h100", "--engine", "fsdp2", "--processes", "4", "data.max_length=32"]
+    assert main(["estimate", str(small_recipes.write(tmp_path)), *words]) == 0
+    ((subject, devices),) = asked
+    assert [device.name for device in devices] == ["rtx4090", "h100"]
+    assert (subject.step.sharding.engine, subject.step.sharding.world_size) == ("fsdp2", 4)
+    assert subject.step.seq_length == 32
+
+
+def test_plot_writes_three_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    # Two rows are enough to draw.
+    monkeypatch.setattr(estimates, "FIXED", {"full": {"policy": "full"}})
+    picture = tmp_path / "memory.png"
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--plot", str(picture)]) == 0
+    written = [tmp_path / f"memory{what}.png" for what in ("", "-frontier", "-checkpoints")]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("Wrote")] == [f"Wrote {path}" for path in written]
+
+
+def test_max_length_and_grid_are_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**CONFIG, "max_position_embeddings": 128}
+    recipe = str(small_recipes.write(tmp_path, model={"config": config}, checkpointing={"policy": "full"}))
+    assert main(["estimate", recipe, "--max-length", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["number"] == 128
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", recipe, "--max-length", "--grid"])
+    assert ended.value.code == 2
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("estimate", ["--device", "rtx409"], 'Did you mean "rtx4090"?'),
+        ("estimate", ["training.learning_rat=1"], 'Did you mean "learning_rate"?'),
+        ("estimate", ["training.torch_compile=true"], "training.torch_compile = True cannot be simulated"),
+        ("estimate", ["--engine", "fsdp2"], "Add --processes 8"),
+        ("estimate", ["--accelerate-config", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        ("plan", ["--memory-budget", "22"], '--memory-budget is "22", without a unit'),
+        ("plan", ["--memory-budget", "22GX"], 'unknown unit "GX"'),
+        ("plan", ["--memory-budget", "-1GiB"], "must be above 0"),
+        ("plan", ["--memory-budget", "30GiB", "--device", "rtx4090"], "GeForce RTX 4090 has 23.6 GiB"),
+        ("plan", ["--out", "plan.txt"], "Write plan.txt.json"),
+        ("plan", ["--out", "nowhere/plan.json"], "there is no folder"),
+    ],
+)
+def test_wrong_input_is_refused_with_code_2(
+    command: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # argparse takes a value that begins with a dash for an option.
+    words = [f"--memory-budget={options[1]}"] if options[:1] == ["--memory-budget"] and len(options) == 2 else options
+    assert main([command, str(small_recipes.write(tmp_path)), *words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan", "inspect", "profile"])
+def test_wrong_recipe_is_refused_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
+    recipe = small_recipes.write(tmp_path, training={"learning_rat": 1})
+    code = (
+        f"import sys; from hf_ckpt.cli import main; print(main([{command!r}, {str(recipe)!r}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["estimate", "--help"], "exit codes: 0 the recipe fits; 1 it does not; 2 wrong input"),
+        (["plan", "--help"], "exit codes: 0 there is a plan; 1 none fits; 2 wrong input"),
+        (["profile", "--help"], "forward, backward and recomputation"),
+        (["--help"], "hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090"),
+    ],
+)
+def test_help_says_what_there_is(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert expected in " ".join(capsys.readouterr().out.split())
+
+
+# --- plan. ---
+
+
+def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, out = str(small_recipes.write(tmp_path)), tmp_path / "plan.json"
+    assert main(["plan", recipe, "--device", "rtx4090", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    # Everything fits.
+    assert "model.layers: 4 layers\n  0 to 3       none\n" in printed.out
+    assert "Peak " in printed.out
+    assert f"checkpointing.policy={out}" in printed.err
+    assert Plan.from_json(out.read_text()).stacks[0].path == "model.layers"
+
+
+def test_plan_as_json_has_the_plan_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(small_recipes.write(tmp_path)), "--memory-budget", "1GiB", "--json"]) == 0
+    read: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert read["budget_bytes"] == 2**30
+    assert Plan.from_json(json.dumps(read["plan"])).model_class == "LlamaForCausalLM"
+    assert read["peak_bytes"] == sum(read["by_category"].values())
+
+
+def test_budget_that_nothing_fits_ends_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(small_recipes.write(tmp_path, model={"config": CONFIG}, checkpointing={"policy": "full"}))
+    assert main(["plan", recipe, "--memory-budget", "64KiB", "--device", "rtx4090"]) == 1
+    printed = capsys.readouterr()
+    assert "No plan fits" in printed.err
+    assert printed.out == ""
+
+
+# --- profile. ---
+
+
+def test_profile_prints_what_was_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(small_recipes.write(tmp_path, model={"config": CONFIG}, checkpointing={"policy": "full"}))
+    trace = tmp_path / "trace.json"
+    assert main(["profile", recipe, "--steps", "1", "--json", "--trace", str(trace)]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["measured"]["phases"].keys() == {"forward", "recomputation", "backward", "optimizer"}
+    assert read["predicted"]["seconds"]["recomputation"] > 0
+    assert "measured with torch" in read["device"]["source"]
+    assert "recompute layer 1" in trace.read_text()
+
+
+def test_step_that_does_not_fit_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = {**CONFIG, "hidden_size": 65536, "num_attention_heads": 512, "num_hidden_layers": 8}
+    recipe = str(small_recipes.write(tmp_path, model={"config": large}, checkpointing=None))
+    assert main(["profile", recipe]) == 2
+    assert "it cannot be run here. Predict it instead" in capsys.readouterr().err

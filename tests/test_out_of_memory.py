@@ -1,0 +1,207 @@
+"""A run that goes out of memory says where, why, and what would fit. On the CPU the error is raised by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt import load_recipe
+from hf_ckpt.auto.lengths import Batch
+from hf_ckpt.finetune import train
+from hf_ckpt.finetune.arguments import training_arguments
+from hf_ckpt.finetune.command import main
+from hf_ckpt.finetune.failure import Failure, Figures, Part, RunWatch
+from hf_ckpt.finetune.model import build_model
+from hf_ckpt.finetune.out_of_memory import explanation
+from hf_ckpt.memory.devices import find_device, reserve
+from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, Timeline
+from tests import small_recipes
+
+MIB, GIB = 2**20, 2**30
+# As torch's allocator says it.
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.50 GiB of which 1.25 GiB is "
+    "free. Process 1 has 22.25 GiB memory in use. Of the allocated memory 20.00 GiB is allocated by PyTorch, and "
+    "512.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+RTX4090 = find_device("rtx4090")
+RESERVE = reserve(replace(RTX4090, memory_bytes=0)).high_bytes
+
+
+def give_up(*_: Any) -> NoReturn:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+# --- Where. ---
+
+
+class Layer(nn.Module):
+    """Gives up in one part of a run."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+        self.forwards = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            if self.part is Part.EVALUATION:
+                give_up()
+            return hidden
+        self.forwards += 1
+        is_again = torch._C._current_graph_task_id() != -1
+        if self.part is (Part.RECOMPUTATION if is_again else Part.FORWARD):
+            give_up()
+        if self.part is Part.BACKWARD and hidden.requires_grad:
+            hidden = hidden * 1
+            hidden.register_hook(give_up)  # type: ignore[no-untyped-call]
+        return hidden
+
+
+def fail_in(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model of every recipe give up there."""
+
+    def built(*args: Any) -> Any:
+        model: Any = build_model(*args)
+        model.model.layers[1].mlp.act_fn = nn.Sequential(model.model.layers[1].mlp.act_fn, Layer(part))
+        return model
+
+    monkeypatch.setattr(train, "build_model", built)
+    if part is Part.OPTIMIZER:
+        norm = torch.nn.utils.clip_grad._get_total_norm
+
+        def give_up_on_real_ones(gradients: list[Tensor], *rest: Any) -> Any:
+            # The step is simulated as well, on fake ones.
+            if type(gradients[0]) is Tensor:
+                give_up()
+            return norm(gradients, *rest)
+
+        monkeypatch.setattr(torch.nn.utils.clip_grad, "_get_total_norm", give_up_on_real_ones)
+
+
+@pytest.mark.parametrize("part", [part for part in Part if part is not Part.ELSEWHERE])
+def test_run_ends_with_exit_code_1_and_says_the_part(
+    part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_in(part, monkeypatch)
+    recipe = small_recipes.write(
+        tmp_path,
+        checkpointing={"policy": "full"},
+        training={"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    )
+    assert main([str(recipe)]) == 1
+    message = capsys.readouterr().err
+    rows = 4 if part is Part.EVALUATION else 2
+    step = "" if part is Part.EVALUATION else " of step 1"
+    assert f"Out of memory in the {part}{step}, with a batch of {rows} rows of 3" in message
+    assert "20.0 GiB were allocated and 512.0 MiB reserved without being used, of 23.5 GiB; 2.0 GiB more" in message
+    if part is Part.EVALUATION:
+        assert "A batch of evaluation is predicted to need" in message
+    else:
+        assert "Predicted for this batch: " in message
+        assert "Probable cause: something beside the step: it is predicted to need" in message
+
+
+# --- Why. ---
+
+
+def predicted(peak: int) -> StepMemory:
+    return StepMemory("rtx4090", None, 0, peak, Place(Phase.BACKWARD), {Category.SAVED: peak}, Timeline((), {}))
+
+
+def figures(**changes: int | None) -> Figures:
+    return Figures(**{"wanted": GIB, "capacity": 24 * GIB, "allocated": 20 * GIB, "unused": 0, **changes})
+
+
+def watch(batch: Batch | None = None, after_steps: tuple[int, ...] = ()) -> RunWatch:
+    return RunWatch(batch=batch, num_steps=9, after_steps=list(after_steps))
+
+
+@pytest.mark.parametrize(
+    ("failure", "peak", "expected"),
+    [
+        (Failure(Part.BACKWARD, figures(), watch()), 20 * GIB, []),
+        (Failure(Part.BACKWARD, figures(unused=3 * GIB), watch()), 20 * GIB, ["fragmentation"]),
+        # 0.5 GiB would not have been enough for the one that was asked for.
+        (Failure(Part.BACKWARD, figures(unused=GIB // 2), watch()), 20 * GIB, []),
+        (
+            Failure(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 12 * GIB))),
+            12 * GIB,
+            ["something grows: 4.0 GiB"],
+        ),
+        (Failure(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 8 * GIB))), 12 * GIB, ["something beside"]),
+        (Failure(Part.BACKWARD, Figures(), watch()), 12 * GIB, []),
+        (
+            Failure(Part.FORWARD, figures(), watch(Batch(2, 90)), Batch(2, 80)),
+            20 * GIB,
+            ["a larger batch than the plan"],
+        ),
+        (Failure(Part.FORWARD, figures(), watch(Batch(2, 80)), Batch(2, 80)), 20 * GIB, []),
+    ],
+)
+def test_causes(failure: Failure, peak: int, expected: list[str]) -> None:
+    causes = list(failure.causes(predicted(peak)))
+    assert [cause[: len(start)] for cause, start in zip(causes, expected, strict=True)] == expected
+
+
+def test_message_of_another_allocator_gives_no_figures() -> None:
+    assert Figures.of("out of memory") == Figures()
+    assert Figures.of(MESSAGE) == Figures(2 * GIB, int(23.5 * GIB), 20 * GIB, GIB // 2)
+    assert Failure(Part.ELSEWHERE, Figures(), RunWatch()).head() == (
+        "Out of memory in the run, outside of its steps. The allocator gave no figures."
+    )
+
+
+def test_what_stays_allocated_is_noted_after_the_second_step() -> None:
+    amounts = iter([100, 130, 160])
+    noted = RunWatch(allocated=lambda: next(amounts))
+    for step in range(1, 5):
+        noted.on_step_end(None, SimpleNamespace(global_step=step), None)  # type: ignore[arg-type]
+    assert noted.grown_bytes == 60
+
+
+# --- What would fit. ---
+
+
+def explained(tmp_path: Path, batch: Batch, usable: int, part: Part = Part.BACKWARD, **sections: Any) -> str:
+    recipe = load_recipe(small_recipes.write(tmp_path, checkpointing={"policy": "full"}, **sections))
+    # A twentieth of the memory is kept free for fragments, beside what is kept free on any card.
+    device = replace(RTX4090, memory_bytes=int((usable + RESERVE) / 0.95))
+    failure = Failure(part, Figures(), watch(batch))
+    return explanation(failure, recipe, training_arguments(recipe), None, device)
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
+
+
+WIDE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+FULL_SIZE = {"config": {**WIDE, "num_attention_heads": 2}}
+
+
+def test_budget_that_fits_is_the_override(tmp_path: Path) -> None:
+    text = explained(tmp_path, Batch(8, 512), 30 * MIB, model=FULL_SIZE)
+    assert "Predicted for this batch: " in text
+    assert re.search(r"What fits: checkpointing\.policy=auto checkpointing\.memory_budget=30MiB, predicted peak", text)
+
+
+def test_weights_that_do_not_fit_need_something_else_than_checkpointing(tmp_path: Path) -> None:
+    text = explained(tmp_path, Batch(1, 64), MIB, model=FULL_SIZE)
+    assert "No plan fits memory_budget=" in text
+    assert "activation checkpointing does not make them smaller. Adapters (lora: {r: 16" in text
+
+
+def test_smaller_batch_of_evaluation_is_the_override(tmp_path: Path) -> None:
+    text = explained(tmp_path, Batch(64, 512), 20 * MIB, Part.EVALUATION, model=FULL_SIZE)
+    found = re.search(r"What fits: training\.per_device_eval_batch_size=(\d+) \(", text)
+    assert found is not None
+    assert 1 <= int(found[1]) < 64
