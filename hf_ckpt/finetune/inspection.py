@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hf_ckpt.errors import HFCkptError, PolicyError
 from hf_ckpt.figures import recomputed_share
+from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.estimate.ledger import ledger, outside
-from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import describe_batch, subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
 from hf_ckpt.finetune.full_config import find_config
@@ -23,6 +23,7 @@ from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, w
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.layers import Layer, Stack, find_layers
 from hf_ckpt.memory.amounts import format_bytes
+from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.plans import resolve
 from hf_ckpt.policy import Mode, Policy
 
@@ -45,7 +46,7 @@ def inspection(recipe: Recipe, names: Mapping[str, str]) -> str:
         RecipeError: the config cannot be had, or a section does not suit the model.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
     """
-    wanted, _ = on_this_machine(recipe)
+    wanted, _ = on_this_machine(with_auto_plan(recipe)[0])
     if wanted.checkpointing is not None:
         wanted = replace(wanted, checkpointing={**wanted.checkpointing, **names})
     found = find_config(wanted)
@@ -110,7 +111,7 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
     try:
         subject = subject_of(recipe, structure=names)
         device = devices_for(recipe, ())[0]
-        memory = Predictor(subject, device).memory(None)
+        memory = simulate_step(subject.model, None, subject.step, device, explains=True, **subject.structure)
     except HFCkptError as error:
         yield f"What the layers hold is not known: {error}"
         return

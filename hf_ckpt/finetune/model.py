@@ -55,10 +55,10 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
         UnsupportedError: a mode could not be exact on a layer.
     """
     with torch.device("meta"):
-        model: torch.nn.Module = _made(_config_of(shape), shape)
+        model: torch.nn.Module = made(_config_of(shape), shape)
     if recipe.lora is not None:
         section = {key: recipe.lora[key] for key in _ADAPTER_SHAPE if key in recipe.lora}
-        model = _with_adapter(model, section, low_cpu_mem_usage=True)
+        model = with_adapter(model, section, low_cpu_mem_usage=True)
     if recipe.checkpointing is not None:
         section = {key: value for key, value in recipe.checkpointing.items() if key not in _CALLBACK_ONLY}
         if section["policy"] == AUTO:
@@ -82,7 +82,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.
         RecipeError: the weights cannot be had, or a section does not suit the model.
     """
     model: torch.nn.Module = _base_model(recipe, tokenizer)
-    return model if recipe.lora is None else _with_adapter(model, recipe.lora)
+    return model if recipe.lora is None else with_adapter(model, recipe.lora)
 
 
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
@@ -140,10 +140,10 @@ def _base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
             f"model.config.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it, "
             "or leave it out to take the tokenizer's."
         )
-    return _made(config, recipe.model, dtype=_dtype(recipe.model.get("dtype", "float32")))
+    return made(config, recipe.model, dtype=_dtype(recipe.model.get("dtype", "float32")))
 
 
-def _made(config: PreTrainedConfig, section: Mapping[str, Any], **options: Any) -> PreTrainedModel:
+def made(config: PreTrainedConfig, section: Mapping[str, Any], **options: Any) -> PreTrainedModel:
     """Return a model with new weights, built as a `model` section says."""
     options |= _options(section, "attn_implementation")
     try:
@@ -174,7 +174,17 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
+def with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
+    """Return a model with the adapters that a `lora` section describes.
+
+    Args:
+        model: the model, which is changed in place.
+        section: fields of `peft.LoraConfig`.
+        options: of `peft.get_peft_model`.
+
+    Raises:
+        RecipeError: the section does not suit the model.
+    """
     from peft import LoraConfig, get_peft_model
 
     try:

@@ -40,6 +40,7 @@ def simulate_step(
     device: Device,
     *,
     traces_all: bool = False,
+    explains: bool = False,
     **structure: Any,
 ) -> StepMemory:
     """Predict memory and time of one optimizer step, from the second one on: the optimizer has its state.
@@ -52,6 +53,7 @@ def simulate_step(
         step: what the Trainer runs.
         device: where it runs.
         traces_all: trace every layer, those too that another could stand for.
+        explains: let the ledger say what each tensor is held for.
         structure: `layers`, `attention` and `ffn` of `apply`.
 
     Raises:
@@ -59,7 +61,7 @@ def simulate_step(
         PolicyError: the policy does not suit the model.
     """
     plan = None if policy is None else make_plan(model, parse(policy), **structure)
-    simulated = trace_step(model, plan, step, device, traces_all=traces_all, **structure)
+    simulated = trace_step(model, plan, step, device, traces_all=traces_all, explains=explains, **structure)
     return read(
         simulated.tape,
         device=device.name,
@@ -86,7 +88,14 @@ class Traced:
 
 
 def trace_step(
-    model: nn.Module, plan: Plan | None, step: Step, device: Device, *, traces_all: bool = False, **structure: Any
+    model: nn.Module,
+    plan: Plan | None,
+    step: Step,
+    device: Device,
+    *,
+    traces_all: bool = False,
+    explains: bool = False,
+    **structure: Any,
 ) -> Traced:
     """Simulate a step and return what happened. See `simulate_step`.
 
@@ -96,14 +105,16 @@ def trace_step(
         step: see there.
         device: see there.
         traces_all: see there.
+        explains: see there.
         structure: see there.
     """
+    traced = partial(_traced, model, plan, step, device, structure, explains=explains)
     if not traces_all:
         try:
-            return _traced(model, plan, step, device, structure, copies_layers=True)
+            return traced(copies_layers=True)
         except CannotCopyError:
             pass
-    return _traced(model, plan, step, device, structure, copies_layers=False)
+    return traced(copies_layers=False)
 
 
 def num_repeats(step: Step) -> int:
@@ -112,7 +123,14 @@ def num_repeats(step: Step) -> int:
 
 
 def _traced(
-    model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any, *, copies_layers: bool
+    model: nn.Module,
+    plan: Plan | None,
+    step: Step,
+    device: Device,
+    structure: Any,
+    *,
+    explains: bool,
+    copies_layers: bool,
 ) -> Traced:
     twin, mode = fake_twin(model, partial(computes_in, step), is_cuda=device.is_cuda)
     twin.train()
@@ -130,6 +148,8 @@ def _traced(
         optimizer = prepare(twin, step, tracker, is_cuda=device.is_cuda)
         entered.enter_context(watch(twin, stacks, tracker))
         entered.enter_context(as_on_cuda(step, device))
+        if explains:
+            entered.enter_context(torch.autograd.graph.saved_tensors_hooks(tracker.note_saved, _as_it_is))
         run_step(twin, step, tracker, optimizer, is_cuda=device.is_cuda)
     if step.optim != "adagrad":
         # It makes its state before it sees a gradient.
@@ -186,6 +206,10 @@ def _queue(tape: Tape, device: Device) -> None:
         if event.seconds:
             is_recorded = event.place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
             event.seconds = queue.take(event.seconds, records_graph=is_recorded)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _turn_cache_off(model: nn.Module) -> None:

@@ -82,7 +82,8 @@ class HeldTensor:
         num_bytes: size of the storage on the device.
         shape: of the tensor that the operator returned.
         dtype: such as `bfloat16`.
-        why: who holds it, in words, such as `input of the layer` or `saved for aten.mul`.
+        why: the operators, and the modules below the layer, whose backward needs it, such as `mul of mlp`; empty where
+            that was not asked for, or where another than autograd holds it.
     """
 
     place: Place

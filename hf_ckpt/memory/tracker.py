@@ -24,6 +24,14 @@ Costs = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
 BLOCK_BYTES = 512
 """CUDA's caching allocator rounds up every block to a multiple of it."""
+_DETACH = torch.ops.aten.detach.default
+_DETACH_NAME = str(_DETACH)
+_MOST_REASONS = 2
+_SAVE_OUTPUTS = frozenset(
+    "softmax log_softmax exp sqrt rsqrt reciprocal tanh sigmoid relu native_dropout native_layer_norm "
+    "native_group_norm fused_rms_norm max min".split()
+)
+"""Operators whose backward uses what they returned; so do all kernels of attention."""
 _DEVICE = torch.ops.prim.device.default
 """Fake tensors are asked for their device several times by each operator, by way of the modes."""
 
@@ -56,6 +64,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inner: list[Place] = []
         self._outer = Place(Phase.FORWARD)
         self._place = self._outer
+        # Saved for the backward of an operator that comes next; and what the last one made.
+        self._waiting: list[Storage] = []
+        self._made_last: tuple[str, set[int]] = ("", set())
         self._with_gradient: set[str] = set()
 
     @property
@@ -169,6 +180,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = function(*args, **kwargs)
         if function is _DEVICE:
             return output
+        if self._waiting and function is not _DETACH:
+            self._say_why(self._waiting, str(function))
+            self._waiting = []
         if self._is_silent:
             self._take_in(output, self._place)
             return output
@@ -180,11 +194,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _take_in(self, output: Any, place: Place) -> None:
+        made = set[int]()
         for tensor in tensors_of(output):
             if self._storage_of(tensor) is None:
                 storage = self._follow(tensor, place)
+                made.add(id(storage))
                 if storage.num_bytes:
                     self._write(Event(place, Change.ALLOCATE, storage))
+        if place.operator != _DETACH_NAME:
+            self._made_last = (place.operator, made)
 
     def _here(self, operator: str = "") -> Place:
         phase, where = self._phase, self._inner[-1] if self._inner else self._outer
@@ -196,6 +214,31 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 runs_again = bool(self._inner) or torch.is_grad_enabled()
                 phase = Phase.RECOMPUTATION if runs_again else Phase.BACKWARD
         return Place(phase, self._micro_batch, where.stack, where.layer_idx, where.part, where.module, operator)
+
+    def note_saved(self, tensor: Tensor) -> Tensor:
+        """Take note that autograd saves a tensor. A hook of `saved_tensors_hooks`.
+
+        An operator's inputs are saved just before it runs, its outputs just after.
+        """
+        storage = self._storage_of(tensor)
+        if storage is not None and not is_in_backward():
+            operator, made = self._made_last
+            if id(storage) in made and _saves_outputs(operator):
+                self._say_why([storage], operator)
+            else:
+                self._waiting.append(storage)
+        # The tensor itself, handed back by a hook, would hold the node that made it, and with it itself.
+        return tensor.detach()
+
+    def _say_why(self, storages: list[Storage], operator: str) -> None:
+        place = self._here()
+        module = place.module.removeprefix(f"{place.stack}.{place.layer_idx}").lstrip(".") or "the layer"
+        name = _plain_name(operator)
+        reason = f"{name} of {module}" if place.layer_idx is not None else name
+        for storage in storages:
+            reasons = storage.why.split(", ") if storage.why else []
+            if reason not in reasons and len(reasons) < _MOST_REASONS:
+                storage.why = ", ".join([*reasons, reason])
 
     # --- Storages. ---
 
@@ -220,6 +263,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, event: Event) -> None:
         if not self._is_silent:
             self.tape.events.append(event)
+
+
+def _plain_name(operator: str) -> str:
+    """Return `mul` of `aten.mul.Tensor`."""
+    return operator.removeprefix("aten.").partition(".")[0].lstrip("_")
+
+
+def _saves_outputs(operator: str) -> bool:
+    name = _plain_name(operator)
+    return name in _SAVE_OUTPUTS or "scaled_dot_product" in name
 
 
 def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

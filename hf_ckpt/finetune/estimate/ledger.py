@@ -61,7 +61,7 @@ def _by_layer(held: Sequence[HeldTensor]) -> dict[tuple[str, int], list[HeldTens
 
 
 def _signature(path: str, held: Sequence[HeldTensor]) -> _Signature:
-    return tuple((_module(tensor, path), _kind(tensor)) for tensor in held)
+    return tuple((module, _kind(tensor, module)) for tensor in held for module in (_module(tensor, path),))
 
 
 def _ranges(indices: Sequence[int]) -> str:
@@ -78,10 +78,18 @@ def _module(tensor: HeldTensor, above: str) -> str:
     return tensor.place.module.removeprefix(above).lstrip(".").removesuffix(".default") or "the layer"
 
 
-def _kind(tensor: HeldTensor) -> _Kind:
+def _kind(tensor: HeldTensor, module: str) -> _Kind:
     operator = tensor.place.operator.removeprefix("aten.").partition(".")[0].lstrip("_")
     what = f"{tensor.dtype} {list(tensor.shape)}"
-    return _Kind(tensor.place.part, operator, what, tensor.num_bytes, tensor.why)
+    reasons = [_reason(reason, module) for reason in tensor.why.split(", ")] if tensor.why else []
+    why = f"for {', '.join(dict.fromkeys(reasons))}" if reasons else ""
+    return _Kind(tensor.place.part, operator, what, tensor.num_bytes, why)
+
+
+def _reason(reason: str, module: str) -> str:
+    """Return the operator whose backward needs a tensor, and its module where that is not the tensor's own."""
+    operator, _, where = reason.partition(" of ")
+    return operator if where.removesuffix(".default") == module else reason
 
 
 def _rows(signature: Sequence[tuple[str, _Kind]], total: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
 from hf_ckpt.finetune.estimate.training_step import step_of, training_value
 from hf_ckpt.finetune.full_config import Found, find_config
-from hf_ckpt.finetune.model import _made, _with_adapter
+from hf_ckpt.finetune.model import made, with_adapter
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import Stack, find_layers
@@ -165,7 +165,7 @@ def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.devi
         section["attn_implementation"] = attention
     _set_vocabulary(found)
     with place:
-        return _made(found.config, section, dtype=_dtype(recipe, found))
+        return made(found.config, section, dtype=_dtype(recipe, found))
 
 
 def _dtype(recipe: Recipe, found: Found) -> torch.dtype:
@@ -223,7 +223,7 @@ def _adapted(model: nn.Module, recipe: Recipe, **options: Any) -> nn.Module:
     if recipe.lora is None:
         return model
     section = {key: value for key, value in recipe.lora.items() if key not in _NEEDS_WEIGHTS}
-    return _with_adapter(model, section, **options)
+    return with_adapter(model, section, **options)
 
 
 def _require_input_gradients(model: nn.Module, stacks: tuple[Stack, ...], asked: bool | None) -> None:

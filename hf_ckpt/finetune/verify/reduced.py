@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
+from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import rehearse
 from hf_ckpt.finetune.recipe import Recipe, Values
@@ -100,7 +101,9 @@ def reduced(recipe: Recipe, folder: Path, *, is_full: bool) -> Reduced:
         PolicyError: the policy does not suit the model at its full size; so do StructureError and UnsupportedError.
     """
     folder = folder / f"process-{os.environ.get('RANK', '0')}"
-    wanted, notes = on_this_machine(recipe)
+    planned, chosen = with_auto_plan(recipe)
+    wanted, notes = on_this_machine(planned)
+    notes.extend(chosen)
     found = find_config(wanted)
     fields = fields_of(found.config)
     wanted, unpacked = _with_own_quantisation(wanted, fields.pop("quantization_config", None))

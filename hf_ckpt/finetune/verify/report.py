@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_ckpt.finetune.verify.check import Check, Report
+from hf_ckpt.finetune.versions import versions
 
-_PACKAGES = ("hf_ckpt", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 _WORDS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
 _NARROWEST = 60
 _LONGEST_NAME = 34
@@ -33,7 +31,7 @@ def table(report: Report, *, width: int) -> str:
 
 def to_json(report: Report) -> str:
     """Return a report as JSON text, with the versions that it holds for."""
-    return json.dumps({"versions": dict(_versions()), **as_json(report)}, indent=1, allow_nan=False)
+    return json.dumps({"versions": versions(), **as_json(report)}, indent=1, allow_nan=False)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -98,12 +96,3 @@ def _advice(report: Report, width: int) -> Iterator[str]:
 def _figures(figures: Mapping[str, float]) -> dict[str, float | str]:
     # JSON has no infinity and no NaN.
     return {name: value if math.isfinite(value) else str(value) for name, value in figures.items()}
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "python", platform.python_version()
-    for package in _PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue

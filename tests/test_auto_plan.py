@@ -1,0 +1,37 @@
+"""A recipe with policy `auto`, looked at without running: the plan for its budget stands in for the policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
+from hf_ckpt.finetune.recipe import Recipe, load_recipe
+from hf_ckpt.plans import Plan
+
+TINY = "recipes/tiny_llama_lora.yaml"
+
+
+def recipe_with(*overrides: str) -> Recipe:
+    return load_recipe(TINY, overrides)
+
+
+def test_plan_for_the_budget_takes_the_place_of_the_policy() -> None:
+    recipe = recipe_with("checkpointing.policy=auto", "checkpointing.memory_budget=60MiB")
+    planned, notes = with_auto_plan(recipe)
+    assert planned.checkpointing is not None
+    plan = planned.checkpointing["policy"]
+    assert isinstance(plan, Plan)
+    assert len({layer.mode for stack in plan.stacks for layer in stack.layers}) > 1
+    assert "memory_budget" not in planned.checkpointing
+    assert notes[0].startswith("policy auto: the plan for 60.0 MiB of ")
+
+
+def test_other_policies_stay_as_they_are() -> None:
+    recipe = recipe_with("checkpointing.policy=full")
+    assert with_auto_plan(recipe) == (recipe, [])
+
+
+def test_budget_that_nothing_fits_is_told() -> None:
+    with pytest.raises(BudgetError, match=r"No plan fits memory_budget=1.0 MiB"):
+        with_auto_plan(recipe_with("checkpointing.policy=auto", "checkpointing.memory_budget=1MiB"))
