@@ -195,15 +195,15 @@ def test_ledger_names_what_each_kind_of_layer_holds() -> None:
     held = steps_by_hand.held
     tensors = [
         held(None, "model.embed_tokens", "aten.embedding.default", 2),
-        *(held(idx, "mlp.gate_proj.default", "aten.mm.default", 8, why="saved for aten.silu") for idx in (0, 1, 3)),
-        *(held(idx, "mlp.up_proj", "aten.mm.default", 8, why="saved for aten.silu") for idx in (0, 1, 3)),
+        *(held(idx, "mlp.gate_proj.default", "aten.mm.default", 8, why="silu of mlp.act_fn") for idx in (0, 1, 3)),
+        *(held(idx, "mlp.up_proj", "aten.mm.default", 8, why="silu of mlp.act_fn") for idx in (0, 1, 3)),
         *(held(idx, "", "aten.add.Tensor", 4, part="") for idx in range(4)),
         *(held(idx, "norm", "aten.rsqrt.default", 0.01, part="") for idx in range(4)),
     ]
     memory = replace(steps_by_hand.step(), ledger=tuple(tensors))
     assert [" ".join(line.split()) for line in ledger(memory)] == [
         "layers 0 to 1, 3 of model.layers: 20.0 MiB each",
-        "ffn mm 2 x 8.0 MiB bfloat16 [1, 8, 4] mlp.gate_proj, mlp.up_proj saved for aten.silu",
+        "ffn mm 2 x 8.0 MiB bfloat16 [1, 8, 4] mlp.gate_proj, mlp.up_proj for silu of mlp.act_fn",
         "add 4.0 MiB bfloat16 [1, 8, 4] the layer",
         "smaller tensors 10.2 KiB 1 together",
         "layer 2 of model.layers: 4.0 MiB",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hf_ckpt.finetune.estimate.report import columns
@@ -37,10 +37,13 @@ def ledger(memory: StepMemory) -> Iterator[str]:
     Args:
         memory: of a step.
     """
-    kinds: dict[tuple[str, _Signature], list[int]] = {}
+    kinds: dict[tuple[str, _Signature], tuple[_Signature, list[int]]] = {}
     for (stack, layer_idx), held in _by_layer(memory.ledger).items():
-        kinds.setdefault((stack, _signature(f"{stack}.{layer_idx}", held)), []).append(layer_idx)
-    for (stack, signature), indices in kinds.items():
+        signature = _signature(f"{stack}.{layer_idx}", held)
+        # What the last layer returns is held for what comes after the layers: that makes it no other kind.
+        alike = tuple((module, replace(kind, why="")) for module, kind in signature)
+        kinds.setdefault((stack, alike), (signature, []))[1].append(layer_idx)
+    for (stack, _), (signature, indices) in kinds.items():
         total = sum(kind.num_bytes for _, kind in signature)
         each = " each" if len(indices) > 1 else ""
         yield f"  {_ranges(indices)} of {stack}: {format_bytes(total)}{each}"
