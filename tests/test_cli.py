@@ -225,7 +225,8 @@ def test_inspect_shows_layers_parts_modes_and_plan(tmp_path: Path, capsys: pytes
     )
     assert lines[1].startswith("layers 0 to 3 of model.layers: ")
     # Two inputs of 128 tokens and 48 channels in float32.
-    assert any(line.startswith("ffn mm 2 x 24.0 KiB float32 [128, 48] mlp.gate_proj, mlp.up_proj") for line in lines)
+    assert "ffn mm 24.0 KiB float32 [128, 48] mlp.gate_proj for silu of mlp.act_fn" in lines
+    assert "ffn mm 24.0 KiB float32 [128, 48] mlp.up_proj for mul of mlp" in lines
     assert lines[-1].startswith("outside the layers: ")
 
 
