@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import peft
 import pytest
 import torch
@@ -22,6 +21,8 @@ from hf_ckpt.memory.devices import CPU, DEVICES, Device
 from hf_ckpt.memory.on_cuda import as_on_cuda
 from hf_ckpt.memory.step import Step
 from tests.live_storages import LiveStorages
+
+bnb = pytest.importorskip("bitsandbytes")
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 BF16 = torch.bfloat16
