@@ -8,11 +8,15 @@ import pytest
 
 from benchmarks.budgets import CASES, build, sweep, verdict
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.memory.choices import to_plan
 from hf_ckpt.memory.costs import chain_of, plan_for
 from hf_ckpt.memory.devices import CPU, find_device
 from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
+from hf_ckpt.patch import make_plan
 from hf_ckpt.plans import Plan
+from hf_ckpt.policy import Policy
 
 TINY = CASES["tiny"]
 
@@ -63,3 +67,12 @@ def test_a_budget_below_every_plan_says_what_would_fit() -> None:
 def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
     with pytest.raises(BudgetError, match="weights"):
         plan_for(build(TINY), Step(batch_size=1, seq_length=64), CPU, 1_000_000)
+
+
+def test_smallest_plan_is_found_within_its_own_budget() -> None:
+    model, device = build(TINY), find_device(TINY.device)
+    chain = chain_of(model, TINY.step, device)
+    choice = Planner(chain).smallest_peak()
+    plan = to_plan(choice, chain, make_plan(model, Policy.parse("none")))
+    needed = simulate_step(model, plan, TINY.step, device).peak_bytes
+    assert plan_for(model, TINY.step, device, needed, chain=chain).memory.peak_bytes <= needed

@@ -100,6 +100,8 @@ def plan_for(
     if found is not None:
         return found
     smallest = simulated(planner.smallest_peak())
+    if smallest.memory.peak_bytes <= budget_bytes:
+        return smallest
     raise nothing_fits(
         budget_bytes,
         smallest.memory,
@@ -140,7 +142,8 @@ def _search(planner: Planner, budget_bytes: int, simulated: Callable[[Choice], P
             best = _faster(best, planned, budget_bytes)
         else:
             fails = place
-        if fails < len(planner.peaks) and planner.peaks[fails] - planner.peaks[max(fits, 0)] < budget_bytes * _CLOSE:
+        has_both = fits >= 0 and fails < len(planner.peaks)
+        if has_both and planner.peaks[fails] - planner.peaks[fits] < budget_bytes * _CLOSE:
             break
         # The planner is wrong by about as much for a plan of about that size.
         place = _place_of(planner, budget_bytes - wrong_by)

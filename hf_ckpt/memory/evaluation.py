@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.layers import find_layers
-from hf_ckpt.memory.concrete import Concrete
 from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.on_cuda import as_on_cuda
 from hf_ckpt.memory.reading import read
 from hf_ckpt.memory.running import make_inputs, prepared
 from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
-from hf_ckpt.memory.simulate import explained, prepare
+from hf_ckpt.memory.simulate import followed
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker
 from hf_ckpt.memory.twin import fake_twin
-from hf_ckpt.memory.watching import watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +51,7 @@ def simulate_evaluation(model: nn.Module, step: Step, device: Device, **structur
     """
     twin, mode = fake_twin(model, partial(computes_in, step), is_cuda=device.is_cuda)
     tracker = Tracker(rounding=BLOCK_BYTES if device.is_cuda else 1)
-    with ExitStack() as entered:
-        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, explained(tracker)):
-            entered.enter_context(context)
-        prepare(twin.train(), step, tracker, is_cuda=device.is_cuda)
-        entered.enter_context(watch(twin, find_layers(twin, **structure), tracker))
-        entered.enter_context(as_on_cuda(step, device))
+    with followed(twin.train(), mode, find_layers(twin, **structure), step, device, tracker):
         kept_bytes = _run_batch(twin.eval(), step, tracker)
     tape = on_one_rank(tracker.tape, weights_of(model, find_layers(model, **structure), step), step, device)
     memory = read(tape, device=device.name, plan=None, tokens=step.batch_size * step.seq_length)

@@ -61,11 +61,6 @@ class Weight:
     is_trained: bool
 
 
-def shards_weights(step: Step) -> bool:
-    """Whether a rank holds a share of the weights only."""
-    return step.sharding.engine in ("fsdp1", "fsdp2", "zero3")
-
-
 def computes_in(step: Step, tensor: Tensor) -> torch.dtype:
     """Return the dtype in which an engine hands a parameter to the computation."""
     engine, dtype = step.sharding.engine, step.autocast

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.memory.concrete import Concrete
@@ -142,14 +143,8 @@ def _traced(
         apply(twin, plan if copies is None else copies.without(plan), **structure)
     if copies is not None:
         copies.pass_through(twin, tracker)
-    with ExitStack() as entered:
-        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, explained(tracker)):
-            entered.enter_context(context)
-        optimizer = prepare(twin, step, tracker, is_cuda=device.is_cuda)
-        entered.enter_context(watch(twin, stacks, tracker))
-        entered.enter_context(as_on_cuda(step, device))
-        if explains:
-            entered.enter_context(torch.autograd.graph.saved_tensors_hooks(tracker.note_saved, _as_it_is))
+    hooks = torch.autograd.graph.saved_tensors_hooks(tracker.note_saved, _as_it_is) if explains else nullcontext()
+    with followed(twin, mode, stacks, step, device, tracker) as optimizer, hooks:
         run_step(twin, step, tracker, optimizer, is_cuda=device.is_cuda)
     if step.optim != "adagrad":
         # It makes its state before it sees a gradient.
@@ -162,7 +157,30 @@ def _traced(
     return Traced(tape, stacks, host_bytes)
 
 
-def prepare(model: nn.Module, step: Step, tracker: Tracker, *, is_cuda: bool) -> torch.optim.Optimizer | None:
+@contextmanager
+def followed(
+    twin: nn.Module, mode: FakeTensorMode, stacks: Sequence[Stack], step: Step, device: Device, tracker: Tracker
+) -> Iterator[torch.optim.Optimizer | None]:
+    """Let what runs inside run on a fake copy, as on the device, and be followed. Yields the optimizer, with its state.
+
+    Args:
+        twin: of `fake_twin`, in training mode.
+        mode: of `fake_twin`.
+        stacks: the copy's layers.
+        step: names the optimizer.
+        device: where.
+        tracker: follows it; random numbers that are drawn for real are drawn again afterwards.
+    """
+    with ExitStack() as entered:
+        for context in (torch.random.fork_rng(devices=[]), mode, Concrete(), tracker, _explained(tracker)):
+            entered.enter_context(context)
+        optimizer = _prepare(twin, step, tracker, is_cuda=device.is_cuda)
+        entered.enter_context(watch(twin, stacks, tracker))
+        entered.enter_context(as_on_cuda(step, device))
+        yield optimizer
+
+
+def _prepare(model: nn.Module, step: Step, tracker: Tracker, *, is_cuda: bool) -> torch.optim.Optimizer | None:
     """Make the optimizer, let it make its state, and count what is there before the step.
 
     Args:
@@ -220,7 +238,7 @@ def _turn_cache_off(model: nn.Module) -> None:
 
 
 @contextmanager
-def explained(tracker: Tracker) -> Iterator[None]:
+def _explained(tracker: Tracker) -> Iterator[None]:
     """Say what a step that cannot be simulated needs."""
     try:
         yield

@@ -159,10 +159,6 @@ class StepMemory:
     num_flops: Mapping[Phase, int] = field(default_factory=dict)
     host_bytes: int = 0
 
-    def dominant(self) -> Category:
-        """Return the category that has most of the peak."""
-        return max(self.by_category, key=lambda category: self.by_category[category])
-
     def peak_of(self, phase: Phase) -> int:
         """Return the most that is allocated during one part of the step, in bytes; 0 where it never runs."""
         totals = zip(self.timeline.places, self.timeline.total_bytes(), strict=True)

@@ -47,7 +47,7 @@ class Predictor:
         # A plan that recomputes nothing is no plan.
         wanted = None if plan is None or plan.count(Mode.NONE) == sum(len(s.layers) for s in plan.stacks) else plan
         taken = step or subject.step
-        key = (wanted and wanted.digest(), taken.batch_size, taken.seq_length)
+        key = (wanted and wanted.digest(), taken.batch_size, taken.seq_length, taken.gradient_accumulation_steps)
         if key not in self._known:
             self._known[key] = simulate_step(subject.model, wanted, taken, self.device, **subject.structure)
         return replace(self._known[key], plan=plan)
