@@ -22,8 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
-from hf_ckpt.memory.costs import chain_of, plan_for
+from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import Device, find_device
+from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step

@@ -9,8 +9,9 @@ import pytest
 from benchmarks.budgets import CASES, build, sweep, verdict
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.memory.choices import to_plan
-from hf_ckpt.memory.costs import chain_of, plan_for
+from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import CPU, find_device
+from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step

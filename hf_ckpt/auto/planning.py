@@ -26,10 +26,10 @@ from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.exchange import num_processes
 from hf_ckpt.memory.amounts import format_bytes
-from hf_ckpt.memory.costs import plan_for
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest
+from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory

@@ -23,8 +23,8 @@ from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.memory.amounts import parse_budget
-from hf_ckpt.memory.costs import plan_for
 from hf_ckpt.memory.devices import CPU, Device, this_device
+from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.step import Step
 
 

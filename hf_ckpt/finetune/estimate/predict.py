@@ -13,9 +13,10 @@ from typing import Any
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.training_step import evaluation_step_of
 from hf_ckpt.memory.chain import Chain
-from hf_ckpt.memory.costs import Planned, chain_of, plan_for
+from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.evaluation import simulate_evaluation
+from hf_ckpt.memory.planned import Planned, plan_for
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
