@@ -13,12 +13,12 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
+from hf_ckpt.amounts import parse_budget
 from hf_ckpt.auto.measured import TrainingPeak
 from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError, SavedFilesError
 from hf_ckpt.figures import GIB, StepClock, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
-from hf_ckpt.memory.amounts import parse_budget
 from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import AUTO, Mode, Policy, SegmentSize

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_ckpt"
 # What each part may import of the package, besides itself. `__init__` hands out everything and may import all.
 MAY_IMPORT = {
     "errors": set(),
+    "amounts": {"errors"},
     "policy": {"errors"},
     "plans": {"errors", "policy"},
     "shapes": set(),
@@ -32,7 +33,10 @@ MAY_IMPORT = {
     "deepspeed": {"errors", "policy", "plans", "layers"},
     "refusals": {"errors", "policy", "plans", "layers", "fsdp", "deepspeed"},
     "patch": {"errors", "policy", "plans", "layers", "shapes", "regions", "fsdp", "deepspeed", "refusals"},
-    "memory": {*("errors", "policy", "plans", "shapes", "parts", "layers"), *("regions", "refusals", "patch")},
+    "memory": {
+        *("errors", "amounts", "policy", "plans", "shapes", "parts", "layers"),
+        *("regions", "refusals", "patch"),
+    },
     "use_cache": set(),
     "input_gradients": {"layers"},
     "first_step": {"policy", "plans", "layers", "regions"},
@@ -40,22 +44,22 @@ MAY_IMPORT = {
     "reporters": set(),
     "saved_files": {"errors", "fsdp"},
     "auto": {
-        *("errors", "policy", "plans", "layers", "shapes", "refusals", "patch", "fsdp", "ranks", "exchange"),
+        *("errors", "amounts", "policy", "plans", "layers", "shapes", "refusals", "patch", "fsdp", "ranks", "exchange"),
         *("input_gradients", "memory"),
     },
     "callback": {
-        *("errors", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks", "watch", "auto"),
+        *("errors", "amounts", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks", "watch", "auto"),
         "memory",
         *("use_cache", "input_gradients", "first_step", "figures", "reporters", "saved_files"),
     },
     "finetune": {
-        *("errors", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
+        *("errors", "amounts", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
         *("callback", "saved_files", "watch", "memory", "auto", "input_gradients", "ranks"),
     },
-    "commands": {"errors", "plans", "finetune", "memory"},
+    "commands": {"errors", "amounts", "plans", "finetune", "memory"},
     "cli": {"errors", "commands", "finetune"},
 }
-PURE_PYTHON = {"errors", "policy", "plans"}
+PURE_PYTHON = {"errors", "amounts", "policy", "plans"}
 CORE = set(MAY_IMPORT) - {"finetune", "commands", "cli"}
 # Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
 WITH_OPTIONAL = {"memory"}

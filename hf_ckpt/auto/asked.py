@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks
+from hf_ckpt.amounts import Budget
 from hf_ckpt.auto.budgets import budget_bytes
 from hf_ckpt.auto.lengths import Batch, is_packing, largest_batch
 from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
@@ -18,7 +19,6 @@ from hf_ckpt.auto.skeleton import skeleton
 from hf_ckpt.errors import PolicyError, UnsupportedError
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import find_layers
-from hf_ckpt.memory.amounts import Budget
 from hf_ckpt.memory.devices import CPU, this_device
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_ckpt.amounts import Budget
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.memory import quantized
-from hf_ckpt.memory.amounts import Budget
 from hf_ckpt.memory.devices import Device, reserve
 
 _CONTEXT = "context"

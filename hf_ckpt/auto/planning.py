@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import ranks
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.exchange import num_processes
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hf_ckpt.amounts import parse_budget
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.finetune.checks import Draft
 from hf_ckpt.finetune.document import beside
 from hf_ckpt.finetune.schema import OF_AUTO, POLICY_OPTIONS
-from hf_ckpt.memory.amounts import parse_budget
 from hf_ckpt.plans import PLAN_SUFFIX, parse
 from hf_ckpt.policy import AUTO
 

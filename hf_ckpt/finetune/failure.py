@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.lengths import Batch, batch_of
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.timeline import StepMemory
 
 MUCH = 0.05

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HFCkptError, PolicyError
 from hf_ckpt.figures import recomputed_share
 from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
@@ -22,7 +23,6 @@ from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.layers import Layer, Stack, find_layers
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.plans import resolve
 from hf_ckpt.policy import Mode, Policy

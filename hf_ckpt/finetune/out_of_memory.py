@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.lengths import Batch
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.finetune.estimate.predict import Predictor
@@ -18,7 +19,6 @@ from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.failure import MUCH, Failure, Figures, Part, RunWatch, part_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.devices import Device, reserve
 from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest

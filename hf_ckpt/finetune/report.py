@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.memory.amounts import format_bytes
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.plans import Plan
 
 

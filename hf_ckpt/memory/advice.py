@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.largest import largest
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory

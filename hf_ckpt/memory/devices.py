@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import PolicyError, did_you_mean
-from hf_ckpt.memory.amounts import format_bytes
 
 GIB = 2**30
 MIB = 2**20

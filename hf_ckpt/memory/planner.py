@@ -20,9 +20,9 @@ from itertools import islice
 
 import numpy as np
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.memory import choices
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.choices import Choice, entries_from, predict
 from hf_ckpt.memory.frontier import fronts_of

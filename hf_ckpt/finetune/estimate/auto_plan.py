@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import OF_AUTO
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.policy import AUTO
 
 

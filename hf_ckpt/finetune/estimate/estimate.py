@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from hf_ckpt.amounts import parse_budget
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.memory.amounts import parse_budget
 from hf_ckpt.memory.devices import Device, reserve
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy import Mode

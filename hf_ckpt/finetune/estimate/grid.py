@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.estimate import RECIPE, Fit, Say, fit_of
 from hf_ckpt.finetune.estimate.limits import with_length, with_rows
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.plans import Plan
 
 _MARKS = {Fit.YES: "", Fit.PERHAPS: " ?", Fit.NO: " x"}

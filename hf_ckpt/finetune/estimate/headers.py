@@ -11,6 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.limits import longest_row
@@ -18,7 +19,6 @@ from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.recipe import load_recipe
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
 
 CARDS = {24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}

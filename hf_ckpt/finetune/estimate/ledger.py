@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.report import columns
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.timeline import HeldTensor, StepMemory
 
 _SMALL = 0.01

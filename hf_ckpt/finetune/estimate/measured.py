@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, describe_device, facts, format_seconds, memory_as_json
@@ -22,7 +23,6 @@ from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.tokenizer import load_tokenizer
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.calibrate import calibrate
 from hf_ckpt.memory.devices import Device, reserve
 from hf_ckpt.memory.optimizers import make_optimizer

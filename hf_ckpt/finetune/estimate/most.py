@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.finetune.estimate.estimate import RECIPE, Say, budget_of
 from hf_ckpt.finetune.estimate.limits import largest_batch, longest_row
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, facts
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.largest import Limit
 from hf_ckpt.plans import Plan

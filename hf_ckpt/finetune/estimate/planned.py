@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hf_ckpt.amounts import Budget, format_bytes
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
@@ -14,7 +15,6 @@ from hf_ckpt.finetune.estimate.report import columns, describe_device, facts, fo
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.amounts import Budget, format_bytes
 from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.devices import Device, find_device, this_device
 from hf_ckpt.memory.timeline import StepMemory

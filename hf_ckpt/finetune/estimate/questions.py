@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_ckpt.amounts import parse_budget
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.limits import longest_row
@@ -17,7 +18,6 @@ from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of, subject_of_model
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
 from hf_ckpt.finetune.recipe import Recipe, load_recipe
-from hf_ckpt.memory.amounts import parse_budget
 from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
 from hf_ckpt.finetune.versions import versions
-from hf_ckpt.memory.amounts import format_bytes
 from hf_ckpt.memory.devices import Device, reserve
 from hf_ckpt.memory.timeline import StepMemory
 
