@@ -6,7 +6,7 @@ Every message has three parts: what was asked, what is true, what to do. Knows n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class HFCkptError(Exception):
@@ -49,6 +49,14 @@ class OutOfMemoryError(HFCkptError, RuntimeError):
     """Raised when a run goes out of memory; says where, why, and what would fit."""
 
 
+class HostMemoryError(HFCkptError, RuntimeError):
+    """Raised when offloading would need more host memory or disk than there is, or than it may take."""
+
+
+class OffloadError(HFCkptError, RuntimeError):
+    """Raised when what was offloaded to disk cannot be had back as it was."""
+
+
 class RecipeError(HFCkptError, ValueError):
     """Raised when a recipe cannot be read; lists every mistake found."""
 
@@ -66,3 +74,14 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """Return ``' Did you mean "x"?'`` for the choice nearest to ``word``, or an empty string."""
     near = difflib.get_close_matches(str(word), list(choices), n=1)
     return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def as_written(value: object) -> str:
+    """Return a value of an option as a user writes it in YAML, for messages."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)

@@ -11,15 +11,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from hf_ckpt.errors import PolicyError, did_you_mean
-from hf_ckpt.policy import STACK_NAMES, Mode, Policy, Rule, slice_of
+from hf_ckpt.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
+from hf_ckpt.policy import STACK_NAMES, Mode, Policy, Rule, check_combination, slice_of
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 """Version of the JSON layout; raised when a reader of the old one would misread the new one."""
+
+_READ_FORMATS = (1, PLAN_FORMAT)
+"""Format 1 knows no modifiers."""
 
 PLAN_SUFFIX = ".json"
 """What the name of a plan's file ends with; a policy that is such text is the plan in that file."""
@@ -66,16 +70,30 @@ class LayerPlan:
         segment: number of the segment that the layer belongs to, counted from 0 in its stack.
         nested: checkpointed again while its segment is recomputed.
         why: the reason where the policy asked for something else, such as `"frozen"`.
+        save: what mode `selective` keeps; the outputs of matrix products and attention if empty. See `Rule`.
+        offload: where what the layer keeps waits for its backward; None on the device.
+        tiles: slices of the sequence that what is position-wise runs in; None for the whole of it.
     """
 
     mode: Mode = Mode.NONE
     segment: int | None = None
     nested: bool = False
     why: str = ""
+    save: tuple[str, ...] = ()
+    offload: Offload | None = None
+    tiles: Tiles | None = None
 
     def describe(self) -> str:
-        """Return the mode, and why it is not what the policy asked for, as one short phrase."""
-        return f"{self.mode} ({self.why})" if self.why else str(self.mode)
+        """Return mode and modifiers, and why they are not what the policy asked for, as one short phrase."""
+        parts = [str(self.mode)]
+        if self.save:
+            parts.append(f"save {', '.join(self.save)}")
+        if self.offload is not None:
+            parts.append(self.offload.describe())
+        if self.tiles is not None:
+            parts.append(f"tiles {self.tiles}")
+        text = ", ".join(parts)
+        return f"{text} ({self.why})" if self.why else text
 
 
 @dataclass(frozen=True)
@@ -93,15 +111,18 @@ class Plan:
     Args:
         model_class: name of the model's class, for messages.
         stacks: the stacks in the order in which the model lists them.
+        head: how the language-model head and the loss run.
     """
 
     model_class: str
     stacks: tuple[StackPlan, ...]
+    head: HeadMode = HeadMode.PLAIN
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives it back."""
         stacks = [{"path": stack.path, "layers": [_entry(layer) for layer in stack.layers]} for stack in self.stacks]
-        return json.dumps({"format": PLAN_FORMAT, "model_class": self.model_class, "stacks": stacks}, indent=1)
+        told = {"format": PLAN_FORMAT, "model_class": self.model_class, "stacks": stacks, "head": self.head.value}
+        return json.dumps(told, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -112,13 +133,13 @@ class Plan:
         """
         try:
             read = json.loads(text)
-            if read["format"] != PLAN_FORMAT:
-                raise PolicyError(f"The plan has format {read['format']}, this version reads format {PLAN_FORMAT}.")
+            if read["format"] not in _READ_FORMATS:
+                raise PolicyError(f"The plan has format {read['format']}, this version reads up to {PLAN_FORMAT}.")
             stacks = tuple(
                 StackPlan(stack["path"], tuple(_layer_plan(entry) for entry in stack["layers"]))
                 for stack in read["stacks"]
             )
-            return cls(read["model_class"], stacks)
+            return cls(read["model_class"], stacks, parse_head(read.get("head")) or HeadMode.PLAIN)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, PolicyError):
                 raise
@@ -138,6 +159,8 @@ class Plan:
         for stack in self.stacks:
             lines.append(f"{stack.path}: {len(stack.layers)} layers")
             lines.extend(f"  {where:<12} {what}" for where, what in _grouped(stack.layers))
+        if self.head is not HeadMode.PLAIN:
+            lines.append(f"head: {self.head}")
         return "\n".join(lines)
 
 
@@ -208,7 +231,7 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
         if policy.skip_frozen:
             layers = [_unless_frozen(entry, layer) for entry, layer in zip(layers, stack.layers, strict=True)]
         plans.append(StackPlan(stack.path, tuple(layers)))
-    return Plan(model_class, tuple(plans))
+    return Plan(model_class, tuple(plans), policy.head)
 
 
 def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> list[tuple[int, StackShape]]:
@@ -310,7 +333,14 @@ def _entries(rule: Rule, stack: StackShape, reached: list[int]) -> Iterator[tupl
         return
     for idx in reached:
         missing = rule.mode in (Mode.ATTENTION, Mode.FFN) and rule.mode.value not in stack.layers[idx].parts
-        yield idx, LayerPlan(why=f"it has no {rule.mode}") if missing else LayerPlan(rule.mode)
+        if missing:
+            yield idx, LayerPlan(why=f"it has no {rule.mode}", tiles=rule.tiles)
+            continue
+        entry = LayerPlan(rule.mode, save=rule.save, offload=rule.offload, tiles=rule.tiles)
+        if rule.offload is not None and idx == len(stack.layers) - 1:
+            # Backward begins with it.
+            entry = replace(entry, offload=None, why="the last layer, needed again at once")
+        yield idx, entry
 
 
 def _segments(rule: Rule, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]:
@@ -336,7 +366,8 @@ def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> Non
 
 
 def _unless_frozen(entry: LayerPlan, layer: LayerShape) -> LayerPlan:
-    if entry.mode is Mode.NONE or layer.needs_gradient:
+    does_nothing = entry.mode is Mode.NONE and entry.tiles is None
+    if does_nothing or layer.needs_gradient:
         return entry
     return LayerPlan(why="frozen")
 
@@ -349,11 +380,38 @@ def _entry(layer: LayerPlan) -> dict[str, Any]:
         entry["nested"] = True
     if layer.why:
         entry["why"] = layer.why
+    if layer.save:
+        entry["save"] = list(layer.save)
+    if layer.offload is not None:
+        entry["offload"] = layer.offload.to_dict()
+    if layer.tiles is not None:
+        entry["tiles"] = layer.tiles
     return entry
 
 
 def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
-    return LayerPlan(Mode(entry["mode"]), entry.get("segment"), entry.get("nested", False), entry.get("why", ""))
+    layer = LayerPlan(
+        Mode(entry["mode"]),
+        entry.get("segment"),
+        entry.get("nested", False),
+        entry.get("why", ""),
+        parse_save(entry["save"]) if "save" in entry else (),
+        parse_offload(entry.get("offload")),
+        parse_tiles(entry.get("tiles")),
+    )
+    # Files of plans are edited by hand; a modifier that its mode does not know would be ignored without a word.
+    size = None if layer.segment is None else 1
+    check_combination(
+        Rule(
+            mode=layer.mode,
+            segment_size=size,
+            nested=layer.nested,
+            save=layer.save,
+            offload=layer.offload,
+            tiles=layer.tiles,
+        )
+    )
+    return layer
 
 
 def _grouped(layers: Sequence[LayerPlan]) -> Iterator[tuple[str, str]]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.errors import PolicyError, as_written, did_you_mean
+from hf_ckpt.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
 
 
 class Mode(StrEnum):
@@ -25,7 +26,14 @@ class Mode(StrEnum):
     """Recompute the attention (or the mixer that stands in its place), keep the rest."""
     FFN = "ffn"
     """Recompute the feed-forward network, keep the rest."""
+    SELECTIVE = "selective"
+    """Keep the outputs of matrix products and attention (or of what `save` names), recompute the rest."""
+    SELECTIVE_ATTENTION = "selective_attention"
+    """Keep the attention kernel's output, recompute the rest."""
 
+
+SELECTIVE_MODES = frozenset({Mode.SELECTIVE, Mode.SELECTIVE_ATTENTION})
+"""Modes that choose by operator."""
 
 AUTO = "auto"
 """The policy that is no policy: the callback chooses a plan for a memory budget."""
@@ -55,6 +63,10 @@ class Rule:
         segment_size: so many consecutive layers share one saved input; `"sqrt"` takes the square root of the number
             of layers reached. Only with mode `full`.
         nested: checkpoint the layers of a segment again while it is recomputed. Only with `segment_size`.
+        save: operators (`aten.mm`) and modules below the layer (`mlp.down_proj`, `*.q_proj`) whose outputs are kept.
+            Only with mode `selective`, which keeps those of matrix products and attention if left out.
+        offload: what the layers keep waits in host memory or on disk. Only with modes that recompute whole layers.
+        tiles: run what is position-wise in so many slices of the sequence, each recomputed in backward.
     """
 
     mode: Mode
@@ -64,10 +76,13 @@ class Rule:
     every_n_layers: int = 1
     segment_size: SegmentSize | None = None
     nested: bool = False
+    save: tuple[str, ...] = ()
+    offload: Offload | None = None
+    tiles: Tiles | None = None
 
     def describe(self) -> str:
         """Return the rule as the user would write it, for messages."""
-        return "{" + ", ".join(f"{key}: {_show(value)}" for key, value in self.to_dict().items()) + "}"
+        return "{" + ", ".join(f"{key}: {as_written(value)}" for key, value in self.to_dict().items()) + "}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON types."""
@@ -85,6 +100,7 @@ class Policy:
     Args:
         rules: the rules; no layer may be reached by two of them.
         skip_frozen: leave alone the layers that need no gradient, whatever the rules say.
+        head: how the language-model head and the loss run.
 
     Example:
         >>> Policy.parse("full", every_n_layers=2).rules[0].every_n_layers
@@ -93,11 +109,13 @@ class Policy:
 
     rules: tuple[Rule, ...]
     skip_frozen: bool = False
+    head: HeadMode = HeadMode.PLAIN
 
     def describe(self) -> str:
         """Return the policy as the user would write it, for messages."""
         text = "[" + ", ".join(rule.describe() for rule in self.rules) + "]"
-        return f"{text}, skip_frozen: true" if self.skip_frozen else text
+        text = f"{text}, skip_frozen: true" if self.skip_frozen else text
+        return text if self.head is HeadMode.PLAIN else f"{text}, head: {self.head}"
 
     @classmethod
     def parse(
@@ -107,6 +125,10 @@ class Policy:
         every_n_layers: int | None = None,
         segment_size: SegmentSize | None = None,
         nested: bool | None = None,
+        save: Sequence[str] | str | None = None,
+        offload: object = None,
+        tiles: Tiles | None = None,
+        head: str | None = None,
         skip_frozen: bool = False,
     ) -> Policy:
         """Read a policy.
@@ -116,54 +138,67 @@ class Policy:
             every_n_layers: see `Rule`; only beside a mode name.
             segment_size: see `Rule`; only beside a mode name.
             nested: see `Rule`; only beside a mode name.
+            save: see `Rule`; only beside a mode name.
+            offload: see `Rule`; only beside a mode name.
+            tiles: see `Rule`; only beside a mode name.
+            head: `plain` or `chunked`; see `HeadMode`.
             skip_frozen: leave alone the layers that need no gradient.
 
         Raises:
             PolicyError: names the key, the value, and the nearest valid word.
         """
-        shorthand = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
+        shorthand = {
+            "every_n_layers": every_n_layers,
+            "segment_size": segment_size,
+            "nested": nested,
+            "save": save,
+            "offload": offload,
+            "tiles": tiles,
+        }
         given = {key: value for key, value in shorthand.items() if value is not None}
         if not isinstance(skip_frozen, bool):
-            raise PolicyError(f"skip_frozen is {_show(skip_frozen)}. Use true or false.")
+            raise PolicyError(f"skip_frozen is {as_written(skip_frozen)}. Use true or false.")
         if policy == AUTO:
             raise PolicyError(
                 f'Policy "{AUTO}" chooses a plan for a training step, and no step is known here. Use '
                 'HFCkptCallback("auto", memory_budget="22GiB") in a Trainer, or give the plan that hf_ckpt.plan(model, '
                 'memory_budget="22GiB", batch_size=..., seq_length=...) returns.'
             )
+        head_mode = parse_head(head)
         if isinstance(policy, str):
-            return cls((_parse_rule({"mode": policy, **given}),), skip_frozen)
+            return cls((_parse_rule({"mode": policy, **given}),), skip_frozen, head_mode or HeadMode.PLAIN)
         if given:
             raise PolicyError(
                 f"{', '.join(given)} was given beside a policy that is not a mode name. Write it inside the rule."
             )
         if isinstance(policy, Policy):
-            return policy if not skip_frozen else cls(policy.rules, True)
-        if isinstance(policy, Mapping):
-            return cls((_parse_rule(policy),), skip_frozen)
-        if isinstance(policy, Sequence) and not isinstance(policy, bytes) and policy:
-            return cls(tuple(_parse_rule(rule) for rule in policy), skip_frozen)
+            return replace(policy, skip_frozen=policy.skip_frozen or skip_frozen, head=head_mode or policy.head)
+        rules = (policy,) if isinstance(policy, Mapping) else policy
+        if isinstance(rules, Sequence) and not isinstance(rules, bytes) and rules:
+            return cls(tuple(_parse_rule(rule) for rule in rules), skip_frozen, head_mode or HeadMode.PLAIN)
         raise PolicyError(
-            f"Policy {_show(policy)} cannot be read. Use a mode name ({_mode_names()}), a mapping such as "
+            f"Policy {as_written(policy)} cannot be read. Use a mode name ({_mode_names()}), a mapping such as "
             '{layers: "0:24", mode: full}, or a list of such mappings.'
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as JSON types; `Policy.parse` of its `policy` gives it back."""
-        return {"policy": [rule.to_dict() for rule in self.rules], "skip_frozen": self.skip_frozen}
+        told = {"policy": [rule.to_dict() for rule in self.rules], "skip_frozen": self.skip_frozen}
+        return told if self.head is HeadMode.PLAIN else {**told, "head": self.head.value}
 
 
 def _parse_rule(rule: object) -> Rule:
     if not isinstance(rule, Mapping):
-        raise PolicyError(f'Rule {_show(rule)} is not a mapping. Write it as {{layers: "0:24", mode: full}}.')
+        raise PolicyError(f'Rule {as_written(rule)} is not a mapping. Write it as {{layers: "0:24", mode: full}}.')
     known = [field.name for field in fields(Rule)]
     for key in rule:
         if key not in known:
             raise PolicyError(
-                f'Unknown key "{key}" in rule {_show(rule)}. Keys are {", ".join(known)}.{did_you_mean(key, known)}'
+                f'Unknown key "{key}" in rule {as_written(rule)}. Keys are {", ".join(known)}.'
+                f"{did_you_mean(key, known)}"
             )
     if "mode" not in rule:
-        raise PolicyError(f"Rule {_show(rule)} has no mode. Modes are {_mode_names()}.")
+        raise PolicyError(f"Rule {as_written(rule)} has no mode. Modes are {_mode_names()}.")
     parsed = Rule(
         mode=_parse_mode(rule["mode"]),
         layers=_parse_layers(rule.get("layers")),
@@ -172,12 +207,20 @@ def _parse_rule(rule: object) -> Rule:
         every_n_layers=_parse_count("every_n_layers", rule.get("every_n_layers", 1)),
         segment_size=_parse_segment_size(rule.get("segment_size")),
         nested=_parse_flag("nested", rule.get("nested", False)),
+        save=() if rule.get("save") is None else parse_save(rule["save"]),
+        offload=parse_offload(rule.get("offload")),
+        tiles=parse_tiles(rule.get("tiles")),
     )
-    _check_combination(parsed)
+    check_combination(parsed)
     return parsed
 
 
-def _check_combination(rule: Rule) -> None:
+def check_combination(rule: Rule) -> None:
+    """Refuse a rule whose keys contradict each other.
+
+    Raises:
+        PolicyError: names the rule, the keys, and what to do.
+    """
     if rule.segment_size is not None and rule.mode is not Mode.FULL:
         raise PolicyError(
             f'Rule {rule.describe()} has segment_size with mode "{rule.mode}". Only whole layers can share a saved '
@@ -192,6 +235,31 @@ def _check_combination(rule: Rule) -> None:
         raise PolicyError(f"Rule {rule.describe()} is nested but has no segment_size. Add segment_size: sqrt.")
     if rule.every_n_layers != 1 and rule.mode is Mode.NONE:
         raise PolicyError(f'Rule {rule.describe()} has every_n_layers with mode "none". Use mode "full" with it.')
+    if rule.save and rule.mode is not Mode.SELECTIVE:
+        raise PolicyError(
+            f'Rule {rule.describe()} has save with mode "{rule.mode}". Only mode "selective" chooses what is kept: use '
+            "that, or leave save out."
+        )
+    _check_modifiers(rule)
+
+
+def _check_modifiers(rule: Rule) -> None:
+    if rule.offload is not None and rule.mode not in (Mode.FULL, *SELECTIVE_MODES):
+        raise PolicyError(
+            f'Rule {rule.describe()} has offload with mode "{rule.mode}". Only modes that recompute the whole layer '
+            'keep little enough to move: use "full", "selective" or "selective_attention".'
+        )
+    if rule.tiles is not None and rule.mode in SELECTIVE_MODES:
+        raise PolicyError(
+            f'Rule {rule.describe()} has tiles with mode "{rule.mode}". What runs in tiles is recomputed whole, so '
+            'that nothing of it could be kept: use mode "full" or "none" with tiles.'
+        )
+    for key in ("offload", "tiles"):
+        if rule.segment_size is not None and getattr(rule, key) is not None:
+            raise PolicyError(
+                f"Rule {rule.describe()} has both segment_size and {key}. Leave segment_size out: with {key} the "
+                "layers need not share their inputs."
+            )
 
 
 def _parse_mode(value: object) -> Mode:
@@ -203,7 +271,7 @@ def _parse_mode(value: object) -> Mode:
             f'Mode "{AUTO}" in a rule: "{AUTO}" plans for all layers together. Write it in place of the rules: '
             f'policy "{AUTO}". Modes are {_mode_names()}.'
         )
-    raise PolicyError(f"Unknown mode {_show(value)}. Modes are {_mode_names()}.{did_you_mean(value, Mode)}")
+    raise PolicyError(f"Unknown mode {as_written(value)}. Modes are {_mode_names()}.{did_you_mean(value, Mode)}")
 
 
 def _parse_layers(value: object) -> LayerSelection | None:
@@ -216,7 +284,8 @@ def _parse_layers(value: object) -> LayerSelection | None:
     if isinstance(value, list | tuple) and value and all(type(index) is int for index in value):
         return tuple(value)
     raise PolicyError(
-        f'layers is {_show(value)}. Use a Python slice as text ("0:24", "-4:", "::2"), one index, or a list of indices.'
+        f'layers is {as_written(value)}. Use a Python slice as text ("0:24", "-4:", "::2"), one index, or a list of '
+        "indices."
     )
 
 
@@ -234,13 +303,13 @@ def slice_of(text: str) -> slice:
 def _parse_name(key: str, value: object) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
-    raise PolicyError(f"{key} is {_show(value)}. Use a name as text.")
+    raise PolicyError(f"{key} is {as_written(value)}. Use a name as text.")
 
 
 def _parse_count(key: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    raise PolicyError(f"{key} is {_show(value)}. Use a whole number of 1 or more.")
+    raise PolicyError(f"{key} is {as_written(value)}. Use a whole number of 1 or more.")
 
 
 def _parse_segment_size(value: object) -> SegmentSize | None:
@@ -249,14 +318,15 @@ def _parse_segment_size(value: object) -> SegmentSize | None:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     raise PolicyError(
-        f'segment_size is {_show(value)}. Use a whole number of 1 or more, or "sqrt".{did_you_mean(value, ["sqrt"])}'
+        f'segment_size is {as_written(value)}. Use a whole number of 1 or more, or "sqrt".'
+        f"{did_you_mean(value, ['sqrt'])}"
     )
 
 
 def _parse_flag(key: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
-    raise PolicyError(f"{key} is {_show(value)}. Use true or false.")
+    raise PolicyError(f"{key} is {as_written(value)}. Use true or false.")
 
 
 def _mode_names() -> str:
@@ -266,14 +336,6 @@ def _mode_names() -> str:
 def _plain(value: object) -> object:
     if isinstance(value, Mode):
         return value.value
+    if isinstance(value, Offload):
+        return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
-
-
-def _show(value: object) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_show(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 
 import pytest
 
 from hf_ckpt.errors import PolicyError
+from hf_ckpt.modifiers import HeadMode, Offload
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan, resolve
 from hf_ckpt.policy import Mode, Policy
 
@@ -48,7 +50,7 @@ def plan_of(policy: object, stacks: list[Stack], **options: object) -> Plan:
 
 
 def letters(plan: Plan) -> list[str]:
-    """Write each stack as one letter per layer: none, full, attention, ffn; in segments, the segment's number."""
+    """Write each stack as one letter per layer: none, full, attention, ffn, selective; in segments, their number."""
     return [
         "".join(layer.mode[0] if layer.segment is None else str(layer.segment) for layer in stack.layers)
         for stack in plan.stacks
@@ -357,17 +359,87 @@ def test_skip_frozen_gives_no_reason_where_nothing_was_asked() -> None:
     assert plan_of({"layers": 1, "mode": "full"}, stacks, skip_frozen=True).stacks[0].layers[0] == LayerPlan()
 
 
+# --- Modifiers and the head. ---
+
+
+def test_entries_have_the_modifiers_of_their_rule() -> None:
+    rules = [
+        {"layers": "0:1", "mode": "full", "offload": "cpu", "tiles": 4},
+        {"layers": "1:2", "mode": "selective", "save": ["aten.mm"]},
+        {"layers": "2:3", "mode": "none", "tiles": "auto"},
+    ]
+    assert plan_of(rules, decoder(4)).stacks[0].layers == (
+        LayerPlan(Mode.FULL, offload=Offload(), tiles=4),
+        LayerPlan(Mode.SELECTIVE, save=("aten.mm",)),
+        LayerPlan(tiles="auto"),
+        LayerPlan(),
+    )
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "selective_attention"])
+def test_last_layer_of_a_stack_keeps_what_it_needs_at_once(mode: str) -> None:
+    plan = plan_of(mode, two_towers(2, 3), offload="cpu")
+    offloads = LayerPlan(Mode(mode), offload=Offload())
+    last = LayerPlan(Mode(mode), why="the last layer, needed again at once")
+    assert [stack.layers for stack in plan.stacks] == [(offloads, last), (offloads, offloads, last)]
+
+
+def test_last_layer_keeps_its_other_modifiers() -> None:
+    entry = plan_of("full", decoder(2), offload="cpu", tiles=2).stacks[0].layers[-1]
+    assert (entry.mode, entry.offload, entry.tiles) == (Mode.FULL, None, 2)
+
+
+def test_skip_frozen_leaves_layers_that_only_run_in_tiles_alone() -> None:
+    stacks = [Stack([Layer(needs_gradient=False), Layer()])]
+    plan = plan_of("none", stacks, tiles=2, skip_frozen=True)
+    assert plan.stacks[0].layers == (LayerPlan(why="frozen"), LayerPlan(tiles=2))
+
+
+def test_layer_without_the_part_still_runs_in_tiles() -> None:
+    stacks = [Stack([Layer(parts=frozenset({"ffn"})), Layer()])]
+    plan = plan_of("attention", stacks, tiles=2)
+    assert plan.stacks[0].layers == (
+        LayerPlan(why="it has no attention", tiles=2),
+        LayerPlan(Mode.ATTENTION, tiles=2),
+    )
+
+
+def test_head_of_the_policy_is_that_of_the_plan() -> None:
+    assert plan_of("full", decoder(2)).head is HeadMode.PLAIN
+    assert plan_of("full", decoder(2), head="chunked").head is HeadMode.CHUNKED
+
+
+def test_summary_says_what_is_added_to_a_mode() -> None:
+    rules = [
+        {"layers": "0:2", "mode": "full", "offload": {"to": "disk", "path": "/scratch", "fraction": 0.5}},
+        {"layers": "2:3", "mode": "selective", "save": ["aten.mm", "*.q_proj"]},
+        {"layers": "3:4", "mode": "none", "tiles": "auto"},
+        {"layers": "4:", "mode": "full", "offload": "cpu", "tiles": 8},
+    ]
+    assert plan_of(rules, decoder(6), head="chunked").summary() == (
+        "model.layers: 6 layers\n"
+        "  0 to 1       full, offload to disk, fraction 0.5\n"
+        "  2            selective, save aten.mm, *.q_proj\n"
+        "  3            none, tiles auto\n"
+        "  4            full, offload to cpu, tiles 8\n"
+        "  5            full, tiles 8 (the last layer, needed again at once)\n"
+        "head: chunked"
+    )
+
+
 # --- JSON, digest, summary. ---
 
 RICH = [
     {"layers": "0:4", "mode": "full", "segment_size": 2, "nested": True},
     {"layers": "4:6", "mode": "ffn"},
+    {"layers": "7:9", "mode": "selective", "save": ["aten.mm"], "offload": {"to": "cpu", "fraction": 0.5}},
+    {"layers": "9:", "mode": "full", "tiles": "auto", "offload": {"to": "disk", "path": "/scratch"}},
 ]
 
 
 def rich() -> Plan:
-    stacks = [Stack([Layer()] * 5 + [Layer(parts=frozenset({"attention"})), Layer()])]
-    return plan_of(RICH, stacks)
+    stacks = [Stack([Layer()] * 5 + [Layer(parts=frozenset({"attention"}))] + [Layer()] * 5)]
+    return plan_of(RICH, stacks, head="chunked")
 
 
 def test_json_gives_the_plan_back() -> None:
@@ -378,8 +450,9 @@ def test_json_gives_the_plan_back() -> None:
 
 def test_json_holds_what_differs_from_the_default() -> None:
     assert json.loads(rich().to_json()) == {
-        "format": 1,
+        "format": 2,
         "model_class": "TinyForCausalLM",
+        "head": "chunked",
         "stacks": [
             {
                 "path": "model.layers",
@@ -391,10 +464,46 @@ def test_json_holds_what_differs_from_the_default() -> None:
                     {"mode": "ffn"},
                     {"mode": "none", "why": "it has no ffn"},
                     {"mode": "none"},
+                    *[{"mode": "selective", "save": ["aten.mm"], "offload": {"to": "cpu", "fraction": 0.5}}] * 2,
+                    {"mode": "full", "offload": {"to": "disk", "path": "/scratch"}, "tiles": "auto"},
+                    {"mode": "full", "tiles": "auto", "why": "the last layer, needed again at once"},
                 ],
             }
         ],
     }
+
+
+def test_plan_that_was_written_before_there_were_modifiers_is_read() -> None:
+    stacks = [{"path": "model.layers", "layers": [{"mode": "full", "segment": 0, "nested": True}, {"mode": "ffn"}]}]
+    text = json.dumps({"format": 1, "model_class": "TinyForCausalLM", "stacks": stacks})
+    entries = (LayerPlan(Mode.FULL, segment=0, nested=True), LayerPlan(Mode.FFN))
+    assert Plan.from_json(text) == Plan("TinyForCausalLM", (StackPlan("model.layers", entries),))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"mode": "none", "offload": {"to": "cpu"}}, 'has offload with mode "none".'),
+        ({"mode": "full", "offload": {"to": "cpu"}, "segment": 0}, "has both segment_size and offload."),
+        ({"mode": "full", "tiles": 2, "segment": 0}, "has both segment_size and tiles."),
+        ({"mode": "selective", "tiles": 2}, 'has tiles with mode "selective".'),
+        ({"mode": "full", "save": ["aten.mm"]}, 'has save with mode "full".'),
+        ({"mode": "selective", "save": []}, "save is []."),
+        ({"mode": "full", "tiles": 0}, "tiles is 0."),
+        ({"mode": "full", "offload": {"to": "disk"}}, "has no path."),
+        ({"mode": "ffn", "segment": 0}, 'has segment_size with mode "ffn".'),
+        ({"mode": "full", "nested": True}, "is nested but has no segment_size."),
+    ],
+)
+def test_entry_that_no_policy_could_have_made_raises(entry: dict[str, object], message: str) -> None:
+    stacks = [{"path": "model.layers", "layers": [entry]}]
+    with pytest.raises(PolicyError, match=re.escape(message)):
+        Plan.from_json(json.dumps({"format": 2, "model_class": "M", "stacks": stacks}))
+
+
+def test_unknown_head_raises() -> None:
+    with pytest.raises(PolicyError, match=r'^head is "fused"\. Use one of "plain", "chunked"\.$'):
+        Plan.from_json('{"format": 2, "model_class": "M", "stacks": [], "head": "fused"}')
 
 
 @pytest.mark.parametrize(
@@ -419,28 +528,35 @@ def test_text_that_is_no_plan_raises(text: str) -> None:
 
 
 def test_plan_of_another_format_raises() -> None:
-    with pytest.raises(PolicyError, match=r"^The plan has format 2, this version reads format 1\.$"):
-        Plan.from_json('{"format": 2}')
+    with pytest.raises(PolicyError, match=r"^The plan has format 3, this version reads up to 2\.$"):
+        Plan.from_json('{"format": 3}')
 
 
 def test_digest_tells_plans_apart() -> None:
     plans = [plan_of(policy, decoder(4)) for policy in ("none", "full", "ffn", {"mode": "full", "layers": "0:3"})]
     plans += [plan_of("full", decoder(3)), plan_of("full", two_towers(0, 4))]
     plans += [plan_of("full", decoder(4), segment_size=2), plan_of("full", decoder(4), segment_size=2, nested=True)]
+    plans += [plan_of("full", decoder(4), offload="cpu"), plan_of("full", decoder(4), offload={"fraction": 0.5})]
+    plans += [plan_of("full", decoder(4), tiles=2), plan_of("full", decoder(4), tiles="auto")]
+    plans += [plan_of("selective", decoder(4)), plan_of("selective", decoder(4), save="aten.mm")]
+    plans += [plan_of("selective_attention", decoder(4)), plan_of("full", decoder(4), head="chunked")]
     assert len({plan.digest() for plan in plans}) == len(plans)
 
 
 def test_digest_is_the_same_in_every_process() -> None:
     # Checkpoints hold it: a change of this value is a change of PLAN_FORMAT.
-    assert plan_of("full", decoder(2)).digest() == "789914392d7dcd59"
-    assert plan_of({"mode": "full", "layers": "0:2"}, decoder(2)).digest() == "789914392d7dcd59"
+    assert plan_of("full", decoder(2)).digest() == "c8fea24185834db4"
+    assert plan_of({"mode": "full", "layers": "0:2"}, decoder(2)).digest() == "c8fea24185834db4"
 
 
 def test_count_counts_layers_of_all_stacks() -> None:
     plan = plan_of(
         [{"stack": "vision", "mode": "full"}, {"layers": "1:3", "mode": "ffn", "stack": "language"}], two_towers()
     )
-    assert {mode.value: plan.count(mode) for mode in Mode} == {"none": 2, "full": 2, "attention": 0, "ffn": 2}
+    assert {mode.value: plan.count(mode) for mode in Mode} == {
+        **{"none": 2, "full": 2, "attention": 0, "ffn": 2},
+        **{"selective": 0, "selective_attention": 0},
+    }
 
 
 def test_summary_puts_equal_neighbours_on_one_line() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import HFCkptError, PolicyError
+from hf_ckpt.modifiers import HeadMode, Offload
 from hf_ckpt.policy import Mode, Policy, Rule
 
 pytestmark = pytest.mark.core
 
-MODES = '"none", "full", "attention", "ffn"'
-KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested"
+MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
+KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, save, offload, tiles"
+OFFLOAD_KEYS = "to, path, fraction, host_memory, min_bytes"
+SAVE_ADVICE = "Use a list of operators (aten.mm) and of modules below the layer (mlp.down_proj, *.q_proj)."
+GIB = 2**30
 LAYERS_ADVICE = 'Use a Python slice as text ("0:24", "-4:", "::2"), one index, or a list of indices.'
 
 
@@ -51,8 +55,24 @@ def rule(**fields: object) -> dict[str, object]:
         (rule(layer_type="sliding_attention"), {}, [Rule(mode=Mode.FULL, layer_type="sliding_attention")]),
         (rule(every_n_layers=4), {}, [Rule(mode=Mode.FULL, every_n_layers=4)]),
         (rule(segment_size=2, nested=True), {}, [Rule(mode=Mode.FULL, segment_size=2, nested=True)]),
+        ("selective", {}, [Rule(mode=Mode.SELECTIVE)]),
+        ("selective_attention", {}, [Rule(mode=Mode.SELECTIVE_ATTENTION)]),
+        ("selective", {"save": "aten.mm"}, [Rule(mode=Mode.SELECTIVE, save=("aten.mm",))]),
+        (
+            "selective",
+            {"save": ["aten.mm", "*.q_proj", "aten.mm"]},
+            [Rule(mode=Mode.SELECTIVE, save=("aten.mm", "*.q_proj"))],
+        ),
+        ("selective", {"every_n_layers": 2}, [Rule(mode=Mode.SELECTIVE, every_n_layers=2)]),
+        ("selective", {"offload": "cpu"}, [Rule(mode=Mode.SELECTIVE, offload=Offload())]),
+        ("full", {"offload": "cpu", "tiles": 4}, [Rule(mode=Mode.FULL, offload=Offload(), tiles=4)]),
+        ("full", {"every_n_layers": 2, "tiles": "auto"}, [Rule(mode=Mode.FULL, every_n_layers=2, tiles="auto")]),
+        *((mode, {"tiles": 1}, [Rule(mode=Mode(mode), tiles=1)]) for mode in ("none", "full", "attention", "ffn")),
+        (rule(offload={"to": "cpu"}, tiles=2), {}, [Rule(mode=Mode.FULL, offload=Offload(), tiles=2)]),
+        ({"mode": "selective", "save": ("mlp.*",)}, {}, [Rule(mode=Mode.SELECTIVE, save=("mlp.*",))]),
         # YAML writes a key without a value as None.
         (rule(layers=None, stack=None, layer_type=None, segment_size=None), {}, [Rule(mode=Mode.FULL)]),
+        (rule(save=None, offload=None, tiles=None), {}, [Rule(mode=Mode.FULL)]),
     ],
 )
 def test_policy_is_read(policy: object, options: dict[str, object], expected: list[Rule]) -> None:
@@ -83,6 +103,45 @@ def test_layers_are_read(written: object, read: object) -> None:
     assert Policy.parse(rule(layers=written)).rules[0].layers == read
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("cpu", Offload()),
+        ({"to": "cpu"}, Offload()),
+        ({}, Offload()),
+        (Offload(fraction=0.5), Offload(fraction=0.5)),
+        ({"to": "disk", "path": "/scratch"}, Offload(to="disk", path="/scratch")),
+        ({"fraction": 1}, Offload(fraction=1.0)),
+        ({"fraction": 0.25, "host_memory": "64GiB"}, Offload(fraction=0.25, host_memory=64 * GIB)),
+        ({"host_memory": 1000}, Offload(host_memory=1000)),
+        ({"min_bytes": "2MiB"}, Offload(min_bytes=2**21)),
+        ({"min_bytes": 0}, Offload(min_bytes=0)),
+        ({"path": None, "fraction": None, "host_memory": None, "min_bytes": None}, Offload()),
+    ],
+)
+def test_offload_is_read(written: object, read: Offload) -> None:
+    assert Policy.parse(rule(offload=written)).rules[0].offload == read
+
+
+def test_small_tensors_stay_on_the_device_unless_told_otherwise() -> None:
+    assert Offload().min_bytes == 2**20
+
+
+@pytest.mark.parametrize(
+    ("head", "read"), [(None, HeadMode.PLAIN), ("plain", HeadMode.PLAIN), ("chunked", HeadMode.CHUNKED)]
+)
+@pytest.mark.parametrize("policy", ["none", {"mode": "ffn"}, [{"mode": "full"}]])
+def test_head_belongs_to_the_policy_and_not_to_a_rule(policy: object, head: str | None, read: HeadMode) -> None:
+    assert Policy.parse(policy, head=head).head is read
+
+
+def test_head_can_be_set_on_a_policy_object_and_taken_off_it() -> None:
+    policy = Policy.parse("full", head="chunked")
+    assert Policy.parse(policy).head is HeadMode.CHUNKED
+    assert Policy.parse(policy, head="plain") == Policy.parse("full")
+    assert Policy.parse(Policy.parse("full"), head="chunked") == policy
+
+
 def test_skip_frozen_belongs_to_the_policy_and_not_to_a_rule() -> None:
     assert Policy.parse("full", skip_frozen=True) == Policy((Rule(mode=Mode.FULL),), skip_frozen=True)
     assert Policy.parse([rule()], skip_frozen=True).skip_frozen
@@ -90,7 +149,7 @@ def test_skip_frozen_belongs_to_the_policy_and_not_to_a_rule() -> None:
 
 def test_policy_object_is_returned_as_it_is() -> None:
     policy = Policy.parse("full", segment_size=2)
-    assert Policy.parse(policy) is policy
+    assert Policy.parse(policy) == policy
 
 
 def test_skip_frozen_can_be_added_to_a_policy_object() -> None:
@@ -111,6 +170,29 @@ def test_to_dict_is_read_back() -> None:
         "skip_frozen": True,
     }
     assert Policy.parse(written["policy"], skip_frozen=written["skip_frozen"]) == policy
+
+
+def test_to_dict_with_modifiers_is_read_back() -> None:
+    rules = [
+        rule(layers="0:2", offload={"to": "disk", "path": "/scratch", "min_bytes": 0}, tiles=4),
+        {"layers": "2:", "mode": "selective", "save": ["aten.mm"], "offload": "cpu"},
+    ]
+    policy = Policy.parse(rules, head="chunked")
+    written = policy.to_dict()
+    assert written == {
+        "policy": [
+            {
+                "mode": "full",
+                "layers": "0:2",
+                "offload": {"to": "disk", "path": "/scratch", "min_bytes": 0},
+                "tiles": 4,
+            },
+            {"mode": "selective", "layers": "2:", "save": ["aten.mm"], "offload": {"to": "cpu"}},
+        ],
+        "skip_frozen": False,
+        "head": "chunked",
+    }
+    assert Policy.parse(written["policy"], head=written["head"]) == policy
 
 
 # --- What cannot. ---
@@ -162,7 +244,12 @@ def test_to_dict_is_read_back() -> None:
             f'Unknown key "segments" in rule {{mode: "full", segments: 2}}. Keys are {KEYS}. '
             'Did you mean "segment_size"?',
         ),
-        (rule(tile=2), f'Unknown key "tile" in rule {{mode: "full", tile: 2}}. Keys are {KEYS}.'),
+        (
+            rule(tile=2),
+            f'Unknown key "tile" in rule {{mode: "full", tile: 2}}. Keys are {KEYS}. Did you mean "tiles"?',
+        ),
+        # The head and skip_frozen are the policy's.
+        (rule(head="chunked"), f'Unknown key "head" in rule {{mode: "full", head: "chunked"}}. Keys are {KEYS}.'),
         ({}, f"Rule {{}} has no mode. Modes are {MODES}."),
         ({1: 2}, f'Unknown key "1" in rule {{1: 2}}. Keys are {KEYS}.'),
         # layers
@@ -217,6 +304,105 @@ def test_to_dict_is_read_back() -> None:
             {"mode": "none", "every_n_layers": 2},
             'Rule {mode: "none", every_n_layers: 2} has every_n_layers with mode "none". Use mode "full" with it.',
         ),
+        # save
+        (rule(save=[]), f"save is []. {SAVE_ADVICE}"),
+        (rule(save=""), f'save is "". {SAVE_ADVICE}'),
+        (rule(save=["aten.mm", 3]), f"save is ['aten.mm', 3]. {SAVE_ADVICE}"),
+        (rule(save=True), f"save is true. {SAVE_ADVICE}"),
+        (rule(save={"aten.mm": 1}), f"save is {{aten.mm: 1}}. {SAVE_ADVICE}"),
+        *(
+            (
+                {"mode": mode, "save": ["aten.mm"]},
+                f'Rule {{mode: "{mode}", save: [\'aten.mm\']}} has save with mode "{mode}". Only mode "selective" '
+                "chooses what is kept: use that, or leave save out.",
+            )
+            for mode in ("none", "full", "attention", "ffn", "selective_attention")
+        ),
+        # offload
+        (rule(offload=True), "offload is true. Use cpu, or a mapping such as {to: disk, path: /scratch}."),
+        (rule(offload=0.5), "offload is 0.5. Use cpu, or a mapping such as {to: disk, path: /scratch}."),
+        (
+            rule(offload="cppu"),
+            'offload goes to "cppu". Use "cpu" (host memory) or "disk". Did you mean "cpu"?',
+        ),
+        (rule(offload={"to": 1}), 'offload goes to 1. Use "cpu" (host memory) or "disk".'),
+        (
+            rule(offload={"to": "cpu", "fractoin": 1}),
+            f'Unknown key "fractoin" in offload {{to: "cpu", fractoin: 1}}. Keys are {OFFLOAD_KEYS}. '
+            'Did you mean "fraction"?',
+        ),
+        (
+            rule(offload="disk"),
+            'offload {to: "disk"} has no path. Name a directory on a fast local disk: {to: disk, path: /scratch}.',
+        ),
+        (
+            rule(offload={"path": "/scratch"}),
+            'offload {path: "/scratch"} has a path, which only disk uses. Write to: disk, or leave it out.',
+        ),
+        (
+            rule(offload={"to": "disk", "path": ""}),
+            'path of offload is "". Use the name of a directory.',
+        ),
+        (rule(offload={"to": "disk", "path": 3}), "path of offload is 3. Use the name of a directory."),
+        *(
+            (
+                rule(offload={"fraction": fraction}),
+                f"fraction of offload is {shown}. Use a number above 0 and at most 1.",
+            )
+            for fraction, shown in ((0, "0"), (1.5, "1.5"), (-0.1, "-0.1"), (True, "true"), ("half", '"half"'))
+        ),
+        (
+            rule(offload={"host_memory": 0.9}),
+            'host_memory of offload is 0.9. Write an amount, such as "64GiB".',
+        ),
+        (
+            rule(offload={"min_bytes": 0.5}),
+            'min_bytes of offload is 0.5. Write an amount, such as "64GiB".',
+        ),
+        *(
+            (
+                {"mode": mode, "offload": "cpu"},
+                f'Rule {{mode: "{mode}", offload: {{to: "cpu"}}}} has offload with mode "{mode}". Only modes that '
+                'recompute the whole layer keep little enough to move: use "full", "selective" or '
+                '"selective_attention".',
+            )
+            for mode in ("none", "attention", "ffn")
+        ),
+        (
+            rule(segment_size=2, offload="cpu"),
+            'Rule {mode: "full", segment_size: 2, offload: {to: "cpu"}} has both segment_size and offload. Leave '
+            "segment_size out: with offload the layers need not share their inputs.",
+        ),
+        # tiles
+        *(
+            (rule(tiles=tiles), f'tiles is {shown}. Use a whole number of 1 or more, or "auto".{near}')
+            for tiles, shown, near in (
+                (0, "0", ""),
+                (-2, "-2", ""),
+                (2.0, "2.0", ""),
+                (True, "true", ""),
+                ("4", '"4"', ""),
+                ("atuo", '"atuo"', ' Did you mean "auto"?'),
+            )
+        ),
+        *(
+            (
+                {"mode": mode, "tiles": 2},
+                f'Rule {{mode: "{mode}", tiles: 2}} has tiles with mode "{mode}". What runs in tiles is recomputed '
+                'whole, so that nothing of it could be kept: use mode "full" or "none" with tiles.',
+            )
+            for mode in ("selective", "selective_attention")
+        ),
+        (
+            rule(segment_size=2, tiles="auto"),
+            'Rule {mode: "full", segment_size: 2, tiles: "auto"} has both segment_size and tiles. Leave segment_size '
+            "out: with tiles the layers need not share their inputs.",
+        ),
+        (
+            {"mode": "selective", "segment_size": 2},
+            'Rule {mode: "selective", segment_size: 2} has segment_size with mode "selective". Only whole layers can '
+            'share a saved input: use mode "full", or leave segment_size out.',
+        ),
     ],
 )
 def test_unreadable_policy_raises(policy: object, message: str) -> None:
@@ -233,6 +419,20 @@ def test_unreadable_policy_raises(policy: object, message: str) -> None:
         ("full", {"nested": "true"}, 'nested is "true". Use true or false.'),
         ("full", {"skip_frozen": "yes"}, 'skip_frozen is "yes". Use true or false.'),
         ("full", {"skip_frozen": None}, "skip_frozen is None. Use true or false."),
+        (
+            "full",
+            {"head": "chunkd"},
+            'head is "chunkd". Use one of "plain", "chunked". Did you mean "chunked"?',
+        ),
+        ("full", {"head": True}, 'head is true. Use one of "plain", "chunked".'),
+        ("selective", {"save": 3}, f"save is 3. {SAVE_ADVICE}"),
+        ("full", {"tiles": 0}, 'tiles is 0. Use a whole number of 1 or more, or "auto".'),
+        ("full", {"offload": "ram"}, 'offload goes to "ram". Use "cpu" (host memory) or "disk".'),
+        (
+            [rule()],
+            {"save": ["aten.mm"], "offload": "cpu", "tiles": 2},
+            "save, offload, tiles was given beside a policy that is not a mode name. Write it inside the rule.",
+        ),
         (
             "attention",
             {"segment_size": 2},

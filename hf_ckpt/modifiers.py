@@ -1,0 +1,183 @@
+"""What can be added to the mode of a layer, and to a plan: offload, tiles, and the chunked head. Read from user input.
+
+Knows no model and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Literal
+
+from hf_ckpt.amounts import parse_budget
+from hf_ckpt.errors import PolicyError, as_written, did_you_mean
+
+Tiles = int | Literal["auto"]
+"""Slices of the sequence that the position-wise half of a layer runs in; `auto` chooses by the length."""
+
+TO_CPU, TO_DISK = "cpu", "disk"
+
+_MIN_BYTES = 2**20
+
+
+class HeadMode(StrEnum):
+    """How the language-model head and the loss run."""
+
+    PLAIN = "plain"
+    """As the model does it: all logits at once."""
+    CHUNKED = "chunked"
+    """Some tokens at a time, each chunk computed again in backward: the logits are never held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where what a layer keeps waits for its backward.
+
+    Args:
+        to: `cpu` (host memory) or `disk`.
+        path: directory for `disk`, which must be writable; a private one is made in it.
+        fraction: share of the layers that do so, spread evenly. None takes as many as can be copied while others
+            compute, as measured in the first step; all where nothing can be measured.
+        host_memory: bytes of host memory that may be used in all. None takes what the machine has free.
+        min_bytes: smaller tensors stay on the device.
+    """
+
+    to: str = TO_CPU
+    path: str | None = None
+    fraction: float | None = None
+    host_memory: int | None = None
+    min_bytes: int = _MIN_BYTES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, and `to`, as JSON types."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name == "to" or getattr(self, field.name) != field.default
+        }
+
+    def describe(self) -> str:
+        """Return what is asked for as one short phrase, such as `offload to cpu`."""
+        share = "" if self.fraction is None else f", fraction {self.fraction:g}"
+        return f"offload to {self.to}{share}"
+
+
+def parse_offload(value: object) -> Offload | None:
+    """Read what a user writes for `offload`: `cpu`, or a mapping with the fields of `Offload`.
+
+    Raises:
+        PolicyError: names the key, the value, and the nearest valid word.
+    """
+    if value is None or isinstance(value, Offload):
+        return value
+    if isinstance(value, str):
+        value = {"to": value}
+    if not isinstance(value, Mapping):
+        raise PolicyError(
+            f"offload is {as_written(value)}. Use cpu, or a mapping such as {{to: disk, path: /scratch}}."
+        )
+    known = [field.name for field in fields(Offload)]
+    for key in value:
+        if key not in known:
+            raise PolicyError(
+                f'Unknown key "{key}" in offload {as_written(value)}. Keys are {", ".join(known)}.'
+                f"{did_you_mean(key, known)}"
+            )
+    min_bytes = _parse_amount("min_bytes", value.get("min_bytes"))
+    parsed = Offload(
+        to=_parse_to(value.get("to", TO_CPU)),
+        path=_parse_path(value.get("path")),
+        fraction=_parse_fraction(value.get("fraction")),
+        host_memory=_parse_amount("host_memory", value.get("host_memory")),
+        min_bytes=_MIN_BYTES if min_bytes is None else min_bytes,
+    )
+    _check_path(parsed, value)
+    return parsed
+
+
+def parse_tiles(value: object) -> Tiles | None:
+    """Read what a user writes for `tiles`: a whole number of 1 or more, or `auto`.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    if value == "auto":
+        return "auto"
+    raise PolicyError(
+        f'tiles is {as_written(value)}. Use a whole number of 1 or more, or "auto".{did_you_mean(value, ["auto"])}'
+    )
+
+
+def parse_save(value: object) -> tuple[str, ...]:
+    """Read what a user writes for `save`: names of operators, and globs of modules below the layer.
+
+    Raises:
+        PolicyError: it is no list of names.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
+        return tuple(dict.fromkeys(names))
+    raise PolicyError(
+        f"save is {as_written(value)}. Use a list of operators (aten.mm) and of modules below the layer "
+        "(mlp.down_proj, *.q_proj)."
+    )
+
+
+def parse_head(value: object) -> HeadMode | None:
+    """Read what a user writes for `head`.
+
+    Raises:
+        PolicyError: it is no `HeadMode`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value in set(HeadMode):
+        return HeadMode(value)
+    names = ", ".join(f'"{mode}"' for mode in HeadMode)
+    raise PolicyError(f"head is {as_written(value)}. Use one of {names}.{did_you_mean(value, HeadMode)}")
+
+
+def _parse_to(value: object) -> str:
+    if value in (TO_CPU, TO_DISK):
+        return str(value)
+    raise PolicyError(
+        f'offload goes to {as_written(value)}. Use "cpu" (host memory) or "disk".{did_you_mean(value, ["cpu", "disk"])}'
+    )
+
+
+def _parse_path(value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise PolicyError(f"path of offload is {as_written(value)}. Use the name of a directory.")
+
+
+def _check_path(offload: Offload, value: Mapping[str, Any]) -> None:
+    if offload.to == TO_DISK and offload.path is None:
+        raise PolicyError(
+            f"offload {as_written(value)} has no path. Name a directory on a fast local disk: "
+            "{to: disk, path: /scratch}."
+        )
+    if offload.to == TO_CPU and offload.path is not None:
+        raise PolicyError(
+            f"offload {as_written(value)} has a path, which only disk uses. Write to: disk, or leave it out."
+        )
+
+
+def _parse_fraction(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    raise PolicyError(f"fraction of offload is {as_written(value)}. Use a number above 0 and at most 1.")
+
+
+def _parse_amount(key: str, value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    amount = parse_budget(value, key=key).num_bytes
+    if amount is None:
+        raise PolicyError(f'{key} of offload is {as_written(value)}. Write an amount, such as "64GiB".')
+    return amount
