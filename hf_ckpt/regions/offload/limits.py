@@ -1,0 +1,76 @@
+"""How much host memory the engine may take: the user's cap, and what the machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from hf_ckpt import host_memory
+from hf_ckpt.amounts import format_bytes
+from hf_ckpt.errors import HostMemoryError
+
+_LEFT_OVER = 2**29
+"""Bytes of the machine's memory that are left to everything else; below that a machine starts to swap or to kill."""
+
+
+_OTHERWISE = (
+    ", lower fraction, shorten the sequence, offload fewer layers, or write to disk with "
+    "offload: {to: disk, path: /scratch}."
+)
+
+
+class HostLimits:
+    """Says no before memory runs out.
+
+    Args:
+        cap: bytes that may be held in all by this process; None for no cap but the machine's.
+        machine: returns what the machine has; replaced in tests.
+        num_processes: how many on this machine take as much; None for what the launcher says.
+    """
+
+    def __init__(
+        self,
+        cap: int | None,
+        machine: Callable[[], host_memory.HostMemory] = host_memory.now,
+        num_processes: int | None = None,
+    ) -> None:
+        self._cap = cap
+        self._machine = machine
+        self._num_processes = num_processes or _num_processes()
+
+    def check(self, num_bytes: int, held_bytes: int) -> None:
+        """Refuse bytes that there are not.
+
+        Args:
+            num_bytes: how many more are wanted.
+            held_bytes: how many are held already.
+
+        Raises:
+            HostMemoryError: the cap or the machine forbids it.
+        """
+        if num_bytes <= 0:
+            return
+        total = num_bytes + held_bytes
+        if self._cap is not None and total > self._cap:
+            raise HostMemoryError(
+                f"Offloading to the host needs {format_bytes(total)} of host memory, but host_memory allows "
+                f"{format_bytes(self._cap)}. Raise host_memory{_OTHERWISE}"
+            )
+        machine = self._machine()
+        if machine.available_bytes is not None and num_bytes > machine.available_bytes - _LEFT_OVER:
+            raise HostMemoryError(
+                f"Offloading to the host needs {format_bytes(num_bytes)} more of host memory, but {machine}. "
+                f"Free some{_OTHERWISE}"
+            )
+        # What is free says nothing of what the other processes are about to take, or have taken for the same.
+        if machine.total_bytes is not None and self._num_processes * total > machine.total_bytes:
+            raise HostMemoryError(
+                f"Offloading to the host needs {format_bytes(total)} in each of {self._num_processes} processes, "
+                f"but this machine has {format_bytes(machine.total_bytes)} in all. Start fewer{_OTHERWISE}"
+            )
+
+
+def _num_processes() -> int:
+    """Return how many processes the launcher (torchrun, accelerate) has started on this machine."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() else 1

@@ -1,0 +1,122 @@
+"""A device whose copies happen as late as its streams allow, to be put in place of CUDA.
+
+What computes runs at once, as it does on the CPU; a copy on another stream runs only when somebody has to wait for it.
+Memory is looked at through weak references: a copy that finds it freed says so. Whoever forgets to wait, frees early,
+or uses a buffer again too soon gets wrong values, or an entry in `faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_ckpt.regions.offload.link import DeviceMemory
+from hf_ckpt.regions.offload.plain import PlainMemory
+
+
+class Stream:
+    """Does what it is given in order; at once if it computes, else when it has to."""
+
+    def __init__(self, name: str, log: list[str], *, computes: bool) -> None:
+        self.name = name
+        self._log = log
+        self._computes = computes
+        self._waiting: list[Callable[[], None]] = []
+        self.num_given = 0
+        self._num_done = 0
+
+    def give(self, work: Callable[[], None]) -> None:
+        self.num_given += 1
+        self._waiting.append(work)
+        if self._computes:
+            self.run_to(self.num_given)
+
+    def run_to(self, number: int) -> None:
+        while self._num_done < number:
+            self._num_done += 1
+            self._waiting.pop(0)()
+
+    def wait_event(self, event: Event) -> None:
+        self._log.append(f"{self.name} waits for {event.stream.name} {event.number}")
+        self.give(event.synchronize)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(Event(other))
+
+
+class Event:
+    """Reached when its stream has done what it had been given."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.number = stream.num_given
+
+    def synchronize(self) -> None:
+        self.stream.run_to(self.number)
+
+
+class Late:
+    """Stands in for `hf_ckpt.regions.offload.cuda.Cuda`, on tensors of the CPU.
+
+    Attributes:
+        faults: memory that was gone when a copy got to it.
+        log: who waited for whom, and which stream copied.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.log: list[str] = []
+        self.compute = Stream("compute", self.log, computes=True)
+        self._in_force = self.compute
+        self._names = iter(("out", "into"))
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self._in_force
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return Stream(next(self._names), self.log, computes=False)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        found, self._in_force = self._in_force, stream
+        yield
+        self._in_force = found
+
+    def mark(self, stream: Stream) -> Event:
+        return Event(stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.log.append(f"{self._in_force.name} copies")
+        to, of = _Weak(target), _Weak(source)
+
+        def run() -> None:
+            there, values = to.tensor(), of.tensor()
+            if there is None or values is None:
+                self.faults.append("the target was freed" if there is None else "the source was freed")
+            else:
+                there.copy_(values)
+
+        self._in_force.give(run)
+
+    def allocate(self, num_bytes: int) -> PlainMemory:
+        return PlainMemory(num_bytes)
+
+    def memory(self, device: torch.device) -> DeviceMemory | None:
+        return None
+
+
+class _Weak:
+    """Bytes that are not kept alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._where: tuple[Any, ...] = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=torch.uint8).set_(storage, *self._where)
