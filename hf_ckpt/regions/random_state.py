@@ -40,6 +40,11 @@ class RandomState:
         if self.devices:
             set_device_states(list(self.devices), list(self.device_states), device_type=self.device_type)
 
+    def is_same(self, other: RandomState) -> bool:
+        """Whether no random number was drawn between this state and another one of the same devices."""
+        ours, theirs = (self.cpu, *self.device_states), (other.cpu, *other.device_states)
+        return all(map(torch.equal, ours, theirs))
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put the generators back, on leaving, to what they were on entering."""
@@ -68,6 +73,10 @@ class AutocastState:
                 for kind in types
             )
         )
+
+    def without_cache(self) -> AutocastState:
+        """Return the same state in which casts of weights are not kept for the next use."""
+        return AutocastState(tuple((kind, enabled, dtype, False) for kind, enabled, dtype, _ in self.settings))
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_ckpt.regions.call import Call, Function, keeps_activations, take_apart, tensors_of
 from hf_ckpt.regions.random_state import AutocastState, RandomState
 from hf_ckpt.regions.recompute import recompute
+from hf_ckpt.regions.saved_inputs import SavedInputs
 
 
 class SegmentRunner:
@@ -117,30 +118,6 @@ class _AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
     """Stops a recomputation once the last tensor that backward needs is there."""
 
 
-class _SaveForBackward(torch.autograd.Function):
-    """Hands tensors to autograd, so that saved-tensor hooks see them and in-place changes are noticed."""
-
-    @staticmethod
-    def forward(ctx: Any, node_maker: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise AssertionError("the output of _SaveForBackward is in no graph")
-
-
-class _SavedInputs:
-    """Tensors that a segment starts from."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        # The first argument brings about a node that holds the others, even if none of them needs a gradient.
-        self._kept: Any = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-
-    def get(self) -> list[Tensor]:
-        return list(self._kept.grad_fn.saved_tensors)
-
-
 class _Link:
     """One layer's call in a segment: what it takes from the layer before, and what it takes from elsewhere.
 
@@ -163,7 +140,7 @@ class _Link:
         # Index into the outputs of the layer before, or None for a tensor from elsewhere.
         self._sources = [_position(tensor, outputs) for tensor in tensors]
         own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
-        self._own_inputs = _SavedInputs(own)
+        self._own_inputs = SavedInputs(own)
 
     def replay(self, runner: SegmentRunner, before: list[Tensor], collector: _Collector) -> Any:
         """Run the layer again on the outputs `before` of the layer before it."""

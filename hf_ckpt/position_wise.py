@@ -1,0 +1,156 @@
+"""What of a layer is position-wise, so that it can run in slices of the sequence; told by structure, no list of models.
+
+The norms of a layer, its ffn as a whole, and the norms and linear projections inside its attention. Knows no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import conv, padding, pooling, rnn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hf_ckpt import fsdp
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.layers import Layer
+from hf_ckpt.parts import words
+from hf_ckpt.shapes import unwrapped
+
+_OTHER_NORMS = frozenset("batch group instance weight spectral".split())
+_DRAWS = frozenset("dropout drop droppath jitter noise".split())
+
+
+def tiled_modules(layer: Layer) -> list[str]:
+    """Return what of a layer runs in tiles: dotted names below the layer, in the order of its modules.
+
+    These are its ffn modules, each as a whole, all norms over features, and the linear projections of its attention
+    or of the mixer in its place (a LoRA layer with what it is around).
+
+    Raises:
+        UnsupportedError: its ffn is not position-wise, or is no module; says why.
+    """
+    _check_ffn(layer)
+    return [name for name, _ in _found(layer, layer.module, "", inside_attention=False)]
+
+
+def random_modules(layer: Layer, names: Sequence[str]) -> list[str]:
+    """Return the modules, of those named and inside them, that draw random numbers in training.
+
+    Tiles draw one mask for each slice, so that there the numbers differ from those of the whole.
+
+    Args:
+        layer: the layer.
+        names: of `tiled_modules`.
+
+    Returns:
+        Dotted names below the layer.
+    """
+    return [
+        f"{name}.{inner}".rstrip(".")
+        for name in names
+        for inner, module in layer.submodule(name).named_modules()
+        if _draws(module)
+    ]
+
+
+def _found(layer: Layer, module: nn.Module, path: str, *, inside_attention: bool) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, raw in module.named_children():
+        child, name = unwrapped(raw), f"{path}.{child_name}".lstrip(".")
+        is_attention = inside_attention or name in layer.attention
+        if name in layer.ffn or _is_norm(child) or (is_attention and _is_linear(child)):
+            # Its ffn has been checked; of the rest, what an engine gathers inside cannot run slice by slice.
+            if name in layer.ffn or not _holds_units(child):
+                yield name, child
+        else:
+            yield from _found(layer, child, name, inside_attention=is_attention)
+
+
+def _check_ffn(layer: Layer) -> None:
+    where = f"Layer {layer.layer_idx} ({type(layer.module).__name__}) is to run in tiles, but"
+    if hasattr(layer.module, "backward_pass"):
+        raise UnsupportedError(f"{where} it computes its own backward (a reversible layer). Leave tiles out for it.")
+    if layer.ffn_is_inline:
+        raise UnsupportedError(
+            f"{where} its ffn is written out in the layer's own forward: no module could be cut, and cutting its "
+            'halves apart would keep what lies between them. Leave tiles out for it, or use mode "full" alone.'
+        )
+    for name in layer.ffn:
+        for inner, module in layer.submodule(name).named_modules():
+            if reason := _why_not(module):
+                raise UnsupportedError(
+                    f"{where} its ffn is not position-wise: {f'{name}.{inner}'.rstrip('.')} ({type(module).__name__}) "
+                    f"{reason}. Leave tiles out for it."
+                )
+        if _holds_units(layer.submodule(name)):
+            raise UnsupportedError(
+                f"{where} FSDP shards modules inside {name} as units of their own, which would be gathered and reduced "
+                "for each slice. Let FSDP wrap whole layers (fsdp_version: 2), or leave tiles out."
+            )
+
+
+def _why_not(module: nn.Module) -> str:
+    """Return why a module is not position-wise, or the empty string."""
+    if isinstance(module, conv._ConvNd) and any(size > 1 for size in module.kernel_size):
+        return f"is a convolution over {' x '.join(map(str, module.kernel_size))} positions"
+    if isinstance(module, rnn.RNNBase | rnn.RNNCellBase):
+        return "carries a state along the sequence"
+    if type(module).__module__ in (pooling.__name__, padding.__name__):
+        return "pools or shifts positions"
+    if isinstance(module, _NormBase | nn.GroupNorm):
+        return "takes its statistics over positions"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) > 1:
+        return f"normalises over the last {len(module.normalized_shape)} dimensions"
+    if _looks_for_outliers(module):
+        return "looks for outliers over all tokens of a call (LLM.int8; llm_int8_threshold=0 does not)"
+    values = _settings(module)
+    if capacity := next((name for name in values if "capacity" in words(name)), None):
+        return f"drops tokens beyond a capacity that is counted over a call ({capacity}={values[capacity]})"
+    if jitter := next((name for name in values if "jitter" in words(name)), None):
+        return f"multiplies its input by noise in place ({jitter}={values[jitter]}; 0 does not)"
+    return ""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    said = words(type(module).__name__)
+    if not any(word.endswith("norm") for word in said) or _OTHER_NORMS.intersection(said):
+        return False
+    has_children = any(True for _ in module.children())
+    return not has_children and all(p.dim() <= 1 for p in module.parameters()) and not _why_not(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is one matrix product over the last dimension, adapters and quantisation included."""
+    base: Any = getattr(module, "base_layer", None)
+    if isinstance(base, nn.Module):
+        return _is_linear(unwrapped(base))
+    said = words(type(module).__name__)
+    # transformers' own Conv1D is a linear layer, written as one of GPT-2's.
+    is_one = isinstance(module, nn.Linear) or type(module).__module__ == "transformers.pytorch_utils"
+    is_alike = "linear" in "".join(said) and hasattr(module, "in_features") and hasattr(module, "out_features")
+    return (is_one or is_alike) and not _looks_for_outliers(module) and "float8" not in "".join(said)
+
+
+def _looks_for_outliers(module: nn.Module) -> bool:
+    threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+    return type(module).__name__ == "Linear8bitLt" and bool(threshold)
+
+
+def _holds_units(module: nn.Module) -> bool:
+    return any(fsdp.is_unit(inner) for inner in module.modules() if inner is not module)
+
+
+def _draws(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.RReLU) or any(_DRAWS.intersection(words(name)) for name in _settings(module))
+
+
+def _settings(module: nn.Module) -> dict[str, float]:
+    """Return the numbers above 0 that stand on a module, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    }
