@@ -91,6 +91,6 @@ def _recomputes_frozen_shards(plan: Plan, stacks: Sequence[Stack]) -> bool:
         hasattr(parameter, "ds_id") and not parameter.requires_grad
         for planned, stack in zip(plan.stacks, stacks, strict=True)
         for entry, layer in zip(planned.layers, stack.layers, strict=True)
-        if entry.mode is not Mode.NONE
+        if entry.mode is not Mode.NONE or entry.tiles is not None
         for parameter in layer.module.parameters()
     )

@@ -18,8 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
+from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.call import is_in_backward, tensors_of
 
+_TILES = "tiles"
+"""The region of what runs in tiles beside the ffn: norms and linear projections, with adapters in them."""
+_REGIONS = ("layer", "attention", "ffn", _TILES)
 _SHOWN = 4
 """Parameters that a message names; more would bury the sentence."""
 
@@ -40,6 +44,13 @@ class FirstStep:
             for layer, entry in zip(stack.layers, planned.layers, strict=True)
         ]
         self._owners = _owners_of_trainable(model)
+        self._in_tiles = {
+            module
+            for _, layer, entry in self._layers
+            if entry.tiles is not None
+            for name in tiled_modules(layer)
+            for module in layer.submodule(name).modules()
+        }
         self._hooks: list[RemovableHandle] = []
         self._entries: Counter[tuple[int, str, bool]] = Counter()
         self._has_gradient: set[nn.Module] = set()
@@ -50,9 +61,9 @@ class FirstStep:
     def start(self) -> None:
         """Place the hooks."""
         for number, (_, layer, entry) in enumerate(self._layers):
-            for region, module in _probes(layer):
+            for region, module in _probes(layer, entry):
                 self._hooks.append(module.register_forward_pre_hook(partial(self._count, (number, region))))
-            if entry.mode is not Mode.NONE and any(True for _ in layer.module.buffers()):
+            if _recomputes(entry) and any(True for _ in layer.module.buffers()):
                 self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
         for module in self._watched():
             self._hooks.append(module.register_forward_hook(self._watch_output))
@@ -73,9 +84,9 @@ class FirstStep:
     def _watched(self) -> set[nn.Module]:
         regions = {
             module
-            for _, layer, _ in self._layers
-            for region in ("layer", "attention", "ffn")
-            for module in _modules_of(layer, region)
+            for _, layer, entry in self._layers
+            for region in _REGIONS
+            for module in _modules_of(layer, region, entry)
         }
         return regions | self._owners.keys()
 
@@ -84,7 +95,8 @@ class FirstStep:
             self._entries[*key, is_in_backward()] += 1
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_in_backward() or not _is_seen():
+        # What ran in tiles runs again in a graph of its own, and only that one has a backward.
+        if not _is_seen() or (is_in_backward() and module not in self._in_tiles):
             return
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         for tensor in floating:
@@ -109,8 +121,8 @@ class FirstStep:
             ]
             if changed:
                 yield (
-                    f'Layer {layer.layer_idx} of {stack.path} is set to "{entry.mode}", but its recomputation wrote to '
-                    f"{_listed(changed[:_SHOWN])} a second time. Leave the layer out of the policy."
+                    f'Layer {layer.layer_idx} of {stack.path} is set to "{_asked(entry)}", but its recomputation wrote '
+                    f"to {_listed(changed[:_SHOWN])} a second time. Leave the layer out of the policy."
                 )
 
     def _recomputation_faults(self) -> Iterator[str]:
@@ -128,16 +140,16 @@ class FirstStep:
             what = "a forward" if region == "layer" else f"the forward of {region}"
             if backward and not is_planned:
                 yield (
-                    f'set to "{entry.mode}", but {what} ran again in the backward of step 1. Another library\'s '
+                    f'set to "{_asked(entry)}", but {what} ran again in the backward of step 1. Another library\'s '
                     "activation checkpointing is on beside the plan. Turn it off."
                 )
                 return
             # Without a gradient at its output a region has no backward, and so no reason to be recomputed.
-            reached = not self._has_gradient.isdisjoint(_modules_of(layer, region))
+            reached = not self._has_gradient.isdisjoint(_modules_of(layer, region, entry))
             if is_planned and forward and not backward and reached:
                 yield (
-                    f'set to "{entry.mode}", but {what} ran once in step 1 (twice expected). Its checkpoint function '
-                    "was replaced after the policy was applied. Apply the policy after that call."
+                    f'set to "{_asked(entry)}", but {what} ran once in step 1 (twice expected). Its checkpoint '
+                    "function was replaced after the policy was applied. Apply the policy after that call."
                 )
 
     def _gradient_faults(self) -> Iterator[str]:
@@ -159,13 +171,13 @@ class FirstStep:
         return parameter.grad is not None or parameter in self._accumulated or is_elsewhere
 
 
-def _probes(layer: Layer) -> Iterator[tuple[str, nn.Module]]:
+def _probes(layer: Layer, entry: LayerPlan) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose forward entries tell that the layer, or a part of it, ran.
 
     The children of a part are asked, not the part: a part that is recomputed is entered once, its children twice.
     """
-    for region in ("layer", "attention", "ffn"):
-        for module in _modules_of(layer, region):
+    for region in _REGIONS:
+        for module in _modules_of(layer, region, entry):
             for child in _called_children(module):
                 yield region, child
 
@@ -176,10 +188,22 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
         yield from _called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
 
 
-def _modules_of(layer: Layer, region: str) -> list[nn.Module]:
+def _modules_of(layer: Layer, region: str, entry: LayerPlan) -> list[nn.Module]:
     if region == "layer":
         return [layer.module]
-    return [layer.submodule(name) for name in getattr(layer, region)]
+    if region == _TILES:
+        names = [] if entry.tiles is None else [name for name in tiled_modules(layer) if name not in layer.ffn]
+    else:
+        names = getattr(layer, region)
+    return [layer.submodule(name) for name in names]
+
+
+def _recomputes(entry: LayerPlan) -> bool:
+    return entry.mode is not Mode.NONE or entry.tiles is not None
+
+
+def _asked(entry: LayerPlan) -> str:
+    return f"{entry.mode}" if entry.tiles is None else f"{entry.mode}, tiles {entry.tiles}"
 
 
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
@@ -187,15 +211,19 @@ def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
     if hasattr(layer.module, "backward_pass"):
         # A reversible layer (Reformer's) recomputes by itself, under any plan.
         return []
+    is_tiled = entry.tiles is not None
+    in_tiles = [(_TILES, True)] if is_tiled else []
     match entry.mode:
-        case Mode.FULL:
-            return [("layer", True)]
+        case Mode.FULL | Mode.SELECTIVE | Mode.SELECTIVE_ATTENTION:
+            # The forward of all children is repeated also where the outputs of their operators are kept.
+            return [("layer", True), *in_tiles]
         case Mode.NONE:
-            return [("layer", False), ("attention", False), ("ffn", False)]
+            return [("layer", False), ("attention", False), ("ffn", is_tiled), *in_tiles]
         case Mode.FFN if layer.ffn_is_inline:
             return [("layer", True), ("attention", False)]
         case _:
-            return [("attention", entry.mode is Mode.ATTENTION), ("ffn", entry.mode is Mode.FFN)]
+            is_ffn = is_tiled or entry.mode is Mode.FFN
+            return [("attention", entry.mode is Mode.ATTENTION), ("ffn", is_ffn), *in_tiles]
 
 
 def _owners_of_trainable(model: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:

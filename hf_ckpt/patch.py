@@ -9,240 +9,28 @@ instance `forward`. No module is wrapped and no name changes; every value set he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, update_wrapper
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt import deepspeed, fsdp
-from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.layers import Layer, Stack, class_name, clean_path, find_layers, members
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan, parse, resolve
+from hf_ckpt.errors import AlreadyAppliedError, PolicyError
+from hf_ckpt.heads import find_head, governed_by_other
+from hf_ckpt.layers import Stack, class_name, clean_path, find_layers
+from hf_ckpt.modifiers import HeadMode, Tiles
+from hf_ckpt.plans import Plan, parse, resolve
 from hf_ckpt.policy import Mode, Policy, SegmentSize
-from hf_ckpt.refusals import check_exact, check_model
-from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
-from hf_ckpt.regions.call import is_cache
-from hf_ckpt.regions.recompute import recompute, run_region
-from hf_ckpt.regions.segments import SegmentRunner, enter, leave, run_in_segment
+from hf_ckpt.refusals import check_exact, check_model, check_places
+from hf_ckpt.regions.head import Chunking, check_reached, run_head
+from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.settings import Hosts, place, set_forward
 from hf_ckpt.shapes import unwrapped
+from hf_ckpt.stack_patch import FLAG, HANDLE, StackPatch
 
 logger = logging.getLogger(__name__)
-
-_HANDLE = "_hf_ckpt_applied"
-_FLAG = "gradient_checkpointing"
-_FUNCTION = "_gradient_checkpointing_func"
-_FORWARD = "forward"
-
-
-class _Missing:
-    """Stands for an attribute that the instance did not have. A class: copies and pickles keep its identity."""
-
-
-@dataclass
-class _Change:
-    """One attribute set on one module."""
-
-    path: str
-    module: nn.Module
-    name: str
-    found: object
-    ours: object
-
-    def is_in_force(self) -> bool:
-        return self.module.__dict__.get(self.name, _Missing) is self.ours
-
-    def assert_again(self) -> None:
-        setattr(self.module, self.name, self.ours)
-
-    def undo(self) -> None:
-        if self.name == _FORWARD and not self.is_in_force():
-            # Whoever put a forward over ours knows what to put back; taking theirs away would break it.
-            return
-        if self.found is _Missing:
-            self.module.__dict__.pop(self.name, None)
-        else:
-            setattr(self.module, self.name, self.found)
-
-
-class StackPatch:
-    """The plan of one stack on the model. Lives on the list of layers, and is copied with it."""
-
-    def __init__(self, plan: Plan, path: str) -> None:
-        self.plan = plan
-        self.path = path
-        self._changes: list[_Change] = []
-        self._on_remove: list[Callable[[], None]] = []
-        self._hook: RemovableHandle | None = None
-        self._home: nn.Module | None = None
-        self.doors: _Doors | None = None
-        self.drops_cache = False
-        self._is_paused = False
-        self._has_said = False
-
-    def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
-        """Set an attribute on a module and remember what was there.
-
-        Layers that share a module want the same of it (`check_exact` has seen to that): the first one sets it.
-        """
-        if any(change.module is module and change.name == name for change in self._changes):
-            return
-        self._changes.append(_Change(path, module, name, module.__dict__.get(name, _Missing), ours))
-        setattr(module, name, ours)
-
-    def on_remove(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when the patch is removed, by whomever."""
-        self._on_remove.append(undo)
-
-    def take_undos(self) -> list[Callable[[], None]]:
-        """Return what `on_remove` was given, and forget it."""
-        undos, self._on_remove = self._on_remove, []
-        return undos
-
-    def settle(self, home: nn.Module, owner: nn.Module) -> None:
-        """Leave the patch on `home`, the list of layers, where copies take it along; watch the owner's forward."""
-        self._home = home
-        setattr(home, _HANDLE, self)
-        self._hook = owner.register_forward_pre_hook(partial(_before_forward, self), with_kwargs=True)
-
-    def remove(self) -> None:
-        """Put back what was found."""
-        for change in reversed(self._changes):
-            change.undo()
-        self._changes.clear()
-        for undo in self._on_remove:
-            undo()
-        self._on_remove.clear()
-        if self._hook is not None:
-            self._hook.remove()
-        if self.doors is not None:
-            self.doors.remove()
-        if self._home is not None:
-            delattr(self._home, _HANDLE)
-        self._home = self._hook = None
-
-    def refuse_cache(self, arguments: Iterable[object]) -> None:
-        """Refuse a forward that is handed a key/value cache: recomputed layers can neither read nor fill it.
-
-        A cache that the model makes for itself in training serves nobody, and is left out of recomputed layers.
-
-        Raises:
-            UnsupportedError: one of the arguments is a cache, and a recomputed region would have to use it.
-        """
-        if self.drops_cache and any(map(is_cache, arguments)):
-            raise UnsupportedError(
-                f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, a "
-                "prompt that was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, "
-                'and the loss would change without a word. Set use_cache=False, or use mode "none" or "ffn" there.'
-            )
-
-    def assert_in_force(self) -> None:
-        """Bring the plan back where another library switched it off.
-
-        Raises:
-            PlanMismatchError: a part's forward was replaced, so that the plan cannot be brought back.
-        """
-        self._resume()
-        if self.doors is not None and self._home is not None:
-            self.doors.watch(self._home)
-        lost = [change for change in self._changes if not change.is_in_force()]
-        if lost:
-            self._say_or_raise(lost)
-        for change in lost:
-            change.assert_again()
-
-    def _say_or_raise(self, lost: list[_Change]) -> None:
-        for change in lost:
-            if change.name == _FORWARD:
-                raise PlanMismatchError(
-                    f"The forward of {change.path} was replaced by {_name_of(change.module.__dict__.get(_FORWARD))} "
-                    "after the policy was applied, so that the plan is no longer in force there. Apply the policy "
-                    "after that call."
-                )
-        in_layers = [change for change in lost if change.path.startswith(f"{self.path}.")]
-        if in_layers and not self._has_said:
-            by = _name_of(in_layers[0].module.__dict__.get(_FUNCTION))
-            logger.info(
-                "%d layers of %s were switched to another activation checkpointing (%s) after the policy was applied; "
-                "the policy is in force again.",
-                len({change.path for change in in_layers}),
-                self.path,
-                by,
-            )
-            self._has_said = True
-
-    def pause(self) -> None:
-        """Switch the seam off for a forward without gradients in training mode.
-
-        transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
-        steps would give wrong tokens.
-        """
-        for change in self._seams():
-            setattr(change.module, _FLAG, False)
-        self._is_paused = True
-
-    def _resume(self) -> None:
-        if self._is_paused:
-            for change in self._seams():
-                change.assert_again()
-        self._is_paused = False
-
-    def _seams(self) -> Iterator[_Change]:
-        return (change for change in self._changes if change.name == _FLAG and change.ours)
-
-
-class _Doors:
-    """Hooks on what stands outermost in the place of a segment's layers, where FSDP or ZeRO-3 gathers their weights.
-
-    Args:
-        runner: of the stack.
-        indices: the layers that run in segments.
-    """
-
-    def __init__(self, runner: SegmentRunner, indices: list[int]) -> None:
-        self._runner = runner
-        self._indices = indices
-        self._hooks: dict[int, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
-
-    def watch(self, home: nn.Module) -> None:
-        """Place the hooks, first and last of the module's own, wherever an engine has come since they were placed."""
-        modules = members(home)
-        for layer_idx in self._indices:
-            outer = modules[layer_idx]
-            is_hooked = fsdp.is_unit(outer) or deepspeed.is_hooked(outer)
-            if is_hooked and not self._is_watched(layer_idx, outer) and not _holds_its_hooks(outer):
-                self._place(layer_idx, outer)
-
-    def _is_watched(self, layer_idx: int, outer: nn.Module) -> bool:
-        if layer_idx not in self._hooks:
-            return False
-        module, first, last = self._hooks[layer_idx]
-        return module is outer and first.id == next(iter(outer._forward_pre_hooks)) and last.id in outer._forward_hooks
-
-    def _place(self, layer_idx: int, outer: nn.Module) -> None:
-        self._take_off(layer_idx)
-        first = outer.register_forward_pre_hook(partial(enter, self._runner, layer_idx), prepend=True, with_kwargs=True)
-        last = outer.register_forward_hook(partial(leave, self._runner, layer_idx))
-        self._hooks[layer_idx] = (outer, first, last)
-
-    def _take_off(self, layer_idx: int) -> None:
-        for hook in self._hooks.pop(layer_idx, ())[1:]:
-            hook.remove()
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for layer_idx in self._indices:
-            self._take_off(layer_idx)
-
-
-def _holds_its_hooks(outer: nn.Module) -> bool:
-    """Whether the region of a layer takes in its own hooks, an engine's among them (transformers before 5.23)."""
-    return isinstance(outer, GradientCheckpointingLayer) and "__call__" in vars(GradientCheckpointingLayer)
 
 
 class Applied:
@@ -261,6 +49,11 @@ class Applied:
     def summary(self) -> str:
         """Return the plan as text, equal neighbouring layers on one line."""
         return self.plan.summary()
+
+    @property
+    def offloaders(self) -> tuple[Offloader, ...]:
+        """The engines that move activations to the host or to disk, one for each way that the plan names."""
+        return self._patches[0].offloaders if self._patches else ()
 
     def assert_in_force(self) -> None:
         """Bring the plan back where another library switched it off.
@@ -305,6 +98,10 @@ def apply(
     every_n_layers: int | None = None,
     segment_size: SegmentSize | None = None,
     nested: bool | None = None,
+    save: Sequence[str] | str | None = None,
+    offload: object = None,
+    tiles: Tiles | None = None,
+    head: str | None = None,
     skip_frozen: bool = False,
     layers: str | Sequence[str] | None = None,
     attention: str | None = None,
@@ -312,8 +109,9 @@ def apply(
 ) -> Applied:
     """Put a policy in force on a model, in place.
 
-    Loss and gradients do not change by a bit; module and parameter names stay. Activation (gradient) checkpointing
-    costs up to one more forward of the layers it reaches.
+    Loss and gradients do not change by a bit, but for sums in another order with `tiles` and `head` (within 1e-6 in
+    float32); module and parameter names stay. Activation (gradient) checkpointing costs up to one more forward of the
+    layers it reaches.
 
     Args:
         model: any transformers model, or another with layers that can be found; PEFT, DDP, FSDP or DeepSpeed may stand
@@ -322,6 +120,10 @@ def apply(
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
+        save: see `Rule`.
+        offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`.
+        tiles: see `Rule`.
+        head: `"chunked"` computes logits and loss for some tokens at a time, so that the logits are never held.
         skip_frozen: leave alone the layers that need no gradient.
         layers: dotted path of the layer list, or several, where they cannot be found by structure.
         attention: attribute name, in each layer, of the attention.
@@ -348,9 +150,20 @@ def apply(
           2            full
           3            none
     """
-    options = {"every_n_layers": every_n_layers, "segment_size": segment_size, "nested": nested}
-    parsed = parse(policy, skip_frozen=skip_frozen, **options)
-    return _put_on(model, *_planned(model, parsed, {"layers": layers, "attention": attention, "ffn": ffn}))
+    parsed = parse(
+        policy,
+        every_n_layers=every_n_layers,
+        segment_size=segment_size,
+        nested=nested,
+        save=save,
+        offload=offload,
+        tiles=tiles,
+        head=head,
+        skip_frozen=skip_frozen,
+    )
+    plan, stacks = _planned(model, parsed, {"layers": layers, "attention": attention, "ffn": ffn})
+    check_places(plan, model)
+    return _put_on(model, plan, stacks)
 
 
 def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Any) -> Plan:
@@ -377,9 +190,22 @@ def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, An
     stacks = find_layers(model, **structure)
     fsdp.check_units(model, stacks)
     plan = _checked(policy, stacks, model) if isinstance(policy, Plan) else resolve(policy, stacks, class_name(model))
+    plan = _with_head(plan, model)
     check_exact(plan, stacks)
     deepspeed.check_version(plan, stacks)
     return plan, stacks
+
+
+def _with_head(plan: Plan, model: nn.Module) -> Plan:
+    """Return a plan whose head can be had: another library's fused head is left to govern."""
+    if plan.head is HeadMode.PLAIN:
+        return plan
+    other = governed_by_other(model)
+    if other is not None:
+        logger.info("head: %s is asked for, but %s computes the loss already; it goes on to govern.", plan.head, other)
+        return replace(plan, head=HeadMode.PLAIN)
+    find_head(model)
+    return plan
 
 
 def remove(model: nn.Module) -> bool:
@@ -403,8 +229,14 @@ def plan_of(model: nn.Module) -> Plan | None:
     return patches[0].plan if patches else None
 
 
+def offloaders_of(model: nn.Module) -> tuple[Offloader, ...]:
+    """Return the engines of the plan that is in force on a model. See `Applied.offloaders`."""
+    patches = _patches(model)
+    return patches[0].offloaders if patches else ()
+
+
 def _patches(model: nn.Module) -> list[StackPatch]:
-    return [module.__dict__[_HANDLE] for module in model.modules() if _HANDLE in module.__dict__]
+    return [module.__dict__[HANDLE] for module in model.modules() if HANDLE in module.__dict__]
 
 
 def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
@@ -432,11 +264,16 @@ def _shapes(shapes: list[tuple[str, int]]) -> str:
 
 def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...]) -> Applied:
     patches: list[StackPatch] = []
+    hosts = Hosts(plan)
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
             patch = StackPatch(plan, stack.path)
             patches.append(patch)
-            _patch_stack(model, patch, stack_plan, stack)
+            # Whichever patch is removed first closes them; nothing runs after that.
+            patch.offloaders = tuple(hosts.offloaders.values())
+            place(model, patch, stack_plan, stack, hosts)
+        if plan.head is HeadMode.CHUNKED:
+            _place_head(model, patches[0])
         _switch_off_others(model, patches, stacks)
         for patch, stack in zip(patches, stacks, strict=True):
             patch.settle(stack.home, stack.owner)
@@ -447,90 +284,23 @@ def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...]) -> Applied:
     return Applied(plan, stacks, patches)
 
 
-_Setting = tuple[nn.Module, Callable[[], None]]
-"""A module, and what makes it carry its part of the plan."""
-
-
-def _patch_stack(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack) -> None:
-    runner = SegmentRunner()
-    settings: dict[nn.Module, list[Callable[[], None]]] = {}
-    for entry, layer in zip(plan.layers, stack.layers, strict=True):
-        for module, make in _settings(patch, entry, layer, stack, runner):
-            settings.setdefault(module, []).append(make)
-    if fsdp.is_sharded(model):
-        fsdp.set_in_place(model, settings)
-    else:
-        for make in chain.from_iterable(settings.values()):
-            make()
-    in_segments = [idx for idx, entry in enumerate(plan.layers) if entry.segment is not None]
-    if in_segments:
-        patch.doors = _Doors(runner, in_segments)
-
-
-def _settings(
-    patch: StackPatch, entry: LayerPlan, layer: Layer, stack: Stack, runner: SegmentRunner
-) -> Iterator[_Setting]:
-    path = f"{stack.path}.{layer.layer_idx}"
-    match entry.mode:
-        case Mode.FULL if entry.segment is not None:
-            region = partial(run_in_segment, runner, entry.segment, layer.layer_idx, entry.nested)
-            yield _region(patch, path, layer.module, region)
-        case Mode.FULL:
-            yield _region(patch, path, layer.module, recompute)
-        case Mode.ATTENTION:
-            patch.drops_cache = True
-            yield from _part_regions(patch, path, layer, layer.attention)
-        case Mode.FFN if layer.ffn_is_inline:
-            kept = KeptModules()
-            yield _region(patch, path, layer.module, partial(recompute_around, kept))
-            for name in layer.attention:
-                yield _forward(patch, f"{path}.{name}", layer.submodule(name), partial(run_kept, kept))
-        case Mode.FFN:
-            yield from _part_regions(patch, path, layer, layer.ffn)
-
-
-def _part_regions(patch: StackPatch, path: str, layer: Layer, names: tuple[str, ...]) -> Iterator[_Setting]:
-    for name in names:
-        yield _forward(patch, f"{path}.{name}", layer.submodule(name), partial(run_region, recompute))
-
-
-def _region(patch: StackPatch, path: str, module: nn.Module, region: Callable[..., Any]) -> _Setting:
-    return module, partial(_make_region, patch, path, module, region)
-
-
-def _forward(patch: StackPatch, path: str, module: nn.Module, run: partial[Any]) -> _Setting:
-    return module, partial(_set_forward, patch, path, module, run)
-
-
-def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Callable[..., Any]) -> None:
-    """Make a whole layer a region, through the seam if it has one."""
-    patch.drops_cache = True
-    if isinstance(module, GradientCheckpointingLayer):
-        patch.set(path, module, _FUNCTION, region)
-        patch.set(path, module, _FLAG, True)
-    else:
-        _set_forward(patch, path, module, partial(run_region, region))
-
-
-def _set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[Any]) -> None:
-    """Set an instance forward that calls the one that it found there."""
-    found = module.__dict__.get(_FORWARD)
-    if isinstance(found, partial) and found.func is run.func:
-        # A module that two layers share: the first of them has reached it already.
-        return
-    forward = partial(run.func, *run.args, module, found)
-    # Tools that look at the signature see the original's.
-    patch.set(path, module, _FORWARD, update_wrapper(forward, found or module.forward))
+def _place_head(model: nn.Module, patch: StackPatch) -> None:
+    """Let the head of a model hand out logits that are computed some tokens at a time."""
+    head = find_head(model)
+    # FSDP1's wrapper around the head gathers its weight.
+    chunking = Chunking(outer=None if head.outer is head.module else head.outer)
+    set_forward(patch, head.path, head.module, partial(run_head, chunking))
+    patch.hooks.append(head.owner.register_forward_hook(partial(check_reached, chunking), with_kwargs=True))
 
 
 def _switch_off_others(model: nn.Module, patches: list[StackPatch], stacks: Sequence[Stack]) -> None:
     """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
-    ours = {change.module for patch in patches for change in patch._changes if change.name == _FLAG}
+    ours = {module for patch in patches for module in patch.seams()}
     for raw_path, module in model.named_modules():
         # A wrapper shows the attributes of what it wraps.
-        if hasattr(module, _FLAG) and module not in ours and unwrapped(module) is module:
+        if hasattr(module, FLAG) and module not in ours and unwrapped(module) is module:
             path = clean_path(model, raw_path)
-            _patch_around(path, patches, stacks).set(path, module, _FLAG, False)
+            _patch_around(path, patches, stacks).set(path, module, FLAG, False)
 
 
 def _patch_around(path: str, patches: list[StackPatch], stacks: Sequence[Stack]) -> StackPatch:
@@ -539,21 +309,3 @@ def _patch_around(path: str, patches: list[StackPatch], stacks: Sequence[Stack])
         if path.startswith(stack.path.rpartition(".")[0]):
             return patch
     return patches[0]
-
-
-def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling() or not owner.training:
-        return
-    if torch.is_grad_enabled():
-        patch.refuse_cache((*args, *kwargs.values()))
-        patch.assert_in_force()
-    else:
-        patch.pause()
-
-
-def _name_of(function: object) -> str:
-    """Return the dotted name of a function, looking through `partial`s, for messages."""
-    while isinstance(function, partial):
-        function = function.func
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    return f"{module}.{name}" if name else repr(function)

@@ -7,12 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Layer, Stack
-from hf_ckpt.plans import LayerPlan, Plan
-from hf_ckpt.policy import Mode
+from hf_ckpt.plans import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy import SELECTIVE_MODES, Mode
+from hf_ckpt.position_wise import tiled_modules
+from hf_ckpt.regions.offload import check_path
+from hf_ckpt.regions.selective import Saves, check_saves
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
@@ -32,6 +36,19 @@ def check_model(model: nn.Module) -> None:
             "CUDA_VISIBLE_DEVICES to one GPU."
         )
     fsdp.check_wrappers(model)
+
+
+def check_places(plan: Plan, model: nn.Module) -> None:
+    """Refuse directories on disk that cannot be written. Where the model has no values nothing is going to be.
+
+    Raises:
+        PolicyError: a file cannot be written, or locked, where layers are to offload to.
+    """
+    if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        return
+    entries = {entry.offload for stack in plan.stacks for entry in stack.layers}
+    for path in sorted({offload.path for offload in entries if offload is not None and offload.path is not None}):
+        check_path(path)
 
 
 def check_engine(args: TrainingArguments) -> None:
@@ -83,6 +100,19 @@ def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
             _check_shared(entry, layer, stack, treated)
             if entry.mode is not Mode.NONE:
                 _check_layer(entry, layer, stack)
+            if entry.tiles is not None:
+                tiled_modules(layer)
+        _check_saves(stack_plan, stack)
+
+
+def _check_saves(plan: StackPlan, stack: Stack) -> None:
+    """Refuse names that none of the layers which keep them has: layers of a stack need not be alike."""
+    kept: dict[Saves, list[nn.Module]] = {}
+    for entry, layer in zip(plan.layers, stack.layers, strict=True):
+        if entry.mode in SELECTIVE_MODES:
+            kept.setdefault(Saves.of(entry.mode.value, entry.save), []).append(layer.module)
+    for saves, modules in kept.items():
+        check_saves(saves, *modules)
 
 
 def _check_shared(entry: LayerPlan, layer: Layer, stack: Stack, treated: dict[nn.Module, tuple[object, str]]) -> None:
@@ -91,21 +121,28 @@ def _check_shared(entry: LayerPlan, layer: Layer, stack: Stack, treated: dict[nn
         where = f"{stack.path}.{layer.layer_idx}{name}"
         other, other_where = treated.setdefault(module, (treatment, where))
         if other != treatment:
+            # The last layer of a stack never offloads.
+            without = "offload" if any(map(_offloads, (other, treatment))) else "segment_size"
             raise UnsupportedError(
                 f"{other_where} and {where} are the same module ({type(module).__name__}), but the plan differs "
-                "there. Give both layers one mode, without segment_size."
+                f"there. Give both layers one mode, without {without}."
             )
 
 
 def _treatments(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module, object]]:
     """Yield the layer and its parts with what the entry makes of each; None where it is left alone."""
-    is_whole = entry.mode is Mode.FULL or (entry.mode is Mode.FFN and layer.ffn_is_inline)
+    is_whole = entry.mode in (Mode.FULL, *SELECTIVE_MODES) or (entry.mode is Mode.FFN and layer.ffn_is_inline)
     # A link of a segment knows its place, so that one module cannot be two of them.
     place = layer.layer_idx if entry.segment is not None else None
     yield "", layer.module, (entry, place) if is_whole else None
     for mode, names in ((Mode.ATTENTION, layer.attention), (Mode.FFN, layer.ffn)):
         for name in names:
-            yield f".{name}", layer.submodule(name), mode if entry.mode is mode else None
+            yield f".{name}", layer.submodule(name), (mode if entry.mode is mode else None, entry.tiles)
+
+
+def _offloads(treatment: object) -> bool:
+    parts = treatment if isinstance(treatment, tuple) else ()
+    return any(isinstance(part, LayerPlan) and part.offload is not None for part in parts)
 
 
 def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
@@ -161,6 +164,81 @@ def test_nothing_is_held_behind_the_back_of_autograd(policy: object, options: di
     assert abs(held) <= mask_bytes + ROTARY_BYTES + 64 * FLOAT32
 
 
+# --- Selective, offload, tiles and the chunked head. ---
+
+
+def test_selective_modes_keep_more_than_full_and_less_than_none() -> None:
+    # With a kernel: eager attention has none to keep.
+    case = exactness.build("llama", num_layers=4, dropout=0.0)
+    modes = ("full", "selective_attention", "selective", "none")
+    held = [live_bytes(case, mode)[0] for mode in modes]
+    assert held == sorted(set(held))
+
+
+def test_selective_attention_keeps_the_inputs_and_what_the_kernels_return() -> None:
+    case = exactness.build("llama", num_layers=4, dropout=0.0)
+    statistics_bytes = BATCH * HEADS * LENGTH * FLOAT32
+    # The kernel's output has the size of an input: as many heads as the hidden size holds.
+    assert HEADS * HEAD_DIM == HIDDEN
+    assert live_bytes(case, "selective_attention")[0] - live_bytes(case, "full")[0] == 4 * (
+        INPUT_BYTES + statistics_bytes
+    )
+
+
+def test_offload_leaves_the_last_input_and_what_is_not_in_the_layers() -> None:
+    # The host is the same machine here: what waits there is taken off.
+    everything, in_layers = llama(8), []
+    for offload in (None, {"to": "cpu", "min_bytes": 0}):
+        with hf_ckpt.apply(everything.model, "full", offload=offload) as applied:
+            with live_storages.of(everything.model, everything.inputs.values()) as alive:
+                loss = zoo.loss(everything.model, everything.inputs)
+                waiting = sum(offloader.stats.live_bytes for offloader in applied.offloaders)
+                in_layers.append(alive.num_bytes() - waiting)
+            loss.backward()
+    # The first layer's input is the embedding's own output, the others' what the layers before them returned.
+    assert in_layers[0] - in_layers[1] == 7 * INPUT_BYTES
+
+
+def test_tiles_shrink_what_a_layer_needs_at_once() -> None:
+    long = exactness.build("llama", num_layers=2, dropout=0.0)
+    long.inputs.update({name: tensor.repeat(1, 32) for name, tensor in long.inputs.items()})
+    at_once = []
+    for tiles in (None, 1, 4, 16):
+        held, peak = live_bytes(long, "full", tiles=tiles, head="chunked")
+        at_once.append(peak - held)
+    whole, one, four, sixteen = at_once
+    assert sixteen < four < min(whole, one)
+
+
+def test_chunked_head_never_makes_all_logits() -> None:
+    case = llama(4)
+    plain, chunked = (most_rows_of_logits(case, head=head) for head in ("plain", "chunked"))
+    assert (plain, chunked) == (BATCH * LENGTH, BATCH * LENGTH // 8)
+
+
+def most_rows_of_logits(case: zoo.Case, **options: object) -> int:
+    """Return the most tokens that one tensor has a value of each word for; the head's weight is left out."""
+    with in_force(case.model, "none", options), Logits() as logits:
+        exactness.step(case)
+    return logits.most_rows
+
+
+class Logits(TorchDispatchMode):
+    """Looks at the tensors with one column for each word that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_rows = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] == VOCAB:
+                num_rows = tensor.shape[:-1].numel()
+                self.most_rows = max(self.most_rows, num_rows if num_rows != HIDDEN else 0)
+        return output
+
+
 # --- Bytes while backward runs. ---
 
 
@@ -175,8 +253,8 @@ def test_nested_segment_brings_back_one_layer_at_a_time() -> None:
     _, full_peak = live_bytes(llama(9), "full")
     _, nested_peak = live_bytes(llama(9), "full", segment_size=3, nested=True)
     # In the backward of the last layer `full` holds 9 inputs; nested holds 3, and 2 more of the segment that is being
-    # recomputed. Scalars: two for each layer, of the node that holds its inputs.
-    assert full_peak - nested_peak == (9 - 3 - 2) * INPUT_BYTES - 9 * 2 * FLOAT32
+    # recomputed. Scalars: one for each layer, of the node that holds its inputs.
+    assert full_peak - nested_peak == (9 - 3 - 2) * INPUT_BYTES - 9 * FLOAT32
 
 
 @pytest.mark.parametrize("options", [{}, {"segment_size": 3}, {"segment_size": 3, "nested": True}], ids=str)

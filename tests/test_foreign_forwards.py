@@ -6,6 +6,7 @@ Liger binds its forwards to instances, and accelerate's hooks stand in the forwa
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError
-from tests import exactness, traces, zoo
+from tests import exactness, modes, traces, zoo
 from tests.exactness import POLICIES
 
 core = pytest.mark.core
@@ -167,6 +168,24 @@ def test_ligers_instance_patch_is_exact(policy: str, monkeypatch: pytest.MonkeyP
     with exactness.apply(case.model, policy):
         exactness.step(case)
     assert next(num_calls) == sum(FFN_RUNS[policy])
+
+
+@pytest.mark.parametrize(
+    "mode", ["selective", "selective_attention", "selective_offload", "offload", "none_tiles", "all"]
+)
+def test_ligers_instance_patch_is_exact_in_finer_modes(
+    mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case = with_liger(llama(), monkeypatch)
+    expected = exactness.step(case)
+    found = traces.snapshot(case.model)
+    with modes.in_force(case, mode, tmp_path):
+        for got in (exactness.step(case), exactness.step(case)):
+            if modes.is_bitwise(mode):
+                assert exactness.differences(expected, got) == []
+            else:
+                assert modes.worst(modes.apart(expected, got))[0] <= modes.CLOSE
+    assert traces.differences(found, traces.snapshot(case.model)) == []
 
 
 # --- accelerate's hooks. ---

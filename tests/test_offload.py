@@ -310,6 +310,30 @@ def test_each_copy_starts_behind_what_it_needs() -> None:
     assert first[len(expected) : len(expected) + 8] == again * 2
 
 
+def test_what_a_region_made_is_copied_beside_the_next_region() -> None:
+    late, offloader = Late(), Offloader(TO_HOST, 3)
+    offloader.use_link(HostLink(CudaWire(late), HostLimits(None)))
+    kept = []
+
+    def keep(position: int, function: Any, *args: Any) -> Any:
+        output = function(*args)
+        kept.append(offloader.keeper(position).put(output.clone()))
+        return output
+
+    hidden = torch.randn(8, 64)
+    for position in range(2):
+        hidden = offloaded(offloader, position, partial(keep, position), torch.tanh, hidden)
+    copy = ["out waits for compute", "out copies"]
+    lines = [line.rstrip(" 0123456789") for line in late.log]
+    assert lines == [*copy, *copy, "compute waits for out"]
+    # A layer that sends nothing is the last that hides a copy.
+    offloader.announce(hidden)
+    assert len(late.log) == len(lines) + 1
+    kept.clear()
+    assert is_empty(offloader)
+    assert late.faults == []
+
+
 def test_a_tensor_that_is_fetched_for_nothing_is_let_go_behind_its_copy() -> None:
     late, offloader = Late(), Offloader(TO_HOST, 2)
     offloader.use_link(HostLink(CudaWire(late), HostLimits(None)))

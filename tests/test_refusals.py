@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.refusals import check_engine
-from tests import exactness, plain_models, traces, zoo
+from tests import exactness, modes, plain_models, traces, zoo
 from tests.exactness import POLICIES, Result
 
 pytestmark = pytest.mark.core
@@ -161,6 +161,25 @@ def test_one_part_with_two_modes_raises(place: str, policy: object) -> None:
         f"blocks.1.{place} and blocks.3.{place} are the same module ({kind}), but the plan differs there. Give both "
         "layers one mode, without segment_size."
     )
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_one_layer_that_stands_for_all_cannot_offload(mode: str) -> None:
+    assert message_of(one_block().model, mode, offload="cpu") == (
+        "blocks.0 and blocks.3 are the same module (Block), but the plan differs there. Give both layers one mode, "
+        "without offload."
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "selective"}, {"policy": "full", "tiles": 1}, {"policy": "none", "tiles": 3}]
+)
+def test_shared_layers_with_one_finer_mode_are_exact(options: dict[str, object]) -> None:
+    case = one_block()
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, **options):
+        got = exactness.step(case)
+    assert modes.worst(modes.apart(expected, got))[0] <= (modes.CLOSE if options.get("tiles") == 3 else 0)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn"])

@@ -21,9 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
-from hf_ckpt import HFCkptError, PlanMismatchError, UnsupportedError
+from hf_ckpt import HFCkptCallback, HFCkptError, PlanMismatchError, UnsupportedError
 from tests import training
 from tests.distributed import runs
+from tests.distributed import test_modes as modes
 from tests.distributed.deepspeed_on_a_cpu import config, deepspeed_on_a_cpu, ignores_its_warnings, whole
 from tests.distributed.launching import made_by_first
 from tests.distributed.runs import KINDS, STEPS, Outcome, callback, fresh_accelerate, make_trainer
@@ -116,6 +117,33 @@ def test_llama_accumulates_under_zero_3_as_without_a_plan(kind: str, mode: str) 
 )
 def test_other_models_train_as_without_a_plan(stage: int, model_type: str, mode: str) -> None:
     check(stage, model_type, "lora" if stage == 3 else "full", 1, mode)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "mode"),
+    [
+        *((3, "lora", mode) for mode in ("selective", "offload")),
+        *((3, "full", mode) for mode in ("head", "all")),
+        (2, "full", "all"),
+    ],
+)
+def test_finer_modes_train_as_without_a_plan(stage: int, kind: str, mode: str) -> None:
+    policy, options = modes.MODES[mode]
+    is_bitwise = mode not in modes.IN_ANOTHER_ORDER
+    changes = {} if is_bitwise else modes.SGD
+    expected = without_plan(stage, "llama", kind, 1) if is_bitwise else without_plan_by_sgd(stage)
+    got = train(stage, KINDS[kind]("llama"), HFCkptCallback(policy, **options), **changes)
+    assert got.names == expected.names
+    if is_bitwise:
+        assert got.losses == expected.losses
+        assert changed(expected.weights, got.weights) == []
+    else:
+        modes.check_near(expected, got)
+
+
+@functools.cache
+def without_plan_by_sgd(stage: int) -> Outcome:
+    return train(stage, KINDS["full"]("llama"), **modes.SGD)
 
 
 # --- What really ran. ---

@@ -4,9 +4,10 @@
 no streams, buffers or files: those are the link's.
 
 Note on lifetimes. A tensor that is being copied is kept here until its copy has been ordered before whatever the
-device does next (`Link.settle`), at the end of its region at the latest, when the next region sends something too. Its
-caller holds it for as long anyway, so that this costs no memory on the device. What waits on the host lives as long as
-the handles in the graph: a second backward finds it, and a forward without a backward leaves nothing behind.
+device does next (`Link.settle`). What a region was given is kept to the end of the region, when the next one sends
+something too: its caller holds it for as long anyway, so that this costs no memory on the device. What a region has
+made is sent when it ends, and kept to the end of the next one, which hides the copy. What waits on the host lives as
+long as the handles in the graph: a second backward finds it, and a forward without a backward leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -161,13 +162,20 @@ class Offloader:
             if is_whole and passage.num_bytes:
                 # Before the device waits for the copies: that is not the layer's own time.
                 self._pace.leave(self._link, next(iter(passage.groups)))
-            following = passage.position + 1
-            if not is_whole or following >= self.num_layers or self._is_offloaded(following):
-                self._settle(self._flights, is_whole)
+            self._settle(
+                [flight for flight in self._flights if not is_whole or self._is_due(flight, passage)], is_whole
+            )
             # A layer without a gradient has let go of what it saved already, and says nothing of the others.
             if is_whole and passage.is_needed() and not self._is_checked:
                 self._is_checked = True
                 self._expect(passage)
+
+    def _is_due(self, flight: Flight, passage: Passage) -> bool:
+        """Whether a tensor is kept no longer than to the end of this call. See the note on lifetimes."""
+        if flight.made_in is not None:
+            return flight.made_in is not passage
+        following = passage.position + 1
+        return following >= self.num_layers or self._is_offloaded(following)
 
     def _is_offloaded(self, position: int) -> bool:
         return is_offloaded(position, self.num_layers, self._pace.fraction)
@@ -178,12 +186,13 @@ class Offloader:
         if self._link is not None:
             self._link.expect(passage.num_bytes * count)
 
-    def send_away(self, tensor: Tensor, passage: Passage) -> Handle | Tensor:
+    def send_away(self, tensor: Tensor, passage: Passage, *, is_made_here: bool) -> Handle | Tensor:
         """Send a tensor away unless it is better left where it is.
 
         Args:
             tensor: what the region saves.
             passage: the call of the region.
+            is_made_here: whether the region has made it, and not been given it.
         """
         reason = why_left_alone(tensor, self.settings.min_bytes)
         with self._locked(), torch.no_grad():
@@ -198,7 +207,7 @@ class Offloader:
                 self._counts.leave_alone("saved by several layers, which would all have to fetch it")
                 return tensor
             if sent is None:
-                sent = self._send(tensor, passage)
+                sent = self._send(tensor, passage, passage if is_made_here else None)
                 group.add(sent)
             return Handle(self, sent, group, order)
 
@@ -212,14 +221,14 @@ class Offloader:
         reference = self._sent.get(identity(tensor)[1])
         return None if reference is None else reference()
 
-    def _send(self, tensor: Tensor, passage: Passage) -> Sent:
+    def _send(self, tensor: Tensor, passage: Passage, made_in: Passage | None) -> Sent:
         assert self._link is not None, "_reaches has been asked"
         # Two at a time, so that the device's memory does not depend on how fast the copies are.
-        self._settle(self._flights[:-1], is_whole=True)
+        self._settle([flight for flight in self._flights if flight.made_in is None][:-1], is_whole=True)
         # Without its graph, which must not live longer because of the copy.
         tensor = tensor.detach()
         parcel = self._link.send(tensor)
-        self._flights.append(Flight(parcel, tensor, tensor._version))
+        self._flights.append(Flight(parcel, tensor, tensor._version, made_in))
         storage, key = identity(tensor)
         sent = Sent(parcel, bytes_of(tensor))
         self._sent[key] = weakref.ref(sent)
@@ -269,9 +278,13 @@ class Offloader:
     def announce(self, output: Any) -> None:
         """Let the backward that comes to this output bring back what was last sent before it.
 
+        What earlier layers have made and sent has had this one's time for its copy.
+
         Args:
             output: of a layer that sends nothing itself.
         """
+        with self._locked():
+            self._settle([flight for flight in self._flights if flight.made_in is not None], is_whole=True)
         for tensor in tensors_of(output):
             order = self._orders.get(tensor.device)
             if tensor.requires_grad and order is not None:

@@ -82,11 +82,16 @@ class Passage:
         """Whether something that was sent in this call is still to be asked for."""
         return any(group.items() for group, _ in self.groups.values())
 
-    def pack(self, tensor: Tensor) -> Handle | Tensor:
-        """Send a tensor away if that is worth it, and return what autograd keeps."""
+    def pack(self, tensor: Tensor, *, is_made_here: bool = False) -> Handle | Tensor:
+        """Send a tensor away if that is worth it, and return what autograd keeps.
+
+        Args:
+            tensor: what the region saves.
+            is_made_here: whether the region has made it, and not been given it.
+        """
         # Before 2.13 torch's checkpoint saves an empty tensor of its own.
         is_something = self.is_offloaded and tensor.numel() > 0
-        return self._offloader.send_away(tensor, self) if is_something else tensor
+        return self._offloader.send_away(tensor, self, is_made_here=is_made_here) if is_something else tensor
 
 
 class Keeper:
@@ -103,7 +108,7 @@ class Keeper:
 
     def put(self, tensor: Tensor) -> Handle | Tensor:
         """Send a tensor away if that is worth it, and return what `get` takes."""
-        return self._offloader.passage_now(self._position).pack(tensor)
+        return self._offloader.passage_now(self._position).pack(tensor, is_made_here=True)
 
     def get(self, packed: Handle | Tensor) -> Tensor:
         """Return the tensor."""
@@ -118,11 +123,13 @@ class Flight:
         parcel: the link's.
         tensor: it; nobody may write to it before the copy is done.
         version: autograd's count of writes to it when it was sent.
+        made_in: the call of the region that made it; None if the region was given it.
     """
 
     parcel: Any
     tensor: Tensor
     version: int
+    made_in: Passage | None
 
 
 @dataclass(slots=True, frozen=True)

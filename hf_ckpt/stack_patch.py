@@ -1,0 +1,269 @@
+"""What a plan sets on one stack of layers: set in place, asserted again, and put back.
+
+Lives on the list of layers, so that copies and pickles of the model carry it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_ckpt import deepspeed, fsdp
+from hf_ckpt.errors import PlanMismatchError, UnsupportedError
+from hf_ckpt.layers import members
+from hf_ckpt.plans import Plan
+from hf_ckpt.regions.call import is_cache
+from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.segments import SegmentRunner, enter, leave
+
+logger = logging.getLogger(__name__)
+
+HANDLE = "_hf_ckpt_applied"
+FLAG = "gradient_checkpointing"
+FUNCTION = "_gradient_checkpointing_func"
+FORWARD = "forward"
+
+
+class _Missing:
+    """Stands for an attribute that the instance did not have. A class: copies and pickles keep its identity."""
+
+
+@dataclass
+class Change:
+    """One attribute set on one module."""
+
+    path: str
+    module: nn.Module
+    name: str
+    found: object
+    ours: object
+
+    def is_in_force(self) -> bool:
+        """Whether the module still has what was set."""
+        return self.module.__dict__.get(self.name, _Missing) is self.ours
+
+    def assert_again(self) -> None:
+        """Set it again."""
+        setattr(self.module, self.name, self.ours)
+
+    def undo(self) -> None:
+        """Put back what was found."""
+        if self.name == FORWARD and not self.is_in_force():
+            # Whoever put a forward over ours knows what to put back; taking theirs away would break it.
+            return
+        if self.found is _Missing:
+            self.module.__dict__.pop(self.name, None)
+        else:
+            setattr(self.module, self.name, self.found)
+
+
+class StackPatch:
+    """The plan of one stack on the model. Lives on the list of layers, and is copied with it."""
+
+    def __init__(self, plan: Plan, path: str) -> None:
+        self.plan = plan
+        self.path = path
+        self._changes: list[Change] = []
+        self._on_remove: list[Callable[[], None]] = []
+        self._hook: RemovableHandle | None = None
+        self._home: nn.Module | None = None
+        self.doors: Doors | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.offloaders: tuple[Offloader, ...] = ()
+        self.drops_cache = False
+        self._is_paused = False
+        self._has_said = False
+
+    def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
+        """Set an attribute on a module and remember what was there.
+
+        Layers that share a module want the same of it (`check_exact` has seen to that): the first one sets it.
+        """
+        if any(change.module is module and change.name == name for change in self._changes):
+            return
+        self._changes.append(Change(path, module, name, module.__dict__.get(name, _Missing), ours))
+        setattr(module, name, ours)
+
+    def on_remove(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the patch is removed, by whomever."""
+        self._on_remove.append(undo)
+
+    def take_undos(self) -> list[Callable[[], None]]:
+        """Return what `on_remove` was given, and forget it."""
+        undos, self._on_remove = self._on_remove, []
+        return undos
+
+    def seams(self) -> Set[nn.Module]:
+        """Return the modules whose seam is set here."""
+        return {change.module for change in self._changes if change.name == FLAG}
+
+    def settle(self, home: nn.Module, owner: nn.Module) -> None:
+        """Leave the patch on `home`, the list of layers, where copies take it along; watch the owner's forward."""
+        self._home = home
+        setattr(home, HANDLE, self)
+        self._hook = owner.register_forward_pre_hook(partial(_before_forward, self), with_kwargs=True)
+
+    def remove(self) -> None:
+        """Put back what was found."""
+        for change in reversed(self._changes):
+            change.undo()
+        self._changes.clear()
+        for undo in self._on_remove:
+            undo()
+        self._on_remove.clear()
+        if self._hook is not None:
+            self._hook.remove()
+        if self.doors is not None:
+            self.doors.remove()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for offloader in self.offloaders:
+            offloader.close()
+        if self._home is not None:
+            delattr(self._home, HANDLE)
+        self._home = self._hook = None
+
+    def refuse_cache(self, arguments: Iterable[object]) -> None:
+        """Refuse a forward that is handed a key/value cache: recomputed layers can neither read nor fill it.
+
+        A cache that the model makes for itself in training serves nobody, and is left out of recomputed layers.
+
+        Raises:
+            UnsupportedError: one of the arguments is a cache, and a recomputed region would have to use it.
+        """
+        if self.drops_cache and any(map(is_cache, arguments)):
+            raise UnsupportedError(
+                f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, a "
+                "prompt that was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, "
+                'and the loss would change without a word. Set use_cache=False, or use mode "none" or "ffn" there.'
+            )
+
+    def assert_in_force(self) -> None:
+        """Bring the plan back where another library switched it off.
+
+        Raises:
+            PlanMismatchError: a part's forward was replaced, so that the plan cannot be brought back.
+        """
+        self._resume()
+        if self.doors is not None and self._home is not None:
+            self.doors.watch(self._home)
+        lost = [change for change in self._changes if not change.is_in_force()]
+        if lost:
+            self._say_or_raise(lost)
+        for change in lost:
+            change.assert_again()
+
+    def _say_or_raise(self, lost: list[Change]) -> None:
+        for change in lost:
+            if change.name == FORWARD:
+                raise PlanMismatchError(
+                    f"The forward of {change.path} was replaced by {_name_of(change.module.__dict__.get(FORWARD))} "
+                    "after the policy was applied, so that the plan is no longer in force there. Apply the policy "
+                    "after that call."
+                )
+        in_layers = [change for change in lost if change.path.startswith(f"{self.path}.")]
+        if in_layers and not self._has_said:
+            by = _name_of(in_layers[0].module.__dict__.get(FUNCTION))
+            logger.info(
+                "%d layers of %s were switched to another activation checkpointing (%s) after the policy was applied; "
+                "the policy is in force again.",
+                len({change.path for change in in_layers}),
+                self.path,
+                by,
+            )
+            self._has_said = True
+
+    def pause(self) -> None:
+        """Switch the seam off for a forward without gradients in training mode.
+
+        transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
+        steps would give wrong tokens.
+        """
+        for change in self._seams():
+            setattr(change.module, FLAG, False)
+        self._is_paused = True
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            for change in self._seams():
+                change.assert_again()
+        self._is_paused = False
+
+    def _seams(self) -> Iterator[Change]:
+        return (change for change in self._changes if change.name == FLAG and change.ours)
+
+
+class Doors:
+    """Hooks on what stands outermost in the place of a segment's layers, where FSDP or ZeRO-3 gathers their weights.
+
+    Args:
+        runner: of the stack.
+        indices: the layers that run in segments.
+    """
+
+    def __init__(self, runner: SegmentRunner, indices: list[int]) -> None:
+        self._runner = runner
+        self._indices = indices
+        self._hooks: dict[int, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
+
+    def watch(self, home: nn.Module) -> None:
+        """Place the hooks, first and last of the module's own, wherever an engine has come since they were placed."""
+        modules = members(home)
+        for layer_idx in self._indices:
+            outer = modules[layer_idx]
+            is_hooked = fsdp.is_unit(outer) or deepspeed.is_hooked(outer)
+            if is_hooked and not self._is_watched(layer_idx, outer) and not _holds_its_hooks(outer):
+                self._place(layer_idx, outer)
+
+    def _is_watched(self, layer_idx: int, outer: nn.Module) -> bool:
+        if layer_idx not in self._hooks:
+            return False
+        module, first, last = self._hooks[layer_idx]
+        return module is outer and first.id == next(iter(outer._forward_pre_hooks)) and last.id in outer._forward_hooks
+
+    def _place(self, layer_idx: int, outer: nn.Module) -> None:
+        self._take_off(layer_idx)
+        first = outer.register_forward_pre_hook(partial(enter, self._runner, layer_idx), prepend=True, with_kwargs=True)
+        last = outer.register_forward_hook(partial(leave, self._runner, layer_idx))
+        self._hooks[layer_idx] = (outer, first, last)
+
+    def _take_off(self, layer_idx: int) -> None:
+        for hook in self._hooks.pop(layer_idx, ())[1:]:
+            hook.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for layer_idx in self._indices:
+            self._take_off(layer_idx)
+
+
+def _holds_its_hooks(outer: nn.Module) -> bool:
+    """Whether the region of a layer takes in its own hooks, an engine's among them (transformers before 5.23)."""
+    return isinstance(outer, GradientCheckpointingLayer) and "__call__" in vars(GradientCheckpointingLayer)
+
+
+def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling() or not owner.training:
+        return
+    if torch.is_grad_enabled():
+        patch.refuse_cache((*args, *kwargs.values()))
+        patch.assert_in_force()
+    else:
+        patch.pause()
+
+
+def _name_of(function: object) -> str:
+    """Return the dotted name of a function, looking through `partial`s, for messages."""
+    while isinstance(function, partial):
+        function = function.func
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    return f"{module}.{name}" if name else repr(function)
