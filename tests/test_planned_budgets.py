@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.budgets import CASES, build, sweep, verdict
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.choices import to_plan
 from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import CPU, find_device
@@ -15,6 +18,7 @@ from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
+from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.patch import make_plan
 from hf_ckpt.plans import Plan
 from hf_ckpt.policy import Policy
@@ -24,6 +28,11 @@ TINY = CASES["tiny"]
 
 def silent(text: str) -> None:
     """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    return chain_of(build(TINY), TINY.step, find_device(TINY.device))
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +53,8 @@ def test_most_budgets_between_the_extremes_have_a_plan_that_beats_every_fixed_po
     assert counted["num_faster_between"] >= counted["num_between"] / 2
 
 
-def test_the_same_question_has_the_same_answer_and_it_survives_json() -> None:
+def test_the_same_question_has_the_same_answer_and_it_survives_json(chain: Chain) -> None:
     model, device = build(TINY), find_device(TINY.device)
-    chain = chain_of(model, TINY.step, device)
     peaks = Planner(chain).peaks
     budget = peaks[len(peaks) // 2]
     first, second = (plan_for(model, TINY.step, device, budget, chain=chain) for _ in range(2))
@@ -57,12 +65,20 @@ def test_the_same_question_has_the_same_answer_and_it_survives_json() -> None:
 def test_a_budget_below_every_plan_says_what_would_fit() -> None:
     step = replace(TINY.step, batch_size=4, seq_length=512)
     with pytest.raises(BudgetError) as error:
-        plan_for(build(TINY), step, CPU, 272_629_760)
+        plan_for(build(TINY), step, CPU, 272_629_760, allowed=Allowed(head=False))
     message = str(error.value)
     assert "No plan fits memory_budget=260.0 MiB. Lowest predicted peak is" in message
     assert "logits and loss" in message
     assert "Each of these would fit, as simulated: " in message
     assert "per_device_train_batch_size" in message
+    assert re.search(r"; head: chunked \([\d.]+ MiB\)", message)
+
+
+def test_a_chunked_head_is_chosen_where_nothing_fits_without() -> None:
+    step = replace(TINY.step, batch_size=4, seq_length=512)
+    found = plan_for(build(TINY), step, CPU, 272_629_760)
+    assert found.plan.head is HeadMode.CHUNKED
+    assert found.memory.peak_bytes <= 272_629_760
 
 
 def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
@@ -70,9 +86,8 @@ def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
         plan_for(build(TINY), Step(batch_size=1, seq_length=64), CPU, 1_000_000)
 
 
-def test_smallest_plan_is_found_within_its_own_budget() -> None:
+def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     model, device = build(TINY), find_device(TINY.device)
-    chain = chain_of(model, TINY.step, device)
     choice = Planner(chain).smallest_peak()
     plan = to_plan(choice, chain, make_plan(model, Policy.parse("none")))
     needed = simulate_step(model, plan, TINY.step, device).peak_bytes

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError
-from hf_ckpt.memory.chain import Chain, ChainLayer, Cost
+from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.memory.choices import (
     Block,
     Choice,
@@ -28,11 +28,14 @@ from hf_ckpt.memory.choices import (
 from hf_ckpt.memory.fixed import fixed_choices
 from hf_ckpt.memory.planner import Planner, choose, frontier, smallest_peak
 from hf_ckpt.memory.segment_costs import Blocks
+from hf_ckpt.modifiers import Offload
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy import Mode
 
 pytestmark = pytest.mark.core
 
+ATTENTION, FFN = LayerPlan(Mode.ATTENTION), LayerPlan(Mode.FFN)
+MODES = (Mode.NONE, Mode.FULL, Mode.ATTENTION, Mode.FFN)
 MIB = 2**20
 
 
@@ -51,16 +54,16 @@ def random_chain(seed: int) -> Chain:
     for position in range(num_layers):
         grown = rng.randint(0, 2)
         none = cost(rng, 9, rng.randint(1, 3))
-        costs = {Mode.NONE: none}
+        costs = {NONE: none}
         if rng.random() < 0.9:
             full = cost(rng, 0, int(none.seconds) + rng.randint(0, 2))
             kept = input_bytes + rng.choice([0, 0, 1])
             forward, backward = kept + rng.choice([0, 1, 15]), kept + rng.randint(0, 14)
-            costs[Mode.FULL] = replace(full, kept_bytes=kept, forward_bytes=forward, backward_bytes=backward)
+            costs[FULL] = replace(full, kept_bytes=kept, forward_bytes=forward, backward_bytes=backward)
         for mode in (Mode.ATTENTION, Mode.FFN):
             if rng.random() < 0.4:
-                costs[mode] = cost(rng, 6, int(none.seconds) + rng.randint(0, 1))
-        costs = {mode: replace(found, left_bytes=grown) for mode, found in costs.items()}
+                costs[LayerPlan(mode)] = cost(rng, 6, int(none.seconds) + rng.randint(0, 1))
+        costs = {option: replace(found, left_bytes=grown) for option, found in costs.items()}
         stack, layer_idx = (0, position) if position < split else (1, position - split)
         whole = rng.choice([None, float(rng.randint(0, 2))])
         layers.append(ChainLayer(stack, layer_idx, costs, rng.random() < 0.8, whole))
@@ -81,21 +84,21 @@ def every_way(chain: Chain, start: int = 0) -> Iterator[tuple[Block, ...]]:
     if start == len(chain.layers):
         yield ()
         return
-    firsts = [Block(start, start + 1, mode) for mode in chain.layers[start].costs]
+    firsts = [Block(start, start + 1, option) for option in chain.layers[start].costs]
     for stop in range(start + 2, len(chain.layers) + 1):
         inside = chain.layers[start:stop]
-        if any(Mode.FULL not in layer.costs for layer in inside) or any(not layer.can_join for layer in inside[1:]):
+        if any(FULL not in layer.costs for layer in inside) or any(not layer.can_join for layer in inside[1:]):
             break
         if len({layer.stack for layer in inside}) > 1:
             break
-        firsts += [Block(start, stop, Mode.FULL, nested) for nested in (False, True)]
+        firsts += [Block(start, stop, FULL, nested) for nested in (False, True)]
     for first in firsts:
         for rest in every_way(chain, first.stop):
             yield (first, *rest)
 
 
 def num_changes(chain: Chain, blocks: tuple[Block, ...]) -> int:
-    kinds = [(chain.layers[b.start].stack, b.mode, b.is_segment, b.nested) for b in blocks]
+    kinds = [(chain.layers[b.start].stack, b.option, b.is_segment, b.nested) for b in blocks]
     return sum(one != other and one[0] == other[0] for one, other in itertools.pairwise(kinds))
 
 
@@ -106,11 +109,14 @@ def uniform(chain: Chain, mode: Mode, every: int = 1) -> tuple[LayerPlan, ...]:
 def segments_of(chain: Chain, size: int, nested: bool) -> tuple[LayerPlan, ...]:
     num_layers = len(chain.layers)
     starts = range(0, num_layers, size)
-    return entries_from(chain, [Block(at, min(at + size, num_layers), Mode.FULL, nested) for at in starts])
+    return entries_from(chain, [Block(at, min(at + size, num_layers), FULL, nested) for at in starts])
 
 
-def decoder(num_layers: int, spread: float = 0.0, seed: int = 0) -> Chain:
-    """A decoder with the proportions of a 7B model; with `spread`, layers differ by so much."""
+def decoder(num_layers: int, spread: float = 0.0, seed: int = 0, *, is_fine: bool = False) -> Chain:
+    """A decoder with the proportions of a 7B model; with `spread`, layers differ by so much.
+
+    With `is_fine`, there are steps between full and none, and offload, in all but the last layer.
+    """
     rng = random.Random(seed)
     unit = 16 * MIB
 
@@ -126,11 +132,23 @@ def decoder(num_layers: int, spread: float = 0.0, seed: int = 0) -> Chain:
 
         full = made(1, 8, 29, none + 0.9 * forward)
         costs = {
-            Mode.NONE: made(25, 26, 28, none),
-            Mode.FULL: replace(full, kept_bytes=unit),
-            Mode.ATTENTION: made(18, 26, 28, none + about(3e-3)),
-            Mode.FFN: made(10, 26, 29, none + about(6e-3)),
+            NONE: made(25, 26, 28, none),
+            FULL: replace(full, kept_bytes=unit),
+            ATTENTION: made(18, 26, 28, none + about(3e-3)),
+            FFN: made(10, 26, 29, none + about(6e-3)),
         }
+        if is_fine:
+            costs[LayerPlan(Mode.SELECTIVE)] = made(15, 26, 29, none + about(1e-3))
+            costs[LayerPlan(Mode.SELECTIVE_ATTENTION)] = made(2, 8, 29, none + about(8e-3))
+            for num, (kept, seconds) in enumerate([(3, 7e-3), (5, 5e-3), (8, 3.4e-3), (10, 2.6e-3), (12, 1.8e-3)]):
+                save = tuple(f"name{number}" for number in range(num + 1))
+                costs[LayerPlan(Mode.SELECTIVE, save=save)] = made(kept, 20, 29, none + about(seconds))
+            if layer_idx < num_layers - 1:
+                for option, seconds in ((FULL, 1.2e-3), (LayerPlan(Mode.SELECTIVE_ATTENTION), 2e-3)):
+                    costs[replace(option, offload=Offload())] = replace(
+                        costs[option], kept_bytes=0, seconds=costs[option].seconds + about(seconds), host_bytes=2 * unit
+                    )
+            costs[replace(FULL, tiles="auto")] = replace(made(1, 8, 9, full.seconds + 2e-3), kept_bytes=unit)
         layers.append(ChainLayer(0, layer_idx, costs, forward_seconds=forward))
     return Chain(tuple(layers), 10 * 2**30, 60 * unit, 10 * 2**30, 0.1, unit)
 
@@ -159,7 +177,7 @@ def test_every_budget_gives_what_brute_force_finds(first_seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 103))
 def test_layers_that_all_differ_and_every_budget(seed: int) -> None:
     chain = replace(decoder(6, spread=0.4, seed=seed), fixed_peak_bytes=0)
-    chain = replace(chain, layers=tuple(without(layer, Mode.ATTENTION) for layer in chain.layers))
+    chain = replace(chain, layers=tuple(without(layer, ATTENTION) for layer in chain.layers))
     found = sorted(
         {
             (choice.peak_bytes, choice.seconds)
@@ -175,8 +193,8 @@ def test_layers_that_all_differ_and_every_budget(seed: int) -> None:
     assert [(point.peak_bytes, point.seconds) for point in frontier(chain)] == stairs
 
 
-def without(layer: ChainLayer, mode: Mode) -> ChainLayer:
-    return replace(layer, costs={found: cost for found, cost in layer.costs.items() if found is not mode})
+def without(layer: ChainLayer, option: LayerPlan) -> ChainLayer:
+    return replace(layer, costs={found: cost for found, cost in layer.costs.items() if found != option})
 
 
 class Toy:
@@ -201,7 +219,7 @@ class Toy:
             forward, backward = saved + extra + size, saved + extra + 2 * size + gradients
             none = Cost(saved + size, forward, backward, gradients, 3.0)
             full = Cost(size + own, forward + own, backward + own, gradients, 4.0)
-            layers.append(ChainLayer(0, idx, {Mode.NONE: none, Mode.FULL: full}))
+            layers.append(ChainLayer(0, idx, {NONE: none, FULL: full}))
         return Chain(tuple(layers), size, self.head, 0, 0.0, size, self.num_micro_batches, self.head_gradients)
 
     def make(self, name: str, idx: int, num_bytes: int) -> None:
@@ -232,9 +250,9 @@ class Toy:
 
     def block_forward(self, block: Block) -> None:
         for idx in range(block.start, block.stop):
-            if block.mode is Mode.FULL:
+            if block.option == FULL:
                 self.make("own", idx, self.layers[idx][3])
-            self.forward(idx, keeps=block.mode is Mode.NONE)
+            self.forward(idx, keeps=block.option == NONE)
             if idx > block.start:
                 self.drop(("input", idx))
 
@@ -243,11 +261,11 @@ class Toy:
         for idx in range(block.start, last):
             self.forward(idx, keeps=not block.nested)
         for idx in range(last, block.start - 1, -1):
-            if block.mode is Mode.FULL and (block.nested or idx == last):
+            if block.option == FULL and (block.nested or idx == last):
                 self.forward(idx, keeps=True)
                 self.drop(("input", idx + 1))
             self.backward(idx)
-            if block.mode is Mode.FULL:
+            if block.option == FULL:
                 self.drop(("own", idx))
 
     def run(self, entries: tuple[LayerPlan, ...]) -> int:
@@ -281,7 +299,7 @@ def test_prediction_is_what_happens_when_the_step_is_played_through(num_micro_ba
 def test_nested_segments_of_sqrt_layers_need_twice_the_root_in_layer_inputs(num_layers: int, units: int) -> None:
     # Chen et al. 2016, section 4.3: every tensor is a layer's output of one unit, and layers keep nothing else.
     unit = Cost(1, 1, 1, 0, 1.0)
-    layers = tuple(ChainLayer(0, idx, {Mode.NONE: unit, Mode.FULL: replace(unit, seconds=2.0)}) for idx in range(1024))
+    layers = tuple(ChainLayer(0, idx, {NONE: unit, FULL: replace(unit, seconds=2.0)}) for idx in range(1024))
     chain = Chain(layers[:num_layers], 1, 0, 0, 0.0, 1)
     size = math.isqrt(num_layers)
     choice = predict(chain, segments_of(chain, size, nested=True))
@@ -294,7 +312,7 @@ def test_nested_segments_of_sqrt_layers_need_twice_the_root_in_layer_inputs(num_
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_choice_is_never_slower_than_a_fixed_policy_that_fits(spread: float) -> None:
     chain = decoder(24, spread)
-    fixed = [uniform(chain, mode, every) for mode in chain.layers[0].costs for every in (1, 2, 3, 4, 6)]
+    fixed = [uniform(chain, mode, every) for mode in MODES for every in (1, 2, 3, 4, 6)]
     fixed += [segments_of(chain, size, nested) for size in (2, 4, 5, 12, 24) for nested in (False, True)]
     found = [predict(chain, entries) for entries in fixed]
     planner = Planner(chain)
@@ -318,21 +336,21 @@ def test_without_a_limit_nothing_is_recomputed() -> None:
 
 def test_equal_layers_are_recomputed_first_to_last() -> None:
     chain = decoder(8)
-    chain = replace(chain, layers=tuple(only(layer, Mode.NONE, Mode.FULL) for layer in chain.layers))
+    chain = replace(chain, layers=tuple(only(layer, NONE, FULL) for layer in chain.layers))
     budget = predict(chain, [LayerPlan(Mode.FULL)] * 3 + [LayerPlan()] * 5).peak_bytes
     assert choose(chain, budget).entries == (LayerPlan(Mode.FULL),) * 3 + (LayerPlan(),) * 5
     # A few bytes more, for which there is no use, change nothing.
     assert choose(chain, budget + 1000) == choose(chain, budget)
 
 
-def only(layer: ChainLayer, *modes: Mode) -> ChainLayer:
-    return replace(layer, costs={mode: layer.costs[mode] for mode in modes}, can_join=False)
+def only(layer: ChainLayer, *options: LayerPlan) -> ChainLayer:
+    return replace(layer, costs={option: layer.costs[option] for option in options}, can_join=False)
 
 
 def test_equally_fast_modes_are_not_mixed() -> None:
     # Both parts cost the same; whichever frees enough is used throughout, not one here and one there.
     none, part = Cost(10, 10, 10, 0, 1.0), Cost(5, 10, 10, 0, 2.0)
-    costs = {Mode.NONE: none, Mode.ATTENTION: part, Mode.FFN: part}
+    costs = {NONE: none, ATTENTION: part, FFN: part}
     chain = Chain(tuple(ChainLayer(0, idx, costs) for idx in range(6)), 0, 0, 0, 0.0, 1)
     chosen = [str(entry.mode) for entry in choose(chain, 50).entries]
     assert chosen == ["attention", "attention", "none", "none", "none", "none"]
@@ -352,14 +370,14 @@ def test_place_of_the_peak_is_named() -> None:
     assert predict(chain, uniform(chain, Mode.NONE)).where() == "backward of layer 3"
     assert predict(replace(chain, head_bytes=2**30), uniform(chain, Mode.NONE)).where() == "logits and loss"
     layer = chain.layers[2]
-    hungry = replace(layer, costs={**layer.costs, Mode.NONE: replace(layer.costs[Mode.NONE], forward_bytes=2**40)})
+    hungry = replace(layer, costs={**layer.costs, NONE: replace(layer.costs[NONE], forward_bytes=2**40)})
     chain = replace(chain, layers=(*chain.layers[:2], hungry, chain.layers[3]))
     choice = predict(chain, uniform(chain, Mode.NONE))
     assert (choice.where(), choice.position, choice.layer_idx) == ("forward of layer 2", 2, 2)
 
 
 def test_gradients_of_later_layers_count_in_backward_and_all_of_them_from_the_second_micro_batch_on() -> None:
-    layer = {Mode.NONE: Cost(0, 0, 10, 100, 1.0)}
+    layer = {NONE: Cost(0, 0, 10, 100, 1.0)}
     chain = Chain(tuple(ChainLayer(0, idx, layer) for idx in range(3)), 1000, 0, 0, 0.0, 1, head_left_bytes=7)
     entries = uniform(chain, Mode.NONE)
     assert predict(chain, entries).peak_bytes == 1000 + 7 + 2 * 100 + 10
@@ -381,7 +399,7 @@ def test_segments_stay_in_their_stack_and_where_layers_can_join() -> None:
     chain = decoder(12)
     layers = [replace(layer, stack=int(idx >= 6), layer_idx=idx % 6) for idx, layer in enumerate(chain.layers)]
     layers[3] = replace(layers[3], can_join=False)
-    layers[8] = only(layers[8], Mode.NONE)
+    layers[8] = only(layers[8], NONE)
     chain = replace(chain, layers=tuple(layers), head_bytes=0)
     for budget in Planner(chain).peaks:
         for block in blocks_of(chain, choose(chain, budget).entries):
@@ -394,7 +412,7 @@ def test_plan_has_the_layers_of_the_chain_and_leaves_others_alone() -> None:
     chain = replace(
         chain, layers=tuple(replace(layer, stack=1, layer_idx=2 + layer.layer_idx) for layer in chain.layers)
     )
-    entries = entries_from(chain, [Block(0, 3, Mode.FULL, True), Block(3, 5, Mode.FULL), Block(5, 6, Mode.FFN)])
+    entries = entries_from(chain, [Block(0, 3, FULL, True), Block(3, 5, FULL), Block(5, 6, FFN)])
     template = Plan("Model", (StackPlan("a", (LayerPlan(Mode.FULL),)), StackPlan("b", (LayerPlan(Mode.FULL),) * 8)))
     plan = to_plan(predict(chain, entries), chain, template)
     assert plan == Plan(
@@ -432,17 +450,18 @@ def test_equal_chains_get_equal_choices() -> None:
     assert chosen[0] == chosen[1] == chosen[2]
 
 
+@pytest.mark.parametrize("is_fine", [False, True])
 @pytest.mark.parametrize("spread", [0.0, 0.3])
-def test_126_layers_take_less_than_five_seconds(spread: float) -> None:
+def test_126_layers_take_less_than_five_seconds(spread: float, is_fine: bool) -> None:
     start = time.process_time()
-    planner = Planner(decoder(126, spread))
+    planner = Planner(decoder(126, spread, is_fine=is_fine))
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
         planner.choose(int(planner.peaks[0] + share * (planner.peaks[-1] - planner.peaks[0])))
     assert time.process_time() - start < 5
 
 
 def test_segments_are_as_long_as_the_next_one_where_that_is_as_good() -> None:
-    costs = {Mode.NONE: Cost(3, 3, 3, 0, 3.0), Mode.FULL: Cost(1, 1, 3, 0, 4.0)}
+    costs = {NONE: Cost(3, 3, 3, 0, 3.0), FULL: Cost(1, 1, 3, 0, 4.0)}
     chain = Chain(tuple(ChainLayer(0, idx, costs) for idx in range(9)), 1, 6, 0, 0.0, 1)
     sizes = [block.stop - block.start for block in blocks_of(chain, choose(chain, 11).entries)]
     # And not 2, 3, 2, 2, which is as good.
@@ -469,26 +488,27 @@ def test_only_neighbours_of_one_stack_join() -> None:
     assert not joins(first, third)
     assert not joins(first, replace(second, stack=1))
     assert not joins(first, replace(second, can_join=False))
-    assert not joins(first, only(second, Mode.NONE))
+    assert not joins(first, only(second, NONE))
 
 
 def with_casts(chain: Chain, seed: int) -> Chain:
     """The chain with weights that autocast casts: kept for backward by what is kept, let go after forward otherwise."""
     rng = random.Random(seed)
     size = rng.choice([0.3, 3, 6]) * 16 * MIB
-    parts = {Mode.NONE: 0.0, Mode.ATTENTION: size / 3, Mode.FFN: size * 2 / 3, Mode.FULL: size}
+    parts = {NONE: 0.0, ATTENTION: size / 3, FFN: size * 2 / 3, FULL: size}
 
-    def cast(mode: Mode, found: Cost) -> Cost:
+    def cast(option: LayerPlan, found: Cost) -> Cost:
         return replace(
             found,
-            cast_bytes=int(parts[mode]),
-            kept_bytes=found.kept_bytes + int(size - parts[mode]),
+            cast_bytes=int(parts[option]),
+            kept_bytes=found.kept_bytes + int(size - parts[option]),
             forward_bytes=found.forward_bytes + int(size),
             backward_bytes=found.backward_bytes + int(size),
         )
 
     layers = (
-        replace(layer, costs={mode: cast(mode, found) for mode, found in layer.costs.items()}) for layer in chain.layers
+        replace(layer, costs={option: cast(option, found) for option, found in layer.costs.items()})
+        for layer in chain.layers
     )
     return replace(chain, layers=tuple(layers), head_bytes=rng.choice([5, 20, 60]) * 16 * MIB, fixed_peak_bytes=0)
 
@@ -496,7 +516,7 @@ def with_casts(chain: Chain, seed: int) -> Chain:
 def test_casts_count_in_forward_and_are_gone_in_backward() -> None:
     none = Cost(10, 12, 20, 0, 1.0)
     full = Cost(1, 7, 20, 0, 2.0, cast_bytes=5)
-    layers = tuple(ChainLayer(0, idx, {Mode.NONE: none, Mode.FULL: full}) for idx in range(4))
+    layers = tuple(ChainLayer(0, idx, {NONE: none, FULL: full}) for idx in range(4))
     chain = Chain(layers, 100, 1, 0, 0.0, 1)
     assert predict(chain, uniform(chain, Mode.FULL)).peak_bytes == 100 + 3 * (1 + 5) + 7
     assert predict(chain, uniform(chain, Mode.FULL)).cast_bytes == 20
@@ -544,7 +564,7 @@ def test_fixed_choices_are_none_faster_than_the_planners(has_casts: bool) -> Non
 
 def test_fixed_choices_are_the_policies_that_a_user_would_write() -> None:
     chain = decoder(4)
-    chain = replace(chain, layers=(*chain.layers[:3], without(chain.layers[3], Mode.FFN)))
+    chain = replace(chain, layers=(*chain.layers[:3], without(chain.layers[3], FFN)))
     found = {tuple(entry.describe() for entry in choice.entries) for choice in fixed_choices(chain)}
     assert ("ffn", "ffn", "ffn", "none") in found
     assert ("full", "none", "full", "none") in found
@@ -552,5 +572,5 @@ def test_fixed_choices_are_the_policies_that_a_user_would_write() -> None:
     numbers = {tuple((entry.segment, entry.nested) for entry in choice.entries) for choice in fixed_choices(chain)}
     assert ((0, False), (0, False), (2, False), (2, False)) in numbers
     assert ((0, True), (0, True), (2, True), (2, True)) in numbers
-    apart = replace(chain, layers=(only(chain.layers[0], Mode.NONE, Mode.FULL), *chain.layers[1:]))
+    apart = replace(chain, layers=(only(chain.layers[0], NONE, FULL), *chain.layers[1:]))
     assert all(entry.segment is None for choice in fixed_choices(apart) for entry in choice.entries)

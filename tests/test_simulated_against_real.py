@@ -15,6 +15,7 @@ TOLERANCE = 1e-3
 
 SEGMENTS = {"segment_size": "sqrt"}
 NESTED = {"segment_size": "sqrt", "nested": True}
+SMALL = {"to": "cpu", "min_bytes": 1}
 RUNS = {
     "llama": Run(layers=7),
     "llama-full-autocast-adafactor": Run(policy="full", bf16=True, accumulation=2, more={"optim": "adafactor"}),
@@ -43,6 +44,30 @@ RUNS = {
         model_type="gpt2", policy="attention", attention="eager", accumulation=2, more={"optim": "adamw_bnb_8bit"}
     ),
     "gpt2-lora-full-padded": Run(model_type="gpt2", policy="full", adapters=True, rows="padded", bf16=True),
+    "llama-lora-selective-bf16": Run(policy="selective", adapters=True, bf16=True, accumulation=2),
+    "qwen3-selective-attention-offload": Run(
+        model_type="qwen3", policy="selective_attention", options={"offload": SMALL}, layers=5
+    ),
+    "mixtral-selective-list": Run(
+        model_type="mixtral", policy="selective", options={"save": ["self_attn.*", "mlp.gate"]}, dtype="bfloat16"
+    ),
+    "llama-lora-full-offload": Run(
+        policy="full", options={"offload": SMALL}, layers=6, adapters=True, bf16=True, accumulation=2
+    ),
+    "llama-half-offload": Run(policy="full", options={"offload": {**SMALL, "fraction": 0.5}}, layers=7),
+    "llama-full-tiles-chunked-head": Run(
+        policy="full", options={"tiles": 4, "head": "chunked"}, layers=4, more={"optim": "sgd"}
+    ),
+    "llama-4bit-everything": Run(
+        policy="full",
+        options={"offload": SMALL, "tiles": 2, "head": "chunked"},
+        layers=5,
+        adapters=True,
+        is_4bit=True,
+        dtype="bfloat16",
+        bf16=True,
+        more={"optim": "sgd"},
+    ),
 }
 
 
@@ -54,6 +79,8 @@ def test_simulated_peak_and_categories_are_those_of_the_step_that_ran(name: str,
     assert {category: value for category, value in off.items() if abs(value) > TOLERANCE} == {}
     assert where(simulated) == where(followed)
     assert simulated.plan == followed.plan
+    assert simulated.host_bytes == followed.host_bytes
+    assert (followed.host_bytes > 0) == ("offload" in run.options)
     assert simulated.tokens == followed.tokens == run.batch_size * LENGTH * run.accumulation
 
 

@@ -29,6 +29,8 @@ MIXED = [
     {"layers": "1:13", "mode": "full", "segment_size": 2, "nested": True},
     {"layers": "13", "mode": "attention"},
 ]
+SMALL = {"to": "cpu", "min_bytes": 1}
+BETWEEN = [{"layers": "2:8", "mode": "full", "offload": SMALL}]
 # Model type, layers, policy and its options, and how many layers need no tracing.
 CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "llama-every-2": ("llama", 8, "full", {"every_n_layers": 2}, 2),
@@ -38,6 +40,11 @@ CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "gpt2-range": ("gpt2", 8, [{"layers": "1:7", "mode": "full"}], {}, 1),
     "gpt-oss-attention": ("gpt_oss", 8, "attention", {}, 2),
     "bamba-none": ("bamba", 8, None, {}, 2),
+    "llama-selective": ("llama", 7, "selective", {}, 2),
+    "llama-full-offload": ("llama", 9, "full", {"offload": SMALL}, 2),
+    "qwen3-moe-selective-attention-offload": ("qwen3_moe", 9, "selective_attention", {"offload": SMALL}, 2),
+    "llama-offload-between": ("llama", 10, BETWEEN, {}, 1),
+    "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 2),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a choice of modes for the layers of a chain amounts to: its peak, where that lies, its time, and its plan.
+"""What a choice of options for the layers of a chain amounts to: its peak, where that lies, its time, and its plan.
 
 The formulas stand here once, moment by moment; `segment_costs` has them again for all segments at a time, and a test
 holds the two together. Nothing here chooses.
@@ -16,7 +16,7 @@ layer, or the layers of a segment. `kept` is the sum over the blocks before it.
 - any other time, the optimizer's above all: the chain's fixed peak.
 
 Note [Segments]. A segment of layers i to j keeps the input of layer i. `I` is the bytes of a layer's input, `n` and `f`
-are a layer's costs in modes none and full, `own` is what a layer in mode full keeps beyond its input, such as further
+are a layer's costs under `NONE` and `FULL`, `own` is what a layer under `FULL` keeps beyond its input, such as further
 inputs: a segment keeps that for each layer.
 
 - kept: I, and own of all its layers; casts: f.cast of all its layers;
@@ -41,9 +41,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hf_ckpt.memory.chain import Chain, ChainLayer
+from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, option_of
 from hf_ckpt.plans import LayerPlan, Plan
-from hf_ckpt.policy import Mode
 
 
 class Moment(StrEnum):
@@ -63,13 +62,13 @@ class Block:
     Args:
         start: position of the first layer in the chain.
         stop: position after the last layer.
-        mode: of its layers; `full` for a segment.
+        option: of its layers; `FULL` for a segment.
         nested: whether the layers of a segment are checkpointed again.
     """
 
     start: int
     stop: int
-    mode: Mode
+    option: LayerPlan
     nested: bool = False
 
     @property
@@ -90,6 +89,7 @@ class Choice:
         moment: the part of the step that has the peak.
         position: the layer that has the peak, counted in the chain; None outside the layers.
         layer_idx: the same layer, counted in its stack.
+        host_bytes: what waits on the host at the end of the forward.
     """
 
     entries: tuple[LayerPlan, ...]
@@ -99,6 +99,7 @@ class Choice:
     moment: Moment
     position: int | None = None
     layer_idx: int | None = None
+    host_bytes: int = 0
 
     def where(self) -> str:
         """Return where the peak lies, in words, such as `backward of layer 3`."""
@@ -110,7 +111,7 @@ def predict(chain: Chain, entries: Sequence[LayerPlan]) -> Choice:
 
     Args:
         chain: the step.
-        entries: one for each layer of the chain; the layers' costs have their modes.
+        entries: one for each layer of the chain; the layers' costs have their options.
     """
     moments = list(_moments(chain, entries))
     peak, moment, position = max(moments, key=lambda found: found[0])
@@ -119,7 +120,8 @@ def predict(chain: Chain, entries: Sequence[LayerPlan]) -> Choice:
     casts = sum(_casts(chain, block) for block in blocks)
     layer_idx = None if position is None else chain.layers[position].layer_idx
     total = math.fsum([chain.other_seconds, *seconds])
-    return Choice(tuple(entries), peak, total, casts, moment, position, layer_idx)
+    host = sum(chain.layers[block.start].costs[block.option].host_bytes for block in blocks)
+    return Choice(tuple(entries), peak, total, casts, moment, position, layer_idx, host)
 
 
 def to_plan(choice: Choice, chain: Chain, template: Plan) -> Plan:
@@ -135,7 +137,7 @@ def to_plan(choice: Choice, chain: Chain, template: Plan) -> Plan:
         replace(stack, layers=tuple(chosen.get((number, idx), LayerPlan()) for idx in range(len(stack.layers))))
         for number, stack in enumerate(template.stacks)
     )
-    return replace(template, stacks=stacks)
+    return replace(template, stacks=stacks, head=chain.head)
 
 
 def entries_of(chain: Chain, plan: Plan) -> tuple[LayerPlan, ...]:
@@ -148,12 +150,12 @@ def entries_from(chain: Chain, blocks: Sequence[Block]) -> tuple[LayerPlan, ...]
     entries: list[LayerPlan] = []
     for block in blocks:
         segment = chain.layers[block.start].layer_idx if block.is_segment else None
-        entries += [LayerPlan(block.mode, segment, block.nested)] * (block.stop - block.start)
+        entries += [replace(block.option, segment=segment, nested=block.nested)] * (block.stop - block.start)
     return tuple(entries)
 
 
 def blocks_of(chain: Chain, entries: Sequence[LayerPlan]) -> tuple[Block, ...]:
-    """Return the blocks that entries make of a chain. A segment of one layer is that layer in mode full."""
+    """Return the blocks that entries make of a chain. A segment of one layer is that layer under `FULL`."""
     blocks: list[Block] = []
     for position, entry in enumerate(entries):
         stack = chain.layers[position].stack
@@ -161,7 +163,7 @@ def blocks_of(chain: Chain, entries: Sequence[LayerPlan]) -> tuple[Block, ...]:
         if entry.segment is not None and (before.segment, before.nested) == (entry.segment, entry.nested):
             blocks[-1] = replace(blocks[-1], stop=position + 1, nested=entry.nested)
         else:
-            blocks.append(Block(position, position + 1, entry.mode))
+            blocks.append(Block(position, position + 1, option_of(entry)))
     return tuple(blocks)
 
 
@@ -171,8 +173,8 @@ def joins(before: ChainLayer, layer: ChainLayer) -> bool:
         layer.can_join
         and layer.stack == before.stack
         and layer.layer_idx == before.layer_idx + 1
-        and Mode.FULL in before.costs
-        and Mode.FULL in layer.costs
+        and FULL in before.costs
+        and FULL in layer.costs
     )
 
 
@@ -196,15 +198,15 @@ def left_bytes(layer: ChainLayer) -> int:
 
 
 def own_bytes(chain: Chain, layer: ChainLayer) -> int:
-    """Return what a layer in mode full keeps beyond its input."""
-    return max(0, layer.costs[Mode.FULL].kept_bytes - chain.input_bytes) if Mode.FULL in layer.costs else 0
+    """Return what a layer under `FULL` keeps beyond its input."""
+    return max(0, layer.costs[FULL].kept_bytes - chain.input_bytes) if FULL in layer.costs else 0
 
 
 def whole_forward(layer: ChainLayer) -> float:
     """Return the seconds of one forward of a layer that does not stop early."""
     if layer.forward_seconds is not None:
         return layer.forward_seconds
-    return max(0.0, layer.costs[Mode.FULL].seconds - layer.costs[Mode.NONE].seconds)
+    return max(0.0, layer.costs[FULL].seconds - layer.costs[NONE].seconds)
 
 
 _Found = tuple[int, Moment, int | None]
@@ -229,12 +231,12 @@ def _moments(chain: Chain, entries: Sequence[LayerPlan]) -> Iterator[_Found]:
 
 def _kept(chain: Chain, block: Block) -> int:
     if not block.is_segment:
-        return chain.layers[block.start].costs[block.mode].kept_bytes
+        return chain.layers[block.start].costs[block.option].kept_bytes
     return chain.input_bytes + sum(own_bytes(chain, layer) for layer in chain.layers[block.start : block.stop])
 
 
 def _casts(chain: Chain, block: Block) -> int:
-    return sum(layer.costs[block.mode].cast_bytes for layer in chain.layers[block.start : block.stop])
+    return sum(layer.costs[block.option].cast_bytes for layer in chain.layers[block.start : block.stop])
 
 
 def _forward(chain: Chain, block: Block) -> Iterator[tuple[int, int]]:
@@ -243,32 +245,32 @@ def _forward(chain: Chain, block: Block) -> Iterator[tuple[int, int]]:
     for position in range(block.start, block.stop):
         layer = chain.layers[position]
         own_input = chain.input_bytes if position > block.start else 0
-        yield before + own_input + layer.costs[block.mode].forward_bytes, position
-        before += own_bytes(chain, layer) + layer.costs[block.mode].cast_bytes
+        yield before + own_input + layer.costs[block.option].forward_bytes, position
+        before += own_bytes(chain, layer) + layer.costs[block.option].cast_bytes
 
 
 def _backward(chain: Chain, block: Block, gradients: list[int]) -> Iterator[tuple[int, int]]:
     """Yield the most that each layer of a block needs in the block's replay and backward, and its position."""
     if not block.is_segment:
-        cost = chain.layers[block.start].costs[block.mode]
+        cost = chain.layers[block.start].costs[block.option]
         yield cost.backward_bytes + gradients[block.stop], block.start
         return
     layers = list(chain.layers[block.start : block.stop])
     own = [own_bytes(chain, layer) for layer in layers]
     held = [
-        chain.input_bytes + more if block.nested else layer.costs[Mode.NONE].kept_bytes + more
+        chain.input_bytes + more if block.nested else layer.costs[NONE].kept_bytes + more
         for layer, more in zip(layers, own, strict=True)
     ]
     for number, layer in enumerate(layers[:-1]):
-        run = layer.costs[Mode.FULL].forward_bytes
+        run = layer.costs[FULL].forward_bytes
         if not block.nested:
-            run = layer.costs[Mode.NONE].forward_bytes + own[number]
+            run = layer.costs[NONE].forward_bytes + own[number]
         around = chain.input_bytes + sum(own[number + 1 :]) + gradients[block.stop]
         yield sum(held[:number]) + run + around, block.start + number
     for number, layer in reversed(list(enumerate(layers))):
-        run = layer.costs[Mode.FULL].backward_bytes
+        run = layer.costs[FULL].backward_bytes
         if not block.nested:
-            kept_all = layer.costs[Mode.NONE].backward_bytes + own[number]
+            kept_all = layer.costs[NONE].backward_bytes + own[number]
             run = kept_all if number < len(layers) - 1 else max(run, kept_all)
         position = block.start + number
         yield sum(held[:number]) + run + gradients[position + 1], position
@@ -277,6 +279,6 @@ def _backward(chain: Chain, block: Block, gradients: list[int]) -> Iterator[tupl
 def _seconds(chain: Chain, block: Block) -> Iterator[float]:
     layers = chain.layers[block.start : block.stop]
     for layer in layers[:-1]:
-        yield layer.costs[Mode.FULL if block.nested else Mode.NONE].seconds
+        yield layer.costs[FULL if block.nested else NONE].seconds
         yield whole_forward(layer)
-    yield layers[-1].costs[block.mode].seconds
+    yield layers[-1].costs[block.option].seconds

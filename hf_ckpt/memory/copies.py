@@ -326,7 +326,7 @@ class _Filling:
             if mark is not None:
                 mark = replace(mark, layer_idx=mark.layer_idx + shift)
             place = self._moved(event.place, stack, shift)
-            yield Event(place, event.change, storage, event.seconds, event.num_flops, mark)
+            yield replace(event, place=place, storage=storage, mark=mark)
 
     def _of_neighbour(self, stack: int, unit: int, key: _Key) -> Storage:
         storage = self._made[stack, unit].get(key)

@@ -1,63 +1,70 @@
-"""What each layer costs in each mode, read off simulated steps: the chain that the planner chooses for."""
+"""What each layer costs under each option, from simulated steps: the chain that the planner chooses for.
+
+A step is simulated for each mode, in all layers at once. What can be told from those without another simulation is:
+lists of operators to keep (`operator_frontier`), and offload (`offload_costs`). Tiles and the chunked head cannot; they
+are simulated where a plan may need them (`with_tiles`, `with_chunked_head`).
+"""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.memory.chain import Chain, ChainLayer, Cost
+from hf_ckpt.layers import Layer, find_layers
+from hf_ckpt.memory.allowed import UNASKED, Allowed
+from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.reading import sort
-from hf_ckpt.memory.simulate import num_repeats, trace_step
+from hf_ckpt.memory.layer_costs import LayerKey, Reading
+from hf_ckpt.memory.offload_costs import offloaded
+from hf_ckpt.memory.operator_frontier import operator_points
+from hf_ckpt.memory.simulate import trace_step
 from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Change, Event, Mark, Region, Tape
-from hf_ckpt.memory.timeline import Category, Phase
+from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.patch import make_plan
-from hf_ckpt.plans import Plan
+from hf_ckpt.plans import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy import Mode, Policy
+from hf_ckpt.position_wise import random_modules, tiled_modules
 
-_LayerKey = tuple[int, int]
-"""Number of the stack, and `layer_idx`."""
+TILED = (LayerPlan(Mode.FULL, tiles="auto"), LayerPlan(Mode.NONE, tiles="auto"))
+"""The options with tiles that are looked at."""
+
+_Options = dict[LayerPlan, Cost]
 
 
-def chain_of(model: nn.Module, step: Step, device: Device, **structure: Any) -> Chain:
-    """Return what each layer of a model costs in each mode, from one simulated step per mode.
+def chain_of(model: nn.Module, step: Step, device: Device, *, allowed: Allowed = UNASKED, **structure: Any) -> Chain:
+    """Return what each layer of a model costs under each option, from one simulated step per mode.
 
     Args:
         model: see `simulate_step`.
         step: what the Trainer runs.
         device: where.
+        allowed: what a plan may hold beside modes.
         structure: `layers`, `attention` and `ffn` of `apply`.
     """
-    kept = _Reading.of(model, None, step, device, structure)
+    kept = _read(model, None, step, device, structure)
     # The optimizer does the same under any plan.
     without = replace(step, optim=None)
-    readings = {Mode.NONE: kept}
-    entries: dict[Mode, Mapping[_LayerKey, Mode]] = {}
+    costs: dict[LayerKey, _Options] = {key: {NONE: kept.cost(key)} for key in kept.order}
+    full: Reading | None = None
     for mode in Mode:
-        plan = _plan_of(model, mode, structure)
+        plan = None if mode is Mode.NONE else _plan_of(model, mode, structure)
         if plan is None:
             continue
-        entries[mode] = {
-            (number, idx): entry.mode
-            for number, stack in enumerate(plan.stacks)
-            for idx, entry in enumerate(stack.layers)
-        }
-        if mode is not Mode.NONE:
-            readings[mode] = _Reading.of(model, plan, without, device, structure)
+        reading = _read(model, plan, without, device, structure)
+        _add(costs, reading, plan, LayerPlan(mode))
+        full = reading if mode is Mode.FULL else full
     can_join = _plan_of(model, Mode.FULL, structure, segment_size=2) is not None
     layers = []
     for key in kept.order:
-        costs = {mode: reading.cost(key) for mode, reading in readings.items() if entries[mode][key] is mode}
-        layers.append(ChainLayer(*key, costs, can_join, kept.forward_seconds[key]))
-    inputs = [layer.costs[Mode.FULL].kept_bytes for layer in layers if Mode.FULL in layer.costs]
-    return Chain(
+        if full is not None and {FULL, LayerPlan(Mode.SELECTIVE)} <= costs[key].keys():
+            costs[key].update(operator_points(full, key))
+        layers.append(ChainLayer(*key, costs[key], can_join, kept.forward_seconds[key]))
+    inputs = [layer.costs[FULL].kept_bytes for layer in layers if FULL in layer.costs]
+    chain = Chain(
         layers=tuple(layers),
         base_bytes=kept.base_bytes,
         head_bytes=kept.head_bytes,
@@ -67,7 +74,73 @@ def chain_of(model: nn.Module, step: Step, device: Device, **structure: Any) -> 
         num_micro_batches=step.gradient_accumulation_steps,
         head_left_bytes=kept.head_left_bytes,
         head_backward_bytes=kept.head_backward_bytes,
+        head_seconds=kept.head_seconds,
     )
+    return offloaded(chain, device, allowed.offload_option)
+
+
+def with_tiles(
+    chain: Chain, model: nn.Module, step: Step, device: Device, *, allowed: Allowed = UNASKED, **structure: Any
+) -> Chain:
+    """Return a chain with the options of `TILED` too, from one more simulated step for each.
+
+    Args:
+        chain: of `chain_of`.
+        model: see `chain_of`.
+        step: see `chain_of`.
+        device: see `chain_of`.
+        allowed: see `chain_of`.
+        structure: see `chain_of`.
+    """
+    if allowed.tiles is False:
+        return chain
+    costs: dict[LayerKey, _Options] = {(layer.stack, layer.layer_idx): dict(layer.costs) for layer in chain.layers}
+    for option in TILED:
+        plan = _tiled_plan(model, option, allowed, structure)
+        if plan is not None:
+            reading = _read(model, plan, replace(step, optim=None), device, structure)
+            _add(costs, reading, plan, option)
+    layers = tuple(replace(layer, costs=costs[layer.stack, layer.layer_idx]) for layer in chain.layers)
+    return offloaded(replace(chain, layers=layers), device, allowed.offload_option)
+
+
+def with_chunked_head(chain: Chain, model: nn.Module, step: Step, device: Device, **structure: Any) -> Chain | None:
+    """Return a chain whose head is chunked, from one more simulated step; None where the head cannot be.
+
+    Args:
+        chain: of `chain_of`.
+        model: see `chain_of`.
+        step: see `chain_of`.
+        device: see `chain_of`.
+        structure: see `chain_of`.
+    """
+    # Layers in mode full are simulated fastest, and the head is the same.
+    plan = _plan_of(model, Mode.FULL, structure, head="chunked") or _plan_of(
+        model, Mode.NONE, structure, head="chunked"
+    )
+    if plan is None:
+        return None
+    reading = _read(model, plan, replace(step, optim=None), device, structure)
+    return replace(
+        chain,
+        head_bytes=reading.head_bytes,
+        head_left_bytes=reading.head_left_bytes,
+        head_backward_bytes=reading.head_backward_bytes,
+        other_seconds=chain.other_seconds + reading.head_seconds - chain.head_seconds,
+        head_seconds=reading.head_seconds,
+        head=HeadMode.CHUNKED,
+    )
+
+
+def _read(model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any) -> Reading:
+    return Reading(trace_step(model, plan, step, device, **structure).tape, step)
+
+
+def _add(costs: Mapping[LayerKey, _Options], reading: Reading, plan: Plan, option: LayerPlan) -> None:
+    """Enter what an option costs in the layers that a plan gives it to."""
+    for key, options in costs.items():
+        if plan.stacks[key[0]].layers[key[1]] == option:
+            options[option] = reading.cost(key)
 
 
 def _plan_of(model: nn.Module, mode: Mode, structure: Any, **options: Any) -> Plan | None:
@@ -78,185 +151,26 @@ def _plan_of(model: nn.Module, mode: Mode, structure: Any, **options: Any) -> Pl
         return None
 
 
-class _Reading:
-    """A simulated step, read layer by layer. Bytes are those of the last micro-batch, which needs most.
-
-    Attributes:
-        order: the layers, as they run.
-        forward_seconds: of each layer's forward, in all micro-batches.
-    """
-
-    def __init__(self, tape: Tape, step: Step) -> None:
-        sort(tape)
-        self._events = tape.events
-        self._levels = list(_levels(tape))
-        self._last = max(event.place.micro_batch for event in tape.events)
-        self._repeats = num_repeats(step) if self._last else 1
-        self._starts: dict[tuple[Region, _LayerKey], int] = {}
-        self._ends: dict[tuple[Region, _LayerKey], int] = {}
-        self.order: list[_LayerKey] = []
-        self._gradients: dict[_LayerKey | None, int] = defaultdict(int)
-        self._seconds: dict[tuple[Region, _LayerKey], list[float]] = defaultdict(list)
-        self._end_of_layers = self._first_back = 0
-        self._walk()
-        self._all_seconds = [event.seconds * self._weight(event) for event in self._events if event.seconds]
-        self._casts = self._let_go_after_forward()
-        self.forward_seconds = {key: math.fsum(self._seconds[Region.FORWARD, key]) for key in self.order}
-
-    @classmethod
-    def of(cls, model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any) -> _Reading:
-        return cls(trace_step(model, plan, step, device, **structure).tape, step)
-
-    def _walk(self) -> None:
-        """Find where each layer's forward and backward begins and ends, what it takes and what it leaves."""
-        region: tuple[Region, _LayerKey] | None = None
-        final = self._final_layer()
-        for index, event in enumerate(self._events):
-            mark = event.mark
-            begins = mark is not None and not mark.is_end
-            is_over = mark is not None and mark.is_end and (mark.stack, mark.layer_idx) == final
-            if begins or is_over or event.place.phase is Phase.OPTIMIZER:
-                if region is not None and event.place.micro_batch == self._last:
-                    self._ends[region] = self._settled(index) if is_over else index
-                region = (mark.region, (mark.stack, mark.layer_idx)) if mark is not None and begins else None
-            if mark is not None and (begins or is_over) and event.place.micro_batch == self._last:
-                self._note(mark, index)
-            if event.seconds and region is not None:
-                self._seconds[region].append(event.seconds * self._weight(event))
-            self._add_gradient(event, region)
-        if region is not None:
-            self._ends[region] = len(self._events) - 1
-
-    def _final_layer(self) -> _LayerKey:
-        """Return the layer that runs last."""
-        marks = (event.mark for event in reversed(self._events))
-        return next((mark.stack, mark.layer_idx) for mark in marks if mark and mark.region is Region.FORWARD)
-
-    def _note(self, mark: Mark, index: int) -> None:
-        key = (mark.stack, mark.layer_idx)
-        if mark.is_end:
-            self._end_of_layers = self._settled(index)
-            return
-        if mark.region is Region.BACKWARD and not self._first_back:
-            self._first_back = index
-        if (mark.region, key) not in self._starts:
-            self._starts[mark.region, key] = index
-            if mark.region is Region.FORWARD:
-                self.order.append(key)
-
-    def _settled(self, index: int) -> int:
-        """Return the last event before anything new is made: what a layer was given is let go after it has returned."""
-        while self._events[index + 1].change is not Change.ALLOCATE:
-            index += 1
-        return index
-
-    def _add_gradient(self, event: Event, region: tuple[Region, _LayerKey] | None) -> None:
-        storage = event.storage
-        if event.change is Change.ALLOCATE and storage is not None and storage.category is Category.GRADIENTS:
-            self._gradients[None if region is None else region[1]] += storage.num_bytes
-
-    def _weight(self, event: Event) -> int:
-        is_repeated = event.place.phase is not Phase.OPTIMIZER and event.place.micro_batch == self._last
-        return self._repeats if is_repeated else 1
-
-    def cost(self, key: _LayerKey) -> Cost:
-        """Return what a layer costs in the mode that it ran in."""
-        forward, backward = (self._span(region, key) for region in Region)
-        place = self.order.index(key)
-        before = self._levels[forward[0]]
-        # What backward finds of what was there before the layer's forward.
-        left = before - sum(self._casts[other] for other in self.order[:place])
-        later = 0
-        if not self._last:
-            # In the only micro-batch gradients come as the backward goes on.
-            later = self.head_left_bytes + sum(self._gradients[other] for other in self.order[place + 1 :])
-        return Cost(
-            kept_bytes=self._levels[forward[1]] - before - self._casts[key],
-            forward_bytes=self._most(forward) - before,
-            backward_bytes=self._most(backward) - left - later,
-            left_bytes=self._gradients[key],
-            seconds=math.fsum(second for region in Region for second in self._seconds[region, key]),
-            cast_bytes=self._casts[key],
-        )
-
-    def _let_go_after_forward(self) -> dict[_LayerKey, int]:
-        """Return, by layer, the bytes that autocast casts and keeps until the model's forward ends, and no longer."""
-        head = self._events[self._end_of_layers : self._first_back]
-        let_go = {id(event.storage) for event in head if event.change is Change.FREE}
-        casts = {}
-        for key in self.order:
-            start, end = self._span(Region.FORWARD, key)
-            casts[key] = sum(
-                event.storage.num_bytes
-                for event in self._events[start : end + 1]
-                if event.change is Change.ALLOCATE
-                and event.storage is not None
-                and id(event.storage) in let_go
-                and event.place.operator.startswith("aten._to_copy")
-            )
-        return casts
-
-    def _span(self, region: Region, key: _LayerKey) -> tuple[int, int]:
-        # A layer that no gradient reaches has no backward.
-        start = self._starts.get((region, key), self._starts[Region.FORWARD, key])
-        return start, self._ends.get((region, key), start)
-
-    def _most(self, span: tuple[int, int]) -> int:
-        return max(self._levels[span[0] : span[1] + 1])
-
-    @property
-    def _all_gradients(self) -> int:
-        return sum(self._gradients.values()) if self._last else 0
-
-    @property
-    def base_bytes(self) -> int:
-        """Allocated before the first layer runs, gradients of earlier micro-batches left out."""
-        return self._levels[self._starts[Region.FORWARD, self.order[0]]] - self._all_gradients
-
-    @property
-    def head_bytes(self) -> int:
-        """The most between the last layer's forward and the end of the model's, over what is there in between."""
-        return self._most((self._end_of_layers, self._head_turns)) - self._levels[self._end_of_layers]
-
-    @property
-    def head_backward_bytes(self) -> int:
-        """The most in the head's backward, over what is there between the last layer's forward and its backward."""
-        casts = sum(self._casts.values())
-        return self._most((self._head_turns, self._first_back)) - self._levels[self._end_of_layers] + casts
-
-    @property
-    def _head_turns(self) -> int:
-        """The last event of the model's forward."""
-        head = range(self._end_of_layers, self._first_back)
-        return max((index for index in head if self._events[index].place.phase is Phase.FORWARD), default=head.start)
-
-    @property
-    def head_left_bytes(self) -> int:
-        """Gradients of the head."""
-        return self._gradients[None]
-
-    @property
-    def fixed_peak_bytes(self) -> int:
-        """The most before the first layer and in the optimizer's step."""
-        first = self._starts[Region.FORWARD, self.order[0]]
-        in_optimizer = (
-            level
-            for level, event in zip(self._levels, self._events, strict=True)
-            if event.place.phase is Phase.OPTIMIZER
-        )
-        return max(max(self._levels[: first + 1]) if not self._last else 0, max(in_optimizer, default=0))
-
-    @property
-    def other_seconds(self) -> float:
-        """Time outside the layers."""
-        inside = (second for seconds in self._seconds.values() for second in seconds)
-        return max(0.0, math.fsum(self._all_seconds) - math.fsum(inside))
+def _tiled_plan(model: nn.Module, option: LayerPlan, allowed: Allowed, structure: Any) -> Plan | None:
+    """Return the plan with an option with tiles wherever it can be; None where that is nowhere."""
+    template = _plan_of(model, Mode.NONE, structure)
+    if template is None:
+        return None
+    stacks = tuple(
+        StackPlan(of_stack.path, tuple(option if _can_tile(layer, allowed) else NONE for layer in stack.layers))
+        for of_stack, stack in zip(template.stacks, find_layers(model, **structure), strict=True)
+    )
+    if all(entry == NONE for stack in stacks for entry in stack.layers):
+        return None
+    try:
+        return make_plan(model, replace(template, stacks=stacks), **structure)
+    except HFCkptError:
+        return None
 
 
-def _levels(tape: Tape) -> Iterator[int]:
-    """Yield what is allocated after each event."""
-    level = sum(storage.num_bytes for storage in tape.before)
-    for event in tape.events:
-        if event.storage is not None:
-            level += event.storage.num_bytes if event.change is Change.ALLOCATE else -event.storage.num_bytes
-        yield level
+def _can_tile(layer: Layer, allowed: Allowed) -> bool:
+    try:
+        names = tiled_modules(layer)
+    except HFCkptError:
+        return False
+    return allowed.tiles is True or not random_modules(layer, names)

@@ -15,13 +15,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.devices import CPU
+from hf_ckpt.memory.offloaded import CountedLink, host_bytes_of
 from hf_ckpt.memory.on_cuda import as_on_cuda
 from hf_ckpt.memory.reading import read
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.memory.watching import watch
-from hf_ckpt.patch import plan_of
+from hf_ckpt.patch import offloaders_of, plan_of
 
 _OWN_METHODS = ("get_batch_samples", "training_step")
 
@@ -119,6 +120,7 @@ class _Following(TrainerCallback):
                 device=str(device),
                 plan=plan_of(self._model),
                 tokens=sum(batch["input_ids"].numel() for batch in self._batches if "input_ids" in batch),
+                host_bytes=host_bytes_of(self._tracker.tape),
             )
             control.should_training_stop = True
         return control
@@ -145,6 +147,10 @@ class _Following(TrainerCallback):
         if not is_cuda:
             # On CUDA what kernels allocate for themselves is not seen; here it is shown.
             self._entered.enter_context(as_on_cuda(Step(), CPU))
+            # What is offloaded counts as memory of the host, which is where a CPU keeps it anyway. The engine goes on
+            # as before, over a link that copies to where the tracker does not look.
+            for offloader in offloaders_of(model):
+                offloader.use_link(CountedLink(tracker, has_values=True))
         return tracker
 
 

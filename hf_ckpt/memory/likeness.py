@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_ckpt.layers import Layer, Stack
+from hf_ckpt.memory.chain import option_of
 from hf_ckpt.plans import LayerPlan, StackPlan
 
 _NUMBER = re.compile(r"\d+")
@@ -47,8 +48,13 @@ def units_of(stack: Stack, plan: StackPlan | None) -> tuple[Unit, ...]:
     units = []
     for indices in _grouped(entries):
         segment = entries[indices[0]].segment
+        # What the embeddings return may stay where it is: the first layer is unlike the others to the one behind it.
+        is_first_to_send = indices[0] == 0 and entries[0].offload is not None
         likeness = tuple(
-            (_layer_likeness(stack.layers[idx]), entries[idx].mode, segment is None, entries[idx].nested)
+            (
+                *(_layer_likeness(stack.layers[idx]), option_of(entries[idx]), segment is None, entries[idx].nested),
+                is_first_to_send,
+            )
             for idx in indices
         )
         units.append(Unit(tuple(indices), likeness))

@@ -329,6 +329,11 @@ def _int8_product(args: Any, kwargs: Any, output: Any) -> int:
     return 2 * int(args[0].numel()) * int(args[1].shape[0])
 
 
+def _product_4bit(args: Any, kwargs: Any, output: Any) -> int:
+    # The shape of the packed weight is given beside it: [out, in].
+    return 2 * int(args[0].numel()) * int(_argument(2, "shapeB", args, kwargs)[0])
+
+
 def _attention(args: Any, kwargs: Any, output: Any) -> int:
     return _attention_flops(args[0], args[1], args[2], 1, 1)
 
@@ -365,6 +370,7 @@ _OWN: dict[str, Formula] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "bitsandbytes::gemm_4bit": _product_4bit,
     "bitsandbytes::int8_linear_matmul": _int8_product,
     "bitsandbytes::int8_scaled_mm": _int8_product,
 }

@@ -1,40 +1,56 @@
 """The plan that suits a budget.
 
-The planner adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits.
+The planner adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits. Tiles and
+the chunked head come in where a plan without them does not fit, or might be faster with them.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
 
+from hf_ckpt.amounts import format_bytes
+from hf_ckpt.errors import BudgetError
 from hf_ckpt.memory.advice import Change, nothing_fits
+from hf_ckpt.memory.allowed import UNASKED, Allowed
+from hf_ckpt.memory.bounds import best_case
 from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.choices import Choice, to_plan
-from hf_ckpt.memory.costs import chain_of
+from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.fixed import fixed_choices
-from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.offload_costs import offloaded
+from hf_ckpt.memory.planner import Planner, smallest_peak
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.modifiers import Offload
 from hf_ckpt.patch import make_plan
 from hf_ckpt.plans import Plan
 from hf_ckpt.policy import Policy
 
 _MOST_TRIES = 6
 """Of simulating a chosen plan whole."""
+_MOST_FIXED = 4
+"""Of simulating plans that a user would write."""
 _CLOSE = 0.001
 """Of the budget: plans that are nearer to each other are not worth another try."""
 _WRONG_BY = 0.01
 """The share by which the chain may take a plan for larger than it is."""
+_FAR = 0.05
+"""The share by which it is never wrong: where the smallest plan needs so much more, nothing is simulated."""
 _SAME_TIME = 1 - 1e-6
 """Share of the time from which on another plan is no faster."""
+_LITTLE = 0.999
+"""Share of the time from which on another plan of the same chain is not worth a simulation."""
+_WORTH = 0.98
+"""Share of the time that tiles or a chunked head must promise to be looked at where a plan fits without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,7 @@ def plan_for(
     device: Device,
     budget_bytes: int,
     *,
+    allowed: Allowed = UNASKED,
     chain: Chain | None = None,
     changes: Callable[[Plan], list[Change]] = lambda smallest: [],
     say: Callable[[str], None] | None = None,
@@ -72,6 +89,7 @@ def plan_for(
         step: what the Trainer runs.
         device: where.
         budget_bytes: device memory that the whole step may use.
+        allowed: what the plan may hold beside modes.
         chain: of `chain_of` with the same arguments, where it is there already.
         changes: what else could be done where nothing fits, of the plan that needs least.
         say: is told what goes on where nothing fits.
@@ -80,18 +98,13 @@ def plan_for(
     Raises:
         BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
     """
-    planner = Planner(chain or chain_of(model, step, device, **structure))
-    template = make_plan(model, Policy.parse("none"), **structure)
-    simulated = partial(_simulated, planner.chain, template, model, step, device, structure)
-    found = _search(planner, budget_bytes, simulated)
-    for choice in fixed_choices(planner.chain):
-        # The chain may have taken one for a little too large.
-        may_fit = choice.peak_bytes <= budget_bytes * (1 + _WRONG_BY)
-        if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
-            found = _faster(found, simulated(choice), budget_bytes)
+    subject = _Subject(model, step, device, structure)
+    base = chain or chain_of(model, step, device, allowed=allowed, **structure)
+    search = _Search(subject, budget_bytes, allowed, base)
+    found = search.found()
     if found is not None:
         return found
-    smallest = simulated(planner.smallest_peak())
+    smallest = search.smallest()
     if smallest.memory.peak_bytes <= budget_bytes:
         return smallest
     raise nothing_fits(
@@ -99,47 +112,189 @@ def plan_for(
         smallest.memory,
         step,
         lambda other: simulate_step(model, smallest.plan, other, device, **structure).peak_bytes,
-        changes(smallest.plan),
+        [*search.further_modes(), *changes(smallest.plan)],
         say,
     )
 
 
-def _simulated(
-    chain: Chain, template: Plan, model: nn.Module, step: Step, device: Device, structure: Any, choice: Choice
-) -> Planned:
-    plan = to_plan(choice, chain, template)
-    return Planned(plan, simulate_step(model, plan, step, device, **structure), chain, choice)
+@dataclass(frozen=True)
+class _Subject:
+    """A step, and where it runs: what is simulated under one plan after the other."""
+
+    model: nn.Module
+    step: Step
+    device: Device
+    structure: dict[str, Any]
+    _known: dict[Plan, StepMemory] = field(default_factory=dict)
+
+    @cached_property
+    def template(self) -> Plan:
+        return make_plan(self.model, Policy.parse("none"), **self.structure)
+
+    def planned(self, chain: Chain, choice: Choice) -> Planned:
+        """Return a choice as a plan, with its whole step simulated."""
+        plan = to_plan(choice, chain, self.template)
+        if plan not in self._known:
+            self._known[plan] = simulate_step(self.model, plan, self.step, self.device, **self.structure)
+        return Planned(plan, self._known[plan], chain, choice)
+
+    def tiled(self, chain: Chain, allowed: Allowed) -> Chain:
+        return with_tiles(chain, self.model, self.step, self.device, allowed=allowed, **self.structure)
+
+    def chunked(self, chain: Chain) -> Chain | None:
+        return with_chunked_head(chain, self.model, self.step, self.device, **self.structure)
 
 
-def _faster(found: Planned | None, other: Planned, budget_bytes: int) -> Planned | None:
-    if other.memory.peak_bytes > budget_bytes:
+class _Search:
+    """Looks for the fastest plan that fits, with as few simulations as may do.
+
+    Args:
+        subject: what is planned for.
+        budget_bytes: the budget.
+        allowed: what the plan may hold.
+        base: the chain without tiles, with the plain head.
+    """
+
+    def __init__(self, subject: _Subject, budget_bytes: int, allowed: Allowed, base: Chain) -> None:
+        self._subject = subject
+        self._budget = budget_bytes
+        self._allowed = allowed
+        self._planners = [Planner(base)]
+
+    def found(self) -> Planned | None:
+        """Return the fastest plan that fits; None where the chains show none."""
+        planner = self._planners[0]
+        found = self._among_fixed(planner.chain, self._in(planner))
+        self._extend(found)
+        further = sorted(self._planners[1:], key=self._promise)
+        for planner in further:
+            if self._promise(planner) < _seconds_of(found) * _SAME_TIME:
+                found = self._faster(found, self._in(planner))
         return found
-    return other if found is None or other.memory.time.total < found.memory.time.total else found
+
+    def smallest(self) -> Planned:
+        """Return the plan with the smallest peak that there is."""
+        planner = min(self._planners, key=lambda planner: planner.smallest_peak().peak_bytes)
+        return self._subject.planned(planner.chain, planner.smallest_peak())
+
+    def further_modes(self) -> list[Change]:
+        """Return what could be chosen if it were allowed, each by itself and all together."""
+        base = min((planner.chain for planner in self._planners), key=lambda chain: smallest_peak(chain).peak_bytes)
+        sent = offloaded(base, self._subject.device, self._allowed.offload_option or Offload())
+        if not self._may_fit(best_case(sent, tiles=True, head=True)):
+            return []
+        grown: list[tuple[str, Chain]] = []
+        together, names = base, list[str]()
+        for name, grow in self._forbidden(base):
+            by_itself = grow(base)
+            if by_itself is None or by_itself == base:
+                continue
+            grown.append((name, by_itself))
+            together = by_itself if together is base else grow(together) or together
+            names.append(name)
+        if len(names) > 1:
+            grown.append((" and ".join(names), together))
+        return [self._change(name, chain) for name, chain in grown if self._may_fit(chain)]
+
+    def _may_fit(self, chain: Chain) -> bool:
+        return smallest_peak(chain).peak_bytes <= self._budget * (1 + _WRONG_BY)
+
+    def _forbidden(self, chain: Chain) -> Iterator[tuple[str, Callable[[Chain], Chain | None]]]:
+        """Yield what a plan was not allowed to hold, as the user writes it, and what adds it to a chain."""
+        allowed = self._allowed
+        if allowed.tiles is False or (allowed.tiles is None and not _has_tiles(chain)):
+            yield "tiles: auto", partial(self._subject.tiled, allowed=replace(allowed, tiles=True))
+        if not allowed.head:
+            yield "head: chunked", self._subject.chunked
+        if allowed.offload is None:
+            yield "offload: cpu", partial(offloaded, device=self._subject.device, offload=Offload(fraction=1.0))
+
+    def _change(self, name: str, chain: Chain) -> Change:
+        choice = smallest_peak(chain)
+        text = f"{name}, with {format_bytes(choice.host_bytes)} of host memory" if choice.host_bytes else name
+        return Change(text, lambda: self._subject.planned(chain, choice).memory.peak_bytes)
+
+    def _extend(self, found: Planned | None) -> None:
+        """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""
+        base, allowed = self._planners[0].chain, self._allowed
+        may_tile = allowed.tiles is not False
+        tiles = may_tile and self._may_help(found, tiles=True, head=False)
+        head = allowed.head and self._may_help(found, tiles=False, head=True)
+        if not (tiles or head) and may_tile and allowed.head:
+            # Each alone may be of no use where both are needed.
+            tiles = head = self._may_help(found, tiles=True, head=True)
+        tiled = self._subject.tiled(base, allowed) if tiles else base
+        if _has_tiles(tiled):
+            self._planners.append(Planner(tiled))
+        chunked = self._subject.chunked(tiled) if head else None
+        if chunked is not None:
+            self._planners.append(Planner(chunked))
+
+    def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
+        best = Planner(best_case(self._planners[0].chain, tiles=tiles, head=head))
+        return self._promise(best) < _seconds_of(found) * _WORTH
+
+    def _promise(self, planner: Planner) -> float:
+        """Return the time of what a planner would choose; infinite where nothing fits."""
+        try:
+            return planner.choose(int(self._budget * (1 + _WRONG_BY))).seconds
+        except BudgetError:
+            return math.inf
+
+    def _among_fixed(self, chain: Chain, found: Planned | None) -> Planned | None:
+        num_tries = 0
+        for choice in fixed_choices(chain):
+            # The chain may have taken one for a little too large.
+            may_fit = choice.peak_bytes <= self._budget * (1 + _WRONG_BY)
+            if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
+                found = self._faster(found, self._subject.planned(chain, choice))
+                num_tries += 1
+            if num_tries == _MOST_FIXED:
+                break
+        return found
+
+    def _in(self, planner: Planner) -> Planned | None:
+        """Return the fastest plan of a chain: between one that fits and one that does not, fewer bytes each time."""
+        best: Planned | None = None
+        # Places in the planner's peaks: of a plan that fits, and of one that does not.
+        fits, fails, limit = -1, len(planner.peaks), math.inf
+        place = _place_of(planner, self._budget)
+        if planner.peaks[0] > self._budget * (1 + _FAR):
+            return None
+        for _ in range(_MOST_TRIES):
+            place = min(max(place, fits + 1), fails - 1)
+            if place <= fits or (best is not None and planner.peaks[place] > limit):
+                break
+            choice = planner.choose(planner.peaks[place])
+            if best is not None and choice.seconds > best.choice.seconds * _LITTLE:
+                break
+            planned = self._subject.planned(planner.chain, choice)
+            wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
+            if planned.memory.peak_bytes <= self._budget:
+                fits = place
+                best = self._faster(best, planned)
+            else:
+                fails = place
+            has_both = fits >= 0 and fails < len(planner.peaks)
+            if has_both and planner.peaks[fails] - planner.peaks[fits] < self._budget * _CLOSE:
+                break
+            # The planner is wrong by about as much for a plan of about that size.
+            place = _place_of(planner, self._budget - wrong_by)
+            limit = (self._budget - wrong_by) * (1 + _WRONG_BY)
+        return best
+
+    def _faster(self, found: Planned | None, other: Planned | None) -> Planned | None:
+        if other is None or other.memory.peak_bytes > self._budget:
+            return found
+        return other if found is None or other.memory.time.total < found.memory.time.total else found
 
 
-def _search(planner: Planner, budget_bytes: int, simulated: Callable[[Choice], Planned]) -> Planned | None:
-    """Return the fastest plan that fits: between one that does and one that does not, with fewer bytes in between."""
-    best: Planned | None = None
-    # Places in the planner's peaks: of a plan that fits, and of one that does not.
-    fits, fails = -1, len(planner.peaks)
-    place = _place_of(planner, budget_bytes)
-    for _ in range(_MOST_TRIES):
-        place = min(max(place, fits + 1), fails - 1)
-        if place <= fits:
-            break
-        planned = simulated(planner.choose(planner.peaks[place]))
-        wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
-        if planned.memory.peak_bytes <= budget_bytes:
-            fits = place
-            best = _faster(best, planned, budget_bytes)
-        else:
-            fails = place
-        has_both = fits >= 0 and fails < len(planner.peaks)
-        if has_both and planner.peaks[fails] - planner.peaks[fits] < budget_bytes * _CLOSE:
-            break
-        # The planner is wrong by about as much for a plan of about that size.
-        place = _place_of(planner, budget_bytes - wrong_by)
-    return best
+def _seconds_of(found: Planned | None) -> float:
+    return math.inf if found is None else found.choice.seconds
+
+
+def _has_tiles(chain: Chain) -> bool:
+    return any(option.tiles is not None for layer in chain.layers for option in layer.costs)
 
 
 def _place_of(planner: Planner, budget_bytes: int) -> int:

@@ -7,15 +7,15 @@ come out of a few array operations. Time is counted in ticks, so that sums are e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_ckpt.memory import choices
-from hf_ckpt.memory.chain import Chain
-from hf_ckpt.policy import Mode
+from hf_ckpt.memory.chain import FULL, NONE, Chain, Cost, rank
+from hf_ckpt.plans import LayerPlan
 
 Numbers = NDArray[np.int64]
 
@@ -25,16 +25,16 @@ _NEVER = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """One layer in one mode.
+    """One layer under one option.
 
     Args:
-        mode: the mode.
+        option: the option.
         kept: bytes held from its forward to its backward.
         need: the most it needs at any moment, relative to what is there before its forward.
         ticks: time.
     """
 
-    mode: Mode
+    option: LayerPlan
     kept: int
     need: int
     ticks: int
@@ -108,8 +108,8 @@ class Segments:
         """Return, by layer: its forward, replay, backward, backward as the last one; and the sums of what it holds."""
         forward, replay, inner, last, held = [], [], [], [], []
         for layer, more in zip(chain.layers, own, strict=True):
-            none = layer.costs[Mode.NONE]
-            full = layer.costs.get(Mode.FULL, none)
+            none = layer.costs[NONE]
+            full = layer.costs.get(FULL, none)
             forward.append(full.forward_bytes)
             if self.nested:
                 replay.append(chain.input_bytes + full.forward_bytes)
@@ -135,7 +135,7 @@ class Blocks:
 
     Attributes:
         num_layers: layers of the chain.
-        singles: by layer, its modes.
+        singles: by layer, its options; those that another one beats in all respects are left out.
         segments: plain ones, and nested ones.
         head: bytes that the head needs, relative to what is there before it.
         is_first: by layer, whether it is the first one of its stack.
@@ -150,12 +150,13 @@ class Blocks:
         self.singles = tuple(
             tuple(
                 Single(
-                    mode,
+                    option,
                     cost.kept_bytes,
                     max(cost.forward_bytes + casts[position], cost.backward_bytes + gradients[position + 1]),
                     _ticks(cost.seconds, num_ticks),
                 )
-                for mode, cost in sorted(layer.costs.items(), key=lambda item: list(Mode).index(item[0]))
+                for option, cost in sorted(layer.costs.items(), key=lambda item: rank(item[0]))
+                if not _is_beaten(cost, layer.costs.values())
             )
             for position, layer in enumerate(chain.layers)
         )
@@ -164,6 +165,18 @@ class Blocks:
             position == 0 or layer.stack != chain.layers[position - 1].stack
             for position, layer in enumerate(chain.layers)
         )
+
+
+def _is_beaten(cost: Cost, others: Iterable[Cost]) -> bool:
+    """Whether another option is faster and needs no more of anything: then no fastest plan has this one."""
+    return any(
+        other.seconds < cost.seconds
+        and other.kept_bytes <= cost.kept_bytes
+        and other.forward_bytes <= cost.forward_bytes
+        and other.backward_bytes <= cost.backward_bytes
+        and other.cast_bytes <= cost.cast_bytes
+        for other in others
+    )
 
 
 def _runs(chain: Chain) -> tuple[list[int], list[int]]:
@@ -186,9 +199,9 @@ def _segment_ticks(chain: Chain, nested: bool, num_ticks: int) -> tuple[Numbers,
     """Return, by layer, its time as the last of a segment, and the sums of its time as another one."""
     last, before = [], []
     for layer in chain.layers:
-        none = layer.costs[Mode.NONE]
-        full = layer.costs.get(Mode.FULL, none)
-        whole = _ticks(choices.whole_forward(layer), num_ticks) if Mode.FULL in layer.costs else 0
+        none = layer.costs[NONE]
+        full = layer.costs.get(FULL, none)
+        whole = _ticks(choices.whole_forward(layer), num_ticks) if FULL in layer.costs else 0
         last.append(_ticks(full.seconds, num_ticks))
         before.append(_ticks((full if nested else none).seconds, num_ticks) + whole)
     return np.array(last, dtype=np.int64), _sums(before)

@@ -17,6 +17,7 @@ from hf_ckpt.memory.concrete import Concrete
 from hf_ckpt.memory.copies import CannotCopyError, Copies
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.fake_kernels import explain
+from hf_ckpt.memory.offloaded import CountedLink, add_waits, as_it_runs, host_bytes_of
 from hf_ckpt.memory.on_cuda import as_on_cuda
 from hf_ckpt.memory.operators import Queue, operator_cost, seconds_of
 from hf_ckpt.memory.optimizers import host_tensors, make_optimizer
@@ -80,7 +81,7 @@ class Traced:
     Args:
         tape: all layers are in it.
         stacks: those of the fake copy.
-        host_bytes: of the optimizer, on the host.
+        host_bytes: the most that lies on the host: what is offloaded, and the optimizer's paged state.
     """
 
     tape: Tape
@@ -138,9 +139,12 @@ def _traced(
     _turn_cache_off(twin)
     tracker = Tracker(rounding=BLOCK_BYTES if device.is_cuda else 1, costs=partial(_costs, device))
     stacks = find_layers(twin, **structure)
+    plan = None if plan is None else as_it_runs(plan)
     copies = Copies.choose(stacks, plan) if copies_layers else None
     if plan is not None:
-        apply(twin, plan if copies is None else copies.without(plan), **structure)
+        applied = apply(twin, plan if copies is None else copies.without(plan), **structure)
+        for offloader in applied.offloaders:
+            offloader.use_link(CountedLink(tracker))
     if copies is not None:
         copies.pass_through(twin, tracker)
     hooks = torch.autograd.graph.saved_tensors_hooks(tracker.note_saved, _as_it_is) if explains else nullcontext()
@@ -152,9 +156,10 @@ def _traced(
     tape = tracker.tape if copies is None else copies.fill_up(tracker.tape)
     settle(tape)
     _queue(tape, device)
+    add_waits(tape, device)
     tape = on_one_rank(tape, weights_of(model, find_layers(model, **structure), step), step, device)
     host_bytes = 0 if optimizer is None else sum(tensor.nbytes for tensor in host_tensors(optimizer))
-    return Traced(tape, stacks, host_bytes)
+    return Traced(tape, stacks, host_bytes + host_bytes_of(tape))
 
 
 @contextmanager

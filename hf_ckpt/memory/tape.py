@@ -71,6 +71,34 @@ class Mark:
     is_copy: bool = False
 
 
+class Move(StrEnum):
+    """What a transfer does."""
+
+    SEND = "send"
+    """A copy to the host begins, and takes host memory."""
+    SETTLE = "settle"
+    """The device waits for the oldest copy to the host that it has not waited for."""
+    FETCH = "fetch"
+    """A copy from the host begins."""
+    RECEIVE = "receive"
+    """The device waits for the oldest copy from the host that it has not waited for."""
+    RELEASE = "release"
+    """Host memory is let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A step of what goes to the host and comes back.
+
+    Args:
+        move: what happens.
+        num_bytes: of how much.
+    """
+
+    move: Move
+    num_bytes: int
+
+
 @dataclass(slots=True)
 class Event:
     """One entry of the tape. Not frozen: there are tens of thousands, and frozen ones take twice as long to make.
@@ -83,6 +111,7 @@ class Event:
         num_flops: floating-point operations of an operator.
         mark: the forward or backward of a layer that begins or ends.
         is_copy: whether the seconds are of a copy between host and device, or between ranks.
+        transfer: what goes to the host or comes back.
     """
 
     place: Place
@@ -92,6 +121,7 @@ class Event:
     num_flops: int = 0
     mark: Mark | None = None
     is_copy: bool = False
+    transfer: Transfer | None = None
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """Of all plans that are fastest and need least memory, the one that reads best.
 
-That is the one with the fewest changes of mode along each stack; of those, the one that keeps the least bytes on the
-way; of those, seen from the last layer, the one whose modes come first in `Mode`, so that recomputation lies in the
-first layers, with segments as long as the one behind. Layers in plain segments count as one mode, in nested ones as
-another.
+That is the one with the fewest changes of option along each stack; of those, the one that keeps the least bytes on the
+way; of those, seen from the last layer, the one whose options come first in `rank`, so that recomputation lies in
+the first layers, with segments as long as the one behind. Layers in plain segments count as one option, in nested ones
+as another.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_ckpt.memory.chain import FULL, rank
 from hf_ckpt.memory.choices import Block
 from hf_ckpt.memory.frontier import Front, front_of
 from hf_ckpt.memory.segment_costs import Blocks, Numbers, Segments, Single
-from hf_ckpt.policy import Mode
+from hf_ckpt.plans import LayerPlan
 
-Label = Mode | bool
-"""What counts as one mode: that of a single layer, or whether segments are nested."""
+Label = LayerPlan | bool
+"""What counts as one option: that of a single layer, or whether segments are nested."""
 
 _EMPTY = Front(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
@@ -65,8 +66,8 @@ class TieBreak:
         self._ticks = int(fronts[0].best(limit))
         # A tick is more than all changes there can be.
         self._scale = blocks.num_layers + 1
-        modes = {single.mode for singles in blocks.singles for single in singles}
-        self._labels: list[Label] = [*(mode for mode in Mode if mode in modes), False, True]
+        options = {single.option for singles in blocks.singles for single in singles}
+        self._labels: list[Label] = [*sorted(options, key=rank), False, True]
         self._before: list[_Before] = []
 
     def best_blocks(self) -> list[Block]:
@@ -154,7 +155,7 @@ class TieBreak:
         for start in sorted(range(segments.first[stop - 1], stop - 1), key=lambda at: (stop - at != num_behind, at)):
             need = int(segments.needs_to(stop)[start])
             kept, ticks = int(segments.kept(start, stop)), int(segments.ticks(start, stop))
-            yield Block(start, stop, Mode.FULL, label), kept, need, ticks
+            yield Block(start, stop, FULL, label), kept, need, ticks
 
     def _state_before(self, stop: int, label: Label, kept: int, cost: int) -> _State | None:
         """Return the way before a block, if there is one that kept and cost so much, a change to the block counted."""
@@ -165,8 +166,8 @@ class TieBreak:
             return _State(stop, kept, cost, label)
         return _State(stop, kept, cost - 1, None) if _has(before.any, kept, cost - 1) else None
 
-    def _single(self, mode: Mode, stop: int) -> Single | None:
-        return next((single for single in self._blocks.singles[stop - 1] if single.mode is mode), None)
+    def _single(self, option: LayerPlan, stop: int) -> Single | None:
+        return next((single for single in self._blocks.singles[stop - 1] if single.option == option), None)
 
 
 def _merged(fronts: list[Front]) -> Front:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_ckpt.memory import quantized
-from hf_ckpt.memory.tape import Change, Event, Mark, Storage, Tape
+from hf_ckpt.memory.tape import Change, Event, Mark, Storage, Tape, Transfer
 from hf_ckpt.memory.timeline import Category, Phase, Place
 from hf_ckpt.regions.call import is_in_backward, tensors_of
 
@@ -147,6 +147,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, mark: Mark) -> None:
         """Write a mark, with the micro-batch that runs."""
         self._write(Event(self._here(), mark=replace(mark, micro_batch=self._micro_batch)))
+
+    def note_transfer(self, transfer: Transfer) -> None:
+        """Write down what goes to the host or comes back."""
+        self._write(Event(self._here(), transfer=transfer))
+
+    @contextmanager
+    def out_of_sight(self) -> Iterator[None]:
+        """Let what is made in here be none of the device's memory: it lies on the host."""
+        with _disable_current_modes():
+            yield
 
     def enter_module(self, place: Place) -> None:
         """A module's forward begins, for the first time or again."""

@@ -1,0 +1,146 @@
+"""Between full and selective: the costs of lists of operators to keep, told from one step, against simulated ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_ckpt.memory.chain import FULL, NONE, Chain, Cost
+from hf_ckpt.memory.costs import chain_of
+from hf_ckpt.memory.devices import DEVICES
+from hf_ckpt.memory.layer_costs import Reading
+from hf_ckpt.memory.operator_frontier import operator_points
+from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.simulate import simulate_step, trace_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import Phase
+from hf_ckpt.patch import make_plan
+from hf_ckpt.plans import LayerPlan
+from hf_ckpt.policy import Mode, Policy
+from tests import zoo
+from tests.following import Run
+
+A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
+STEP = Step(batch_size=2, seq_length=512, optim=None)
+SELECTIVE = LayerPlan(Mode.SELECTIVE)
+MIDDLE = (0, 1)
+"""A layer: of the first stack, with neighbours."""
+
+
+def model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "llama":
+        # Layers of a 7B model: in tiny ones the time is that of starting operators.
+        with torch.device("meta"):
+            return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, max_position_embeddings=4096)).to(torch.bfloat16)
+    if name == "llama-lora":
+        adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+        return get_peft_model(zoo.build("llama", num_layers=3).model, adapters)
+    built = zoo.build(name.removesuffix("-eager"), num_layers=3).model
+    if name.endswith("-eager"):
+        built.set_attn_implementation("eager")
+    return built
+
+
+def reading(built: nn.Module, policy: Any, step: Step = STEP, **options: Any) -> Reading:
+    plan = make_plan(built, Policy.parse(policy, **options))
+    return Reading(trace_step(built, plan, step, A100).tape, step)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2-eager"])
+def test_frontier_is_convex_and_monotone_from_full_to_selective(name: str) -> None:
+    built = model(name)
+    full = reading(built, "full")
+    points = operator_points(full, MIDDLE)
+    ends = [full.cost(MIDDLE), reading(built, "selective").cost(MIDDLE)]
+    costs = sorted([*points.values(), *ends], key=lambda cost: cost.kept_bytes)
+    assert len(costs) >= 4
+    assert [costs[0], costs[-1]] == ends
+    slopes = [
+        (after.seconds - before.seconds) / (after.kept_bytes - before.kept_bytes)
+        for before, after in itertools.pairwise(costs)
+    ]
+    assert all(slope < 0 for slope in slopes)
+    assert slopes == sorted(slopes)
+
+
+@pytest.mark.parametrize("name", ["llama-lora", "qwen3_moe"])
+def test_cost_of_a_list_is_that_of_the_step_that_keeps_it(name: str) -> None:
+    built, step = model(name), replace(STEP, gradient_accumulation_steps=3)
+    points = operator_points(reading(built, "full", step), MIDDLE)
+    option, told = list(points.items())[len(points) // 2]
+    simulated = reading(built, "selective", step, save=list(option.save)).cost(MIDDLE)
+    for what in ("kept_bytes", "forward_bytes", "backward_bytes", "seconds"):
+        assert getattr(told, what) == pytest.approx(getattr(simulated, what), rel=0.01), what
+    assert simulated.kept_bytes > full_cost(built, step).kept_bytes
+
+
+def full_cost(built: nn.Module, step: Step) -> Cost:
+    return reading(built, "full", step).cost(MIDDLE)
+
+
+def test_every_list_of_a_chain_can_be_applied_and_there_are_few() -> None:
+    built = model("llama-lora")
+    chain = chain_of(built, STEP, A100)
+    assert [layer.costs.keys() for layer in chain.layers] == [chain.layers[0].costs.keys()] * 3
+    lists = [option for option in chain.layers[0].costs if option.save]
+    assert 2 <= len(lists) <= 6
+    for option in lists:
+        assert make_plan(built, Policy.parse("selective", save=option.save)).stacks[0].layers[0] == option
+
+
+def test_planner_moves_in_small_steps_between_full_and_none() -> None:
+    built = model("llama").requires_grad_(False)
+    # Gradients of weights would come and go beside what is recomputed.
+    built.get_submodule("model.embed_tokens").requires_grad_(True)
+    chain = longer(chain_of(built, STEP, A100), 16)
+    coarse = replace(chain, layers=tuple(replace(each, costs=without_selective(each.costs)) for each in chain.layers))
+    fine, few = Planner(chain), Planner(coarse)
+    assert len(fine.peaks) > 1.5 * len(few.peaks)
+    budgets = [fine.peaks[0] + (fine.peaks[-1] - fine.peaks[0]) * part // 8 for part in range(1, 8)]
+    gains = [few.choose(budget).seconds - fine.choose(budget).seconds for budget in budgets]
+    assert min(gains) >= 0
+    assert sum(gain > 0 for gain in gains) >= 4
+
+
+def without_selective(costs: Any) -> dict[LayerPlan, Cost]:
+    return {option: cost for option, cost in costs.items() if not option.mode.startswith("selective")}
+
+
+def longer(chain: Chain, num_layers: int) -> Chain:
+    """The chain with so many layers like its middle one, without a head that hides them."""
+    layers = tuple(replace(chain.layers[1], layer_idx=idx) for idx in range(num_layers))
+    return replace(chain, layers=layers, head_bytes=0, head_backward_bytes=0, fixed_peak_bytes=0)
+
+
+def test_selective_holds_at_most_55_percent_of_what_a_layer_of_a_7b_llama_holds() -> None:
+    built = model("llama")
+    step = Step(batch_size=1, seq_length=4096, optim=None)
+    held = {}
+    for mode in ("none", "selective", "full"):
+        memory = simulate_step(built, mode, step, A100)
+        held[mode] = sum(tensor.num_bytes for tensor in memory.ledger if tensor.place.layer_idx == 1)
+    assert held["full"] == 2 * 4096 * 4096
+    assert held["full"] < held["selective"] <= 0.55 * held["none"]
+
+
+def test_modes_that_the_model_refuses_are_no_options() -> None:
+    built = zoo.build("gpt2", num_layers=2).model
+    for layer in built.transformer.h:
+        layer.ln_1 = nn.Sequential(nn.BatchNorm1d(STEP.seq_length), layer.ln_1)
+    costs = chain_of(built, STEP, A100).layers[0].costs
+    assert NONE in costs
+    assert not {FULL, SELECTIVE} & costs.keys()
+
+
+def test_products_with_4_bit_weights_count_as_those_with_whole_ones() -> None:
+    pytest.importorskip("bitsandbytes")
+    whole, packed = (Run(adapters=True, is_4bit=is_4bit).simulated().num_flops for is_4bit in (False, True))
+    assert packed[Phase.FORWARD] == whole[Phase.FORWARD] > 0

@@ -1,0 +1,203 @@
+"""Offload, tiles and the chunked head in simulated steps, in the costs of layers, and in what the planner chooses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.memory.chain import FULL, Chain
+from hf_ckpt.memory.choices import predict, to_plan
+from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
+from hf_ckpt.memory.devices import DEVICES
+from hf_ckpt.memory.offload_costs import offloaded
+from hf_ckpt.memory.planned import plan_for
+from hf_ckpt.memory.planner import Planner
+from hf_ckpt.memory.simulate import simulate_step
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import Category, Phase, StepMemory
+from hf_ckpt.modifiers import HeadMode, Offload
+from hf_ckpt.patch import make_plan
+from hf_ckpt.plans import LayerPlan
+from hf_ckpt.policy import Mode, Policy
+
+A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
+LAYERS, HIDDEN, LENGTH, VOCAB = 4, 256, 4096, 2048
+INPUT_BYTES = 2 * LENGTH * HIDDEN
+STEP = Step(batch_size=1, seq_length=LENGTH, optim=None)
+CPU_OFFLOAD = Offload(fraction=1.0)
+FULL_OFFLOAD = replace(FULL, offload=CPU_OFFLOAD)
+
+
+def llama(*, dropout: float | None = None, vocab: int = VOCAB) -> nn.Module:
+    """A small Llama in bfloat16 without data, whose layers have adapters, with dropout or not."""
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 4}
+    with torch.device("meta"):
+        built = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=LAYERS, vocab_size=vocab)).to(torch.bfloat16)
+    settings = LoraConfig(r=2, target_modules="all-linear", lora_dropout=dropout or 0.0)
+    return get_peft_model(built, settings, low_cpu_mem_usage=True)
+
+
+def simulated(
+    policy: str, step: Step = STEP, device: Any = A100, built: nn.Module | None = None, **options: Any
+) -> StepMemory:
+    return simulate_step(built or llama(), Policy.parse(policy, **options), step, device)
+
+
+# --- Simulated steps. ---
+
+
+def test_layer_inputs_wait_on_the_host_but_for_the_last_layers() -> None:
+    on_device, on_host = simulated("full"), simulated("full", offload="cpu")
+    assert (on_device.host_bytes, on_host.host_bytes) == (0, (LAYERS - 1) * INPUT_BYTES)
+    saved = [memory.by_category[Category.SAVED] for memory in (on_device, on_host)]
+    assert saved[0] - saved[1] >= (LAYERS - 2) * INPUT_BYTES
+
+
+def test_a_fraction_of_the_layers_offloads() -> None:
+    half = simulated("full", offload={"to": "cpu", "fraction": 0.6})
+    assert half.host_bytes == 2 * INPUT_BYTES
+    assert half.plan is not None
+    assert half.plan.stacks[0].layers[0].offload == Offload(fraction=0.6)
+
+
+def test_copies_take_time_only_where_the_link_is_slower_than_the_layers() -> None:
+    step = replace(STEP, gradient_accumulation_steps=2)
+    fast, slow = (
+        simulated("full", step, replace(A100, host_link=link), offload="cpu") for link in (A100.host_link * 100, 1e8)
+    )
+    copies = 2 * 2 * (LAYERS - 1) * INPUT_BYTES / (1e8 * A100.link_efficiency)
+    # The first copy back has nothing to hide behind.
+    assert fast.time.copies < 1e-5
+    assert slow.time.copies == pytest.approx(copies, rel=0.1)
+    assert slow.time.total - slow.time.copies == pytest.approx(fast.time.total - fast.time.copies)
+
+
+def test_kept_outputs_go_to_the_host_too() -> None:
+    kept = simulated("selective_attention", offload="cpu").host_bytes
+    # The input, the attention's output, and its statistics where they are large enough.
+    assert kept == 2 * (LAYERS - 1) * INPUT_BYTES
+
+
+def test_logits_are_never_held_with_a_chunked_head() -> None:
+    vocab = 32768
+    plain, chunked = (simulated("full", built=llama(vocab=vocab), head=head) for head in ("plain", "chunked"))
+    logits = LENGTH * vocab * 4
+    assert plain.by_category[Category.LOSS] > logits
+    assert chunked.peak_bytes < plain.peak_bytes - logits
+    assert chunked.by_category.get(Category.LOSS, 0) < logits / 2
+
+
+def test_tiles_shrink_what_a_layer_needs_while_it_is_recomputed() -> None:
+    peaks = [simulated("full", head="chunked", tiles=tiles).peak_of(Phase.RECOMPUTATION) for tiles in (None, 1, 4, 16)]
+    assert peaks[0] > peaks[2] > peaks[3]
+    assert peaks[0] - peaks[3] > 4 * INPUT_BYTES
+
+
+# --- Costs of layers. ---
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    return chain_of(llama(), STEP, A100, allowed=Allowed(offload=Offload()))
+
+
+def test_the_last_layer_does_not_offload(chain: Chain) -> None:
+    does = [any(option.offload for option in layer.costs) for layer in chain.layers]
+    assert does == [True] * (LAYERS - 1) + [False]
+
+
+def test_cost_of_offload_is_that_of_the_simulated_step(chain: Chain) -> None:
+    for option in (FULL, LayerPlan(Mode.SELECTIVE_ATTENTION)):
+        entries = [replace(option, offload=CPU_OFFLOAD)] * (LAYERS - 1) + [option]
+        choice = predict(chain, entries)
+        template = make_plan(llama(), Policy.parse("none"))
+        memory = simulate_step(llama(), to_plan(choice, chain, template), STEP, A100)
+        assert choice.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.01)
+        assert choice.seconds == pytest.approx(memory.time.total, rel=0.02)
+        assert choice.host_bytes == pytest.approx(memory.host_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "by_layer"),
+    [
+        (0, [0, 0, 0, 0]),
+        (2, [1, 1, 0, 0]),
+        # Enough for every layer's input, not for what other modes keep.
+        (5, [1, 1, 1, 0]),
+        (1000, [3, 3, 3, 0]),
+    ],
+)
+def test_any_choice_of_layers_that_offload_fits_the_host(chain: Chain, inputs: int, by_layer: list[int]) -> None:
+    asked = Offload(host_memory=inputs * INPUT_BYTES)
+    layers = offloaded(chain, A100, asked).layers
+    assert [sum(option.offload == asked for option in layer.costs) for layer in layers] == by_layer
+
+
+def test_tiles_are_no_option_where_dropout_lies_inside_unless_they_are_allowed() -> None:
+    built = llama(dropout=0.1)
+    base = chain_of(built, STEP, A100)
+    asked = {
+        allowed: any(
+            option.tiles
+            for layer in with_tiles(base, built, STEP, A100, allowed=allowed).layers
+            for option in layer.costs
+        )
+        for allowed in (Allowed(), Allowed(tiles=False), Allowed(tiles=True))
+    }
+    assert list(asked.values()) == [False, False, True]
+
+
+def test_chunked_head_is_cheaper_in_bytes_and_no_layer_changes(chain: Chain) -> None:
+    chunked = with_chunked_head(chain, llama(), STEP, A100)
+    assert chunked is not None
+    assert chunked.head is HeadMode.CHUNKED
+    assert chunked.head_bytes < chain.head_bytes / 2
+    assert chunked.layers == chain.layers
+    headless = llama().get_base_model().model
+    assert with_chunked_head(chain, headless, STEP, A100) is None
+
+
+# --- What is chosen. ---
+
+
+def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_fit(chain: Chain) -> None:
+    built, allowed = llama(), Allowed(offload=Offload(), tiles=False, head=False)
+    layers = (
+        replace(layer, costs={option: cost for option, cost in layer.costs.items() if not option.offload})
+        for layer in chain.layers
+    )
+    without = replace(chain, layers=tuple(layers))
+    budget = simulate_step(built, Policy.parse("full", offload="cpu"), STEP, A100).peak_bytes + INPUT_BYTES // 2
+    assert budget < Planner(without).smallest_peak().peak_bytes
+    found = plan_for(built, STEP, A100, budget, allowed=allowed, chain=chain)
+    assert any(entry.offload for entry in found.plan.stacks[0].layers)
+    assert found.memory.peak_bytes <= budget
+    assert found.memory.host_bytes > 0
+    with pytest.raises(BudgetError) as error:
+        plan_for(built, STEP, A100, budget, allowed=replace(allowed, offload=None), chain=without)
+    assert re.search(r"offload: cpu, with [\d.]+ MiB of host memory \(", str(error.value))
+
+
+# --- All of it together. ---
+
+
+def test_a_long_layer_needs_less_than_fourteen_of_its_inputs() -> None:
+    # As wide as a layer of Llama 3.1 8B. Its attention alone needs seven: queries, output and their gradients, and what
+    # the kernel adds up in float32 and for each head of the queries.
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        built = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=64)).to(torch.bfloat16)
+    adapted = get_peft_model(built, LoraConfig(r=32, target_modules="all-linear"), low_cpu_mem_usage=True)
+    step = Step(batch_size=1, seq_length=65536, autocast="bfloat16", optim="sgd")
+    memory = simulated("full", step, built=adapted, offload="cpu", tiles=8, head="chunked")
+    weights = sum(memory.by_category[each] for each in (Category.PARAMETERS, Category.GRADIENTS))
+    assert memory.peak_bytes - weights < 14 * 2 * 65536 * 4096
