@@ -6,6 +6,7 @@ import math
 
 from hf_ckpt.finetune.verify.check import Check
 from hf_ckpt.finetune.verify.gradients import Spread, between_weights
+from hf_ckpt.finetune.verify.leeway import Leeway
 from hf_ckpt.finetune.verify.record import Record
 from hf_ckpt.finetune.verify.trials import Trials, first_module, losses_of
 from hf_ckpt.finetune.verify.words import counted, listed
@@ -51,6 +52,8 @@ def check_loss(trials: Trials) -> Check:
     if not differing:
         what = f"{counted(len(got), 'loss')[:-1] + 'es' if len(got) > 1 else '1 loss'} equal bit by bit."
         return Check(name=name, verdict="pass", detail=what, figures=figures)
+    if trials.planned.leeway is not None and _losses_are_near(trials, expected, got):
+        return Check(name=name, verdict="pass", detail=_near(trials.planned.leeway, error), figures=figures)
     if not trials.is_repeatable and error <= _NOISE_MARGIN * _loss_noise(trials):
         return Check(name=name, verdict="pass", detail=_within_noise(error, _loss_noise(trials)), figures=figures)
     first = differing[0]
@@ -69,6 +72,9 @@ def check_gradients(trials: Trials) -> Check:
     figures = _figures(spread)
     if spread.is_equal:
         what = f"{counted(spread.num_compared, 'gradient')} equal bit by bit."
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    if trials.planned.leeway is not None and trials.is_within_leeway:
+        what = _near(trials.planned.leeway, trials.first_spread.max_scaled_error)
         return Check(name=name, verdict="pass", detail=what, figures=figures)
     noise = trials.noise.max_relative_error
     is_noise = not spread.lost and spread.max_relative_error <= _NOISE_MARGIN * noise
@@ -183,6 +189,13 @@ def check_weights(trials: Trials) -> Check:
     frozen = [key for key in differing if key not in planned.trainable]
     spread = between_weights(reference, planned)
     figures["max_relative_error"] = spread.max_relative_error
+    leeway = planned.leeway
+    if leeway is not None and not frozen and spread.max_scaled_error <= leeway.later:
+        what = (
+            f"After {counted(planned.num_steps, 'step')}, relative error up to {spread.max_scaled_error:.2g}, where "
+            f"{leeway.later:.2g} is allowed: the optimizer magnifies rounding that is another one with {leeway.what}."
+        )
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
     noise = between_weights(reference, trials.repeated).max_relative_error
     if not trials.is_repeatable and not frozen and spread.max_relative_error <= _NOISE_MARGIN * noise:
         what = _within_noise(spread.max_relative_error, noise)
@@ -192,6 +205,24 @@ def check_weights(trials: Trials) -> Check:
         what += f", frozen ones among them ({listed(sorted(frozen))})"
     what += f": relative error up to {spread.max_relative_error:.2g} ({spread.worst})." if spread.worst else "."
     return Check(name=name, verdict="fail", detail=what, figures=figures)
+
+
+def _losses_are_near(trials: Trials, expected: list[float], got: list[float]) -> bool:
+    leeway = trials.planned.leeway
+    if leeway is None:
+        return False
+    per_step = len(got) // max(trials.planned.num_steps, 1)
+    return all(
+        abs(a - b) <= (leeway.first if number < per_step else leeway.later) * abs(a)
+        for number, (a, b) in enumerate(zip(expected, got, strict=True))
+    )
+
+
+def _near(leeway: Leeway, error: float) -> str:
+    return (
+        f"Relative error up to {error:.2g}; {leeway.first:.2g} is allowed in the first step ({leeway.later:.2g} in "
+        f"later ones): with {leeway.what}, the same terms are added up in another order."
+    )
 
 
 def _loss_noise(trials: Trials) -> float:

@@ -63,8 +63,11 @@ def _faults(planned: Record) -> Iterator[str]:
             elif backward not in expected:
                 wrong.append(f"{root} ran {forward} times, and {backward} times again in backward")
         again += _ran_again(planned, layer)
-    layers = tuple(layer.path for layer in planned.layers)
+    # The chunked head runs again, and what is below it.
+    layers = (*(layer.path for layer in planned.layers), *([planned.head] if planned.head else []))
     again += [path for (path, b), count in planned.entries.items() if b and count and not _is_below(path, layers)]
+    if planned.head and not any(b and _is_below(path, (planned.head,)) for path, b in planned.entries):
+        yield f"The plan did nothing on the head: nothing of {planned.head} ran again in backward."
     if idle:
         modes = listed(sorted({f'"{layer.entry.mode}"' for layer in idle}))
         which = _layers(planned, idle)
@@ -85,13 +88,18 @@ def _regions(layer: WatchedLayer) -> list[tuple[str, tuple[str, ...]]]:
     """Return the paths of what should run again, each with the paths inside it that should not."""
     if layer.recomputes_itself:
         return []
+    return [*_regions_of_mode(layer), *((path, ()) for path in layer.tiled)]
+
+
+def _regions_of_mode(layer: WatchedLayer) -> list[tuple[str, tuple[str, ...]]]:
     match layer.entry.mode:
-        case Mode.FULL:
+        case Mode.FULL | Mode.SELECTIVE | Mode.SELECTIVE_ATTENTION:
             return [(layer.path, ())]
         case Mode.ATTENTION:
             return [(path, ()) for path in layer.attention]
         case Mode.FFN if layer.ffn:
-            return [(path, ()) for path in layer.ffn]
+            # What runs in tiles is recomputed in them.
+            return [(path, ()) for path in layer.ffn if path not in layer.tiled]
         case Mode.FFN:
             return [(layer.path, layer.attention)]
         case _:
@@ -111,6 +119,9 @@ def _count(
     if first is None or root not in planned.reached:
         return None
     forward, backward = planned.entries[first, False], planned.entries[first, True]
+    if root in layer.tiled:
+        # Each slice, and before them a few positions to see whether slices can stand for the whole.
+        return forward, backward, set(range(1, 2 * forward + 1))
     # The last layer of a nested segment is needed once only.
     return forward, backward, {forward, 2 * forward} if layer.entry.nested else {forward}
 

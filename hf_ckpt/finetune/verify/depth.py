@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hf_ckpt.finetune.verify.kinds import flags_of, kind_of
 from hf_ckpt.layers import Layer, Stack
+from hf_ckpt.modifiers import TO_DISK, Offload, Tiles
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy import Mode
 
 _PER_KIND = 2
+_FEW_TILES = 3
 
 _COUNT = re.compile(r"num_(hidden_)?layers|n_layers?|depth|num_blocks|(encoder|decoder)_layers|num_(en|de)coder_layers")
 _LISTED_INDICES = re.compile(r".*(_indices|_indexes|_idxs?|_ids|_layers)")
@@ -104,11 +107,16 @@ def represents(kept: Sequence[KeptStack], full: Sequence[Stack], built: Sequence
 def carries(kept: Sequence[KeptStack], plan: Plan) -> bool:
     """Tell whether a plan does with each kept layer what the plan of the full-size model does.
 
-    Reasons are left out: a layer that is left alone because it has no such part is left alone by name.
+    Reasons are left out: a layer that is left alone because it has no such part is left alone by name. So is where a
+    layer offloads to; the last one never does.
     """
-    ours = [[(entry.mode, entry.segment, entry.nested) for entry in stack.entries] for stack in kept]
-    theirs = [[(entry.mode, entry.segment, entry.nested) for entry in stack.layers] for stack in plan.stacks]
-    return ours == theirs
+    ours = [_without_reasons(stack.entries) for stack in kept]
+    return ours == [_without_reasons(stack.layers) for stack in plan.stacks]
+
+
+def offloads(kept: Sequence[KeptStack]) -> bool:
+    """Tell whether the plan of the kept layers moves anything off the device."""
+    return any(entry.offload is not None for stack in kept for entry in stack.entries)
 
 
 def with_layers(fields: Mapping[str, Any], kept: KeptStack) -> dict[str, Any]:
@@ -121,9 +129,15 @@ def with_layers(fields: Mapping[str, Any], kept: KeptStack) -> dict[str, Any]:
     return {name: _shortened(name, value, kept) for name, value in fields.items()}
 
 
-def rules(kept: Sequence[KeptStack]) -> list[dict[str, Any]]:
-    """Return the plan of the kept layers as the rules of a policy."""
-    found = [rule for stack in kept for rule in _rules_of(stack, len(kept) > 1)]
+def rules(kept: Sequence[KeptStack], disk: Path) -> list[dict[str, Any]]:
+    """Return the plan of the kept layers as the rules of a policy.
+
+    Args:
+        kept: the layers.
+        disk: where layers offload to that do so to a disk. However small, everything is offloaded: the tensors of a
+            reduced model are under any size that pays.
+    """
+    found = [rule for stack in kept for rule in _rules_of(stack, len(kept) > 1, disk)]
     return found or [{"mode": Mode.NONE.value}]
 
 
@@ -148,7 +162,7 @@ def _entries(stack: Stack, plan: StackPlan | None) -> tuple[LayerPlan, ...]:
 
 
 def _key(layer: Layer, entry: LayerPlan) -> Hashable:
-    return kind_of(layer), flags_of(layer), entry.mode, entry.why, entry.segment is not None, entry.nested
+    return kind_of(layer), flags_of(layer), replace(entry, segment=None), entry.segment is not None
 
 
 def _like_layers(stack: Stack, entries: Sequence[LayerPlan]) -> list[list[int]]:
@@ -206,8 +220,15 @@ def _kept(
 
 
 def _renumbered(entry: LayerPlan, starts: Mapping[int, int]) -> LayerPlan:
-    segment = None if entry.segment is None else starts[entry.segment]
-    return LayerPlan(entry.mode, segment, entry.nested, entry.why)
+    return replace(entry, segment=None if entry.segment is None else starts[entry.segment])
+
+
+def _without_reasons(entries: Sequence[LayerPlan]) -> list[tuple[LayerPlan, bool]]:
+    last = len(entries) - 1
+    return [
+        (replace(entry, why="", offload=None, tiles=_some(entry.tiles)), entry.offload is not None and idx < last)
+        for idx, entry in enumerate(entries)
+    ]
 
 
 # --- Fields of a config. ---
@@ -251,17 +272,33 @@ def _count(name: str, value: int, kept: KeptStack) -> int:
 # --- Rules and words. ---
 
 
-def _rules_of(stack: KeptStack, is_named: bool) -> Iterator[dict[str, Any]]:
+def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str, Any]]:
     where: dict[str, Any] = {"stack": stack.path} if is_named else {}
-    groups: dict[tuple[Mode, int | None, bool], list[int]] = {}
+    groups: dict[LayerPlan, list[int]] = {}
     for idx, entry in enumerate(stack.entries):
-        if entry.mode is not Mode.NONE:
-            groups.setdefault((entry.mode, entry.segment, entry.nested), []).append(idx)
-    for (mode, segment, is_nested), layers in groups.items():
-        rule = {**where, "layers": layers, "mode": mode.value}
-        if segment is not None:
-            rule |= {"segment_size": len(layers), "nested": is_nested}
+        if entry.mode is not Mode.NONE or entry.tiles is not None:
+            groups.setdefault(replace(entry, why=""), []).append(idx)
+    for entry, layers in groups.items():
+        rule = {**where, "layers": layers, "mode": entry.mode.value}
+        if entry.segment is not None:
+            rule |= {"segment_size": len(layers), "nested": entry.nested}
+        if entry.save:
+            rule["save"] = list(entry.save)
+        if entry.offload is not None:
+            rule["offload"] = _here(entry.offload, disk).to_dict()
+        if entry.tiles is not None:
+            rule["tiles"] = _some(entry.tiles)
         yield rule
+
+
+def _some(tiles: Tiles | None) -> Tiles | None:
+    """Return a number of tiles for the rows of a trial, which are so short that `auto` would not cut them."""
+    return _FEW_TILES if tiles == "auto" else tiles
+
+
+def _here(offload: Offload, disk: Path) -> Offload:
+    path = str(disk) if offload.to == TO_DISK else None
+    return replace(offload, path=path, min_bytes=0)
 
 
 def _like(stack: KeptStack, position: int) -> str:

@@ -22,6 +22,8 @@ class Spread:
         lost: names of those that only the first trial has.
         gained: names of those that only the second trial has.
         max_relative_error: largest difference over the largest value of its tensor.
+        max_scaled_error: the same, where a tensor with small values only is measured by a tenth of the largest value of
+            all. What is left of terms that cancel has an error of its own, also in a run without the plan.
         min_cosine: lowest cosine between two twins.
         worst: the name to which the error belongs.
         first_step: the first step, from 1, with a difference; 0 without one.
@@ -32,6 +34,7 @@ class Spread:
     lost: tuple[str, ...] = ()
     gained: tuple[str, ...] = ()
     max_relative_error: float = 0.0
+    max_scaled_error: float = 0.0
     min_cosine: float = 1.0
     worst: str = ""
     first_step: int = 0
@@ -42,10 +45,10 @@ class Spread:
         return not (self.differing or self.lost or self.gained)
 
 
-def between_gradients(first: Record, second: Record) -> Spread:
-    """Compare every gradient of every step that both trials have done."""
+def between_gradients(first: Record, second: Record, num_steps: int | None = None) -> Spread:
+    """Compare every gradient of every step that both trials have done, or of the first of them."""
     spread = Spread()
-    for step in range(min(first.num_steps, second.num_steps)):
+    for step in range(min(first.num_steps, second.num_steps, num_steps or first.num_steps)):
         spread = _with_step(spread, _between(first.gradients(step), second.gradients(step)), step + 1)
     return spread
 
@@ -59,17 +62,21 @@ def _between(first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | N
     names = first.keys() | second.keys()
     lost = sorted(name for name in names if first.get(name) is not None and second.get(name) is None)
     gained = sorted(name for name in names if first.get(name) is None and second.get(name) is not None)
-    differing, error, cosine, worst = [], 0.0, 1.0, ""
+    differing, error, scaled, cosine, worst = [], 0.0, 0.0, 1.0, ""
+    floor = 0.1 * max((_largest(tensor) for tensor in first.values() if tensor is not None), default=0.0)
     for name in first:
         expected, got = first[name], second.get(name)
         if expected is None or got is None or of_tensor(expected) == of_tensor(got):
             continue
         differing.append(name)
         cosine = min(cosine, _cosine(expected, got))
-        if (own := _relative_error(expected, got)) > error:
+        own = _relative_error(expected, got)
+        scaled = max(scaled, own * min(_largest(expected) / floor, 1.0) if floor else own)
+        if own > error:
             error, worst = own, name
     num_there = sum(1 for name in names if first.get(name) is not None or second.get(name) is not None)
-    return Spread(num_there, tuple(differing), tuple(lost), tuple(gained), error, cosine, worst, 1 if differing else 0)
+    names_of = tuple(differing), tuple(lost), tuple(gained)
+    return Spread(num_there, *names_of, error, scaled, cosine, worst, 1 if differing else 0)
 
 
 def _with_step(so_far: Spread, step: Spread, number: int) -> Spread:
@@ -80,6 +87,7 @@ def _with_step(so_far: Spread, step: Spread, number: int) -> Spread:
         lost=tuple(dict.fromkeys((*so_far.lost, *step.lost))),
         gained=tuple(dict.fromkeys((*so_far.gained, *step.gained))),
         max_relative_error=worse.max_relative_error,
+        max_scaled_error=max(so_far.max_scaled_error, step.max_scaled_error),
         min_cosine=min(so_far.min_cosine, step.min_cosine),
         worst=worse.worst,
         first_step=so_far.first_step or (0 if step.is_equal else number),
@@ -92,6 +100,10 @@ def _relative_error(expected: Tensor, got: Tensor) -> float:
     largest = expected.double().abs().max()
     error = (expected.double() - got.double()).abs().max()
     return float(error / largest) if largest > 0 else float("inf")
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _cosine(expected: Tensor, got: Tensor) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_ckpt.finetune.verify.leeway import Leeway
 from hf_ckpt.plans import LayerPlan, Plan
 
 Gradients = dict[str, Tensor | None]
@@ -77,6 +78,7 @@ class WatchedLayer:
         attention: paths of its attention.
         ffn: paths of its ffn; empty where the layer's own forward computes it.
         recomputes_itself: whether it is a reversible layer, which recomputes under any plan.
+        tiled: paths of what runs in slices of the sequence, each of them recomputed.
     """
 
     path: str
@@ -84,6 +86,7 @@ class WatchedLayer:
     attention: tuple[str, ...]
     ffn: tuple[str, ...]
     recomputes_itself: bool
+    tiled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class Record:
 
     Args:
         folder: where the trial wrote its gradients, weights and what the Trainer saved.
+        head: path of the head, where the plan runs it in chunks.
+        leeway: how far it may be from a trial without the plan; None where not by a bit.
         elsewhere: those of `trainable` of which this process holds no part, because FSDP1 left them to others.
     """
 
@@ -118,6 +123,8 @@ class Record:
     layers: tuple[WatchedLayer, ...] = ()
     expected_plan: Plan | None = None
     plan: Plan | None = None
+    head: str = ""
+    leeway: Leeway | None = None
     callback_faults: list[str] = field(default_factory=list)
     micro_batches: list[MicroBatch] = field(default_factory=list)
     num_steps: int = 0

@@ -19,6 +19,7 @@ from hf_ckpt.finetune.verify.fingerprints import of_tensor, tensors_in
 from hf_ckpt.finetune.verify.record import MicroBatch, Record, StateChange
 from hf_ckpt.layers import Stack
 from hf_ckpt.regions.call import is_in_backward
+from hf_ckpt.regions.head import DeferredLogits
 
 _SEAM = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
 # Attributes that a plan sets, and that it switches for a forward without gradients.
@@ -129,7 +130,9 @@ class Recorder:
         if self._micro is None or is_in_backward():
             return
         with self._looking():
-            digests = tuple(of_tensor(tensor) for tensor in tensors_in(output, depth=1))
+            # Logits that were put off are not there; to look at them would compute them.
+            there = (x for x in tensors_in(output, depth=1) if not isinstance(x, DeferredLogits))
+            digests = tuple(map(of_tensor, there))
             self._micro.outputs.append((path, digests))
         if path in self._layer_of:
             self._forward_states[path].append(_state_of(module))

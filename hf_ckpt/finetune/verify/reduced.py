@@ -24,6 +24,7 @@ from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import rehearse
 from hf_ckpt.finetune.recipe import Recipe, Values
+from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.finetune.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.finetune.verify import adapters, depth, processes, widths
 from hf_ckpt.finetune.verify.depth import KeptStack
@@ -38,7 +39,6 @@ VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
 
 _STRUCTURE = ("layers", "attention", "ffn")
-_SHORTHAND = ("every_n_layers", "segment_size", "nested", "skip_frozen")
 _KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype")
 
 _MOST_PARAMETERS = 300_000_000
@@ -132,7 +132,7 @@ def at_full_size(recipe: Recipe, section: Values) -> FullSize:
     if recipe.checkpointing is None:
         return FullSize(model, _layers_if_any(model), None)
     stacks = find_layers(model, **structure)
-    options = {key: checkpointing[key] for key in ("policy", *_SHORTHAND) if key in checkpointing}
+    options = {key: checkpointing[key] for key in ("policy", *POLICY_OPTIONS) if key in checkpointing}
     applied = apply(model, **options, **structure)
     applied.remove()
     return FullSize(model, stacks, applied.plan)
@@ -195,7 +195,7 @@ def _shallow(
     """Return the recipe, the fields of its config and the layers that are left, with as few layers as hold."""
     for number, kept in enumerate(_proposals(recipe, full)):
         fewer = _with_layers(fields, full, kept)
-        planned = replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept))
+        planned = replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder))
         section = written_section(fewer, recipe, found, folder / f"layers-{number}")
         try:
             for candidate in _with_adapters(planned, full, kept):
@@ -203,7 +203,8 @@ def _shallow(
                     return candidate, fewer, kept
         except HFCkptError:
             continue
-    return recipe, fields, tuple(depth.whole(stack, plan) for stack, plan in _pairs(full))
+    kept = tuple(depth.whole(stack, plan) for stack, plan in _pairs(full))
+    return replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder)), fields, kept
 
 
 def _proposals(recipe: Recipe, full: FullSize) -> Iterator[tuple[KeptStack, ...]]:
@@ -262,11 +263,16 @@ def _places(
             yield from _places(value, (*above, name))
 
 
-def _carried_policy(checkpointing: Values | None, kept: Sequence[KeptStack]) -> Values | None:
-    if checkpointing is None or all(stack.is_whole for stack in kept):
+def _carried_policy(
+    checkpointing: Values | None, kept: Sequence[KeptStack], full: FullSize, folder: Path
+) -> Values | None:
+    if checkpointing is None or full.plan is None:
         return checkpointing
-    others = {key: value for key, value in checkpointing.items() if key not in _SHORTHAND}
-    return {**others, "policy": depth.rules(kept)}
+    if all(stack.is_whole for stack in kept) and not depth.offloads(kept):
+        return checkpointing
+    others = {key: value for key, value in checkpointing.items() if key not in POLICY_OPTIONS}
+    # One folder for all processes: they must be given the same policy.
+    return {**others, "policy": depth.rules(kept, folder.parent), "head": full.plan.head.value}
 
 
 def _with_adapters(recipe: Recipe, full: FullSize, kept: Sequence[KeptStack]) -> Iterator[Recipe]:

@@ -203,6 +203,9 @@ def check_generation(trials: Trials) -> Check:
     wrong = [when for when in tried if got.get(when) != tried[when]]
     if wrong and not trials.is_repeatable:
         return Check(name=name, verdict="skip", detail="Not compared: the run does not repeat itself.")
+    if wrong and trials.planned.leeway is not None:
+        why = f"{trials.planned.leeway.what} round otherwise, and the weights with them"
+        return Check(name=name, verdict="skip", detail=f"Not compared: {why}.")
     if wrong:
         when = wrong[0]
         detail = f"Generation {when} gives {got.get(when)} with and {tried[when]} without the plan."

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,25 @@ from transformers import (
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
 from hf_ckpt.finetune.recipe import Values
+from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.finetune.verify.engine import VerifyTrainer, engine_of
 from hf_ckpt.finetune.verify.fingerprints import local, of_random_state, of_tensor, of_values
 from hf_ckpt.finetune.verify.generation import changes, generated, logits, use_cache_of
 from hf_ckpt.finetune.verify.hooks import UserHooks
+from hf_ckpt.finetune.verify.leeway import draws_in_tiles, leeway_of, slice_alike
 from hf_ckpt.finetune.verify.locate import OperatorWatch
 from hf_ckpt.finetune.verify.record import Failure, Record, WatchedLayer
 from hf_ckpt.finetune.verify.recorder import Recorder, plain_attributes
 from hf_ckpt.finetune.verify.subject import Subject
+from hf_ckpt.heads import find_head, governed_by_other
 from hf_ckpt.layers import Stack, find_layers
+from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.plans import Plan, parse, resolve
+from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.saved_files import WRAPPERS
 
 # Names that wrappers of torch give to what they wrap: activation checkpointing, FSDP1, torch.compile.
 _STRUCTURE = ("layers", "attention", "ffn")
-_SHORTHAND = ("every_n_layers", "segment_size", "nested", "skip_frozen")
 
 
 def run_trial(
@@ -99,6 +104,9 @@ class _Trial:
         stacks = find_layers(self.model, **_chosen(section, _STRUCTURE))
         plan = _expected_plan(section, stacks, type(self.model).__name__)
         self.record.expected_plan, self.record.layers = plan, tuple(_watched_layers(plan, stacks))
+        self.record.leeway = leeway_of(plan, stacks, self.model, self.args)
+        if not is_planned and draws_in_tiles(plan, stacks):
+            slice_alike(plan, stacks)
         self.recorder = Recorder(self.model, stacks, self.record)
         self.callback = WatchedCallback(section) if is_planned else None
         self.watch = watch
@@ -150,10 +158,20 @@ class _Trial:
     def start_training(self, trainer: RecordingTrainer) -> None:
         """Place hooks and note weights, when engines and plan are in place."""
         self.record.engine = engine_of(trainer.model_wrapped)
+        self._note_head()
         self.record.trainable = tuple(name for name, p in parameters_of(self.model) if p.requires_grad)
         self.record.elsewhere = frozenset(name for name, p in parameters_of(self.model) if not p.numel())
         self.record.tensors_before = _digests(self.model)
         self.recorder.start()
+
+    def _note_head(self) -> None:
+        plan = self.record.expected_plan
+        if plan is None or plan.head is HeadMode.PLAIN:
+            return
+        if governed_by_other(self.model) is not None:
+            self.record.expected_plan = replace(plan, head=HeadMode.PLAIN)
+        elif self.callback is not None:
+            self.record.head = _clean(find_head(self.model).path)
 
     def keep_gradients(self, step: int) -> None:
         """Keep the gradients of an optimizer step, before they are clipped."""
@@ -262,7 +280,7 @@ def _chosen(section: Values, keys: tuple[str, ...]) -> dict[str, Any]:
 
 def _expected_plan(section: Values, stacks: Sequence[Stack], model_class: str) -> Plan:
     """Return what the policy means for this model, resolved apart from the callback."""
-    policy = parse(section["policy"], **_chosen(section, _SHORTHAND))
+    policy = parse(section["policy"], **_chosen(section, POLICY_OPTIONS))
     return policy if isinstance(policy, Plan) else resolve(policy, stacks, model_class)
 
 
@@ -276,6 +294,7 @@ def _watched_layers(plan: Plan, stacks: Sequence[Stack]) -> Iterator[WatchedLaye
                 attention=tuple(f"{path}.{name}" for name in layer.attention),
                 ffn=tuple(f"{path}.{name}" for name in layer.ffn),
                 recomputes_itself=hasattr(layer.module, "backward_pass"),
+                tiled=tuple(f"{path}.{name}" for name in tiled_modules(layer)) if entry.tiles is not None else (),
             )
 
 

@@ -34,6 +34,22 @@ class Trials:
         return between_gradients(self.reference, self.planned)
 
     @cached_property
+    def first_spread(self) -> Spread:
+        """How far the planned trial is from the reference in the first step."""
+        return between_gradients(self.reference, self.planned, 1)
+
+    @cached_property
+    def is_within_leeway(self) -> bool:
+        """Whether the planned trial's gradients are as near as a plan that adds up in another order comes."""
+        leeway = self.planned.leeway
+        return (
+            leeway is not None
+            and not (self.spread.lost or self.spread.gained)
+            and self.first_spread.max_scaled_error <= leeway.first
+            and self.spread.max_scaled_error <= leeway.later
+        )
+
+    @cached_property
     def is_repeatable(self) -> bool:
         """Whether the reference repeats itself bit by bit."""
         return self.noise.is_equal and losses_of(self.reference) == losses_of(self.repeated)
@@ -47,7 +63,7 @@ def losses_of(record: Record) -> list[float]:
 
 def first_module_before(trials: Trials) -> str | None:
     """Return the first module whose output differs before any gradient could be the reason; None if none does."""
-    if not trials.is_repeatable:
+    if not trials.is_repeatable or trials.planned.leeway is not None:
         return None
     micro_batches = trials.planned.micro_batches
     per_step = max(len(micro_batches) // max(trials.planned.num_steps, 1), 1)

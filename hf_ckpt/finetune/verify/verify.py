@@ -188,7 +188,7 @@ class _Verification:
         planned = trials.planned
         if planned.failure is not None:
             return _of_failure(planned)
-        is_known = trials.spread.is_equal or first_module_before(trials) is not None
+        is_known = trials.spread.is_equal or trials.is_within_leeway or first_module_before(trials) is not None
         if is_known or not trials.is_repeatable:
             return None
         return first_layer(trials.reference, planned) or _by_parameter(trials)
