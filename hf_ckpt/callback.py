@@ -14,11 +14,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
 from hf_ckpt.amounts import parse_budget
+from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.auto.measured import TrainingPeak
 from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError, SavedFilesError
-from hf_ckpt.figures import GIB, StepClock, peak_memory, recomputed_share
+from hf_ckpt.figures import GIB, StepClock, offload_figures, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
+from hf_ckpt.modifiers import Tiles
 from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import AUTO, Mode, Policy, SegmentSize
@@ -54,6 +56,12 @@ class HFCkptCallback(TrainerCallback):
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
+        save: see `Rule`.
+        offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, allows the planner to
+            do so; left out, it does not.
+        tiles: see `Rule`. With `"auto"` the planner does so where nothing random lies inside; `"auto"` allows it there
+            too, 1 forbids it.
+        head: `"chunked"` never holds the logits. With `"auto"` the planner chooses; `"plain"` forbids it.
         skip_frozen: leave alone the layers that need no gradient.
         layers: dotted path of the layer list, or several, where they cannot be found by structure.
         attention: attribute name, in each layer, of the attention.
@@ -79,6 +87,10 @@ class HFCkptCallback(TrainerCallback):
     | `ckpt/recomputed_share` | share of the layers' weights whose forward runs again in backward |
     | `ckpt/peak_allocated_gib` or `ckpt/peak_resident_gib` | highest memory of the device, or of the process |
     | `ckpt/predicted_peak_gib` | with `"auto"`: highest predicted memory of a training step |
+    | `ckpt/host_peak_gib` | with `offload`: most host memory that it has held |
+    | `ckpt/offloaded_gib` | with `offload`: copied away in all, under the plan that is in force at the end |
+    | `ckpt/offload_wait_s` | with `offload`: seconds for which the host waited for copies |
+    | `ckpt/offloaded_share` | with `offload`: share of the layers asked to that do so, as measured or as told |
     | `ckpt/tokens_per_sec` | tokens per second of this process, padding included, without the first step |
     """
 
@@ -91,6 +103,10 @@ class HFCkptCallback(TrainerCallback):
         every_n_layers: int | None = None,
         segment_size: SegmentSize | None = None,
         nested: bool | None = None,
+        save: Sequence[str] | str | None = None,
+        offload: object = None,
+        tiles: Tiles | None = None,
+        head: str | None = None,
         skip_frozen: bool = False,
         layers: str | Sequence[str] | None = None,
         attention: str | None = None,
@@ -105,6 +121,10 @@ class HFCkptCallback(TrainerCallback):
             "every_n_layers": every_n_layers,
             "segment_size": segment_size,
             "nested": nested,
+            "save": save,
+            "offload": offload,
+            "tiles": tiles,
+            "head": head,
             "skip_frozen": skip_frozen,
         }
         self._structure: dict[str, Any] = {"layers": layers, "attention": attention, "ffn": ffn}
@@ -112,11 +132,12 @@ class HFCkptCallback(TrainerCallback):
         self._auto: Auto | None = None
         if policy == AUTO:
             _check_alone(shorthand)
+            allowed = allowed_by(shorthand)
             budget = None if memory_budget is None else parse_budget(memory_budget)
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
             from hf_ckpt.auto.asked import Auto
 
-            self._auto = Auto(budget, max_length, self._structure)
+            self._auto = Auto(budget, max_length, self._structure, allowed)
         else:
             _check_for_auto(policy, memory_budget=memory_budget, max_length=max_length)
             self._policy = parse(policy, **shorthand)
@@ -399,7 +420,13 @@ class _Run:
 
     def faults_of_first_step(self) -> list[str]:
         first_step, self._first_step = self._first_step, None
-        return [] if first_step is None else first_step.finish()
+        if first_step is None:
+            return []
+        for offloader in self.applied.offloaders:
+            for fault in offloader.faults():
+                # Short rows may be all there is in the first step: nothing is wrong, but for the memory.
+                warnings.warn(fault, stacklevel=2)
+        return first_step.finish()
 
     def end_step(self) -> None:
         self._clock.end_step()
@@ -410,6 +437,7 @@ class _Run:
         figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
         figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
         figures.update(peak_memory())
+        figures.update(offload_figures([offloader.stats for offloader in self.applied.offloaders]))
         if self._planning is not None and self._planning.predicted_bytes:
             figures["predicted_peak_gib"] = self._planning.predicted_bytes / GIB
             logger.info("%s", self._peak.beside(self._planning.predicted_bytes))
@@ -425,7 +453,7 @@ class _Run:
 
 
 def _check_alone(shorthand: dict[str, Any]) -> None:
-    given = [name for name, value in shorthand.items() if value not in (None, False)]
+    given = [name for name, value in shorthand.items() if value not in (None, False) and name not in ALLOWANCES]
     if given:
         raise PolicyError(
             f'{", ".join(given)} was given beside policy "{AUTO}", which chooses for each layer. Leave it out.'

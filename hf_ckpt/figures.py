@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from hf_ckpt.input_gradients import input_embeddings
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan
 from hf_ckpt.policy import Mode
+from hf_ckpt.position_wise import tiled_modules
+from hf_ckpt.regions.offload import Stats
 from hf_ckpt.shapes import Shapes, parameter_shapes
 
 GIB = 2**30
+
+_PRODUCTS = ("mm", "addmm", "linear")
+"""Operators that the linear layers of a model are made of."""
 
 
 class StepClock:
@@ -90,11 +96,31 @@ def peak_memory() -> dict[str, float]:
     return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
 
 
+def offload_figures(stats: Sequence[Stats]) -> dict[str, float]:
+    """Return what the engines of a run have moved, all of them together; empty where there is none.
+
+    Args:
+        stats: of each engine.
+
+    Returns:
+        `host_peak_gib`, `offloaded_gib`, `offload_wait_s` and `offloaded_share`, the least of the engines.
+    """
+    if not stats:
+        return {}
+    return {
+        "host_peak_gib": sum(each.peak_host_bytes for each in stats) / GIB,
+        "offloaded_gib": sum(each.bytes_out for each in stats) / GIB,
+        "offload_wait_s": sum(each.seconds_waited for each in stats),
+        "offloaded_share": min(each.fraction for each in stats),
+    }
+
+
 def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
     """Return the share of the layers' weights whose forward runs again in backward, counted once per extra run.
 
-    A nested segment runs its layers twice more, so the share can exceed 1. Weights stand for the work of a forward:
-    the matrix products of a layer take time in proportion to them.
+    A nested segment runs its layers twice more, and so does a layer under `full` with what it runs in tiles: the share
+    can exceed 1. Weights stand for the work of a forward: the matrix products of a layer take time in proportion to
+    them, and what `selective` recomputes between them has next to none.
     """
     pairs = [
         (entry, layer)
@@ -109,19 +135,42 @@ def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
 
 
 def _recomputed_weights(entry: LayerPlan, layer: Layer, shapes: Shapes) -> int:
+    tiled = tiled_modules(layer) if entry.tiles is not None else []
+    # Tiles are recomputed by themselves, besides what the mode recomputes around them.
+    return _num_below(layer, tiled, shapes) + _weights_of_mode(entry, layer, shapes, tiled)
+
+
+def _weights_of_mode(entry: LayerPlan, layer: Layer, shapes: Shapes, tiled: Collection[str]) -> int:
     whole = _num_weights(layer.module, shapes)
-    attention = sum(_num_weights(layer.submodule(name), shapes) for name in layer.attention)
+    attention = _num_below(layer, layer.attention, shapes)
     match entry.mode:
         case Mode.NONE:
             return 0
         case Mode.FULL:
             return whole * (2 if entry.nested else 1)
+        case Mode.SELECTIVE:
+            return _unsaved_weights(entry, layer, shapes)
+        case Mode.SELECTIVE_ATTENTION:
+            return whole
         case Mode.ATTENTION:
             return attention
         case Mode.FFN if layer.ffn_is_inline:
             return whole - attention
         case Mode.FFN:
-            return sum(_num_weights(layer.submodule(name), shapes) for name in layer.ffn)
+            return _num_below(layer, [name for name in layer.ffn if name not in tiled], shapes)
+
+
+def _unsaved_weights(entry: LayerPlan, layer: Layer, shapes: Shapes) -> int:
+    """Return the weights of the products whose outputs mode `selective` does not keep."""
+    if not entry.save or any(name.rpartition(".")[2] in _PRODUCTS for name in entry.save):
+        return 0
+    kept = [name for name, _ in layer.module.named_modules() if any(fnmatchcase(name, saved) for saved in entry.save)]
+    outermost = [name for name in kept if not any(name.startswith(f"{other}.") for other in kept)]
+    return _num_weights(layer.module, shapes) - _num_below(layer, outermost, shapes)
+
+
+def _num_below(layer: Layer, names: Iterable[str], shapes: Shapes) -> int:
+    return sum(_num_weights(layer.submodule(name), shapes) for name in names)
 
 
 def _num_weights(module: nn.Module, shapes: Shapes) -> int:

@@ -19,6 +19,7 @@ Tiles = int | Literal["auto"]
 TO_CPU, TO_DISK = "cpu", "disk"
 
 _MIN_BYTES = 2**20
+_LEAST_HOST_MEMORY = 4096
 
 
 class HeadMode(StrEnum):
@@ -89,7 +90,7 @@ def parse_offload(value: object) -> Offload | None:
         to=_parse_to(value.get("to", TO_CPU)),
         path=_parse_path(value.get("path")),
         fraction=_parse_fraction(value.get("fraction")),
-        host_memory=_parse_amount("host_memory", value.get("host_memory")),
+        host_memory=_parse_host_memory(value.get("host_memory")),
         min_bytes=_MIN_BYTES if min_bytes is None else min_bytes,
     )
     _check_path(parsed, value)
@@ -172,6 +173,13 @@ def _parse_fraction(value: object) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
         return float(value)
     raise PolicyError(f"fraction of offload is {as_written(value)}. Use a number above 0 and at most 1.")
+
+
+def _parse_host_memory(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value < _LEAST_HOST_MEMORY:
+        # A few bytes are an amount that lacks its unit.
+        return parse_budget(value, key="host_memory").num_bytes
+    return _parse_amount("host_memory", value)
 
 
 def _parse_amount(key: str, value: object) -> int | None:

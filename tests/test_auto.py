@@ -29,9 +29,11 @@ from hf_ckpt.auto.lengths import Batch, largest_batch
 from hf_ckpt.auto.planning import _stepped
 from hf_ckpt.auto.skeleton import skeleton
 from hf_ckpt.errors import BudgetError, UnsupportedError
+from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, GIB, Device, find_device
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
+from hf_ckpt.modifiers import Offload
 from hf_ckpt.patch import make_plan
 from hf_ckpt.policy import Mode, Policy
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, weights
@@ -141,11 +143,58 @@ def test_a_large_budget_recomputes_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert "a CPU does not count what is allocated, so nothing was measured." in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiles": 8}, r"tiles is 8 beside policy \"auto\""),
+        ({"offload": {"to": "cpu", "fraction": 0.5}}, "Leave fraction out"),
+        ({"save": ["aten.mm"]}, "save was given beside policy"),
+        ({"head": "chunk"}, 'Did you mean "chunked"'),
+    ],
+)
+def test_what_only_the_planner_can_say_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        HFCkptCallback("auto", memory_budget="1GiB", **options)
+
+
+def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Allowed] = []
+
+    def plan_for(model: nn.Module, *given: Any, allowed: Allowed, **structure: Any) -> Any:
+        asked.append(allowed)
+        plan = make_plan(model, Policy.parse("full", offload=allowed.offload_option), **structure)
+        return SimpleNamespace(plan=plan, memory=simulate_step(model, plan, step(), CPU))
+
+    monkeypatch.setattr(planning, "plan_for", plan_for)
+    offload = {"to": "cpu", "min_bytes": 0}
+    model, callback = lora(), HFCkptCallback("auto", memory_budget=between("lora", 0.4), offload=offload, tiles=1)
+    trainer = run(model, tmp_path, callback, eval_strategy="steps", eval_steps=1)
+    expected_losses, expected_weights = without_plan("lora")
+    assert losses(trainer) == expected_losses
+    assert changed(expected_weights, weights(model)) == []
+    (allowed,) = asked
+    # No more than is free here; how much that is is no part of the plan.
+    assert allowed.offload is not None
+    assert allowed.offload.host_memory is not None
+    assert (allowed.tiles, allowed.head) == (False, True)
+    assert callback.plan is not None
+    entries = callback.plan.stacks[0].layers
+    assert [entry.offload for entry in entries] == [Offload(fraction=1.0, min_bytes=0)] * 3 + [None]
+    report = callback.report()
+    assert report["ckpt/offloaded_gib"] > 0
+    assert report["ckpt/host_peak_gib"] > 0
+    assert report["ckpt/offloaded_share"] == 1
+
+
 @pytest.fixture
 def plans_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the planner answer mode full, so that only what is made of its plans takes time."""
 
-    def plan_for(model: nn.Module, step: Step, device: Device, budget_bytes: int, **structure: Any) -> Any:
+    def plan_for(
+        model: nn.Module, step: Step, device: Device, budget_bytes: int, *, allowed: Allowed, **structure: Any
+    ) -> Any:
         plan = make_plan(model, Policy.parse("full"), **structure)
         return SimpleNamespace(plan=plan, memory=simulate_step(model, plan, step, device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import pickle
@@ -20,6 +21,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
+from hf_ckpt.figures import recomputed_share
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
 from tests.training import During, changed, counted, llama, lora, losses, trainer, weights
@@ -206,6 +208,77 @@ def test_recomputed_share_is_that_of_the_weights(tmp_path: Path, policy: str, sh
     trainer(llama(), tmp_path, used, max_steps=1).train()
     assert used.report()["ckpt/recomputed_share"] == pytest.approx(share)
     assert "ckpt/tokens_per_sec" not in used.report()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "share"),
+    [
+        ("selective", {}, 0),
+        ("selective", {"save": ["aten.mm"]}, 0),
+        ("selective", {"save": ["mlp", "mlp.gate_proj"]}, 1 - 1152 / 2208),
+        ("selective_attention", {}, 1),
+        # All linear layers and norms, in tiles.
+        ("none", {"tiles": 2}, 1),
+        ("full", {"tiles": 2}, 2),
+    ],
+)
+def test_recomputed_share_of_finer_modes(mode: str, options: dict[str, Any], share: float) -> None:
+    model = llama(attention_dropout=0.0)
+    with hf_ckpt.apply(model, mode, **options) as applied:
+        assert recomputed_share(applied.plan, applied.stacks) == pytest.approx(share)
+
+
+OFFLOAD = {"to": "cpu", "min_bytes": 0}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_figures_of_offload_are_reported(tmp_path: Path, kind: str) -> None:
+    used, model = HFCkptCallback("full", offload=OFFLOAD), MODELS[kind]()
+    run = trainer(model, tmp_path, used, **BUSY)
+    run.train()
+    expected_losses, expected_weights = without_callback(kind, busy=True)
+    assert losses(run) == expected_losses
+    assert changed(expected_weights, weights(model)) == []
+    report = used.report()
+    # Inputs of 2 rows of 8 tokens of 16 numbers, in two steps; the same buffers serve both. The last layer's stays, and
+    # with adapters the first one's: the embeddings' output is asked for a gradient, and stays for that.
+    num_bytes = (3 if kind == "full fine-tune" else 2) * 2 * 8 * 16 * 4
+    assert report["ckpt/offloaded_gib"] * 2**30 == pytest.approx(2 * num_bytes)
+    assert report["ckpt/host_peak_gib"] * 2**30 == pytest.approx(num_bytes)
+    assert report["ckpt/offloaded_share"] == 1
+    assert report["ckpt/offload_wait_s"] >= 0
+
+
+def test_offload_that_moves_nothing_is_told(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="offload was asked for 3 layers, but nothing was sent away"):
+        trainer(llama(), tmp_path, HFCkptCallback("full", offload="cpu"), max_steps=1).train()
+
+
+@pytest.mark.parametrize("is_disk", [False, True])
+def test_crashed_run_leaves_no_buffers_files_and_hooks(tmp_path: Path, is_disk: bool) -> None:
+    offload = {**OFFLOAD, **({"to": "disk", "path": str(tmp_path / "disk")} if is_disk else {})}
+    (tmp_path / "disk").mkdir()
+    used, model = HFCkptCallback("full", offload=offload), llama()
+    run = trainer(model, tmp_path / "run", used)
+    seen: list[Any] = []
+
+    def crash(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        assert used._run is not None
+        seen.extend(used._run.applied.offloaders)
+        assert seen[0].stats.num_live > 0
+        raise RuntimeError("crash")
+
+    hook = model.lm_head.register_forward_hook(crash)
+    with pytest.raises(RuntimeError, match="crash"):
+        run.train()
+    hook.remove()
+    assert hf_ckpt.remove(model)
+    del run
+    gc.collect()
+    assert seen[0].stats.num_live == 0
+    assert seen[0].stats.host_bytes == 0
+    assert list((tmp_path / "disk").rglob("*")) == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_tokens_per_second_leave_out_the_first_step_and_evaluation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Estimate:
 def test_every_mode_has_a_row_between_the_recipes_and_the_planners(found: Estimate) -> None:
     assert [row.name for row in found.rows] == [RECIPE, *FIXED, AUTO]
     assert {"none", "full", "attention", "ffn", "every-2", "segments", "segments, nested"} <= set(FIXED)
+    assert {"selective", "selective_attention", "full, offload", "full, offload, tiles, head"} <= set(FIXED)
     assert not any(row.refusal for row in found.rows)
 
 
@@ -168,6 +170,31 @@ def test_table_of_several_devices_has_a_column_for_each() -> None:
     assert none.endswith("no, 5.5 GiB too much  yes")
     assert [line.split("  ")[1] for line in lines if line.startswith("  auto")] == ["auto, rtx4090", "auto, a6000"]
     assert sum(" fits on " in line for line in lines) == 2
+
+
+def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_hand(CARD)
+    assert " host " not in report.table(found)
+    assert report.as_json(found)["host"] == []
+    rows = tuple(
+        replace(row, memory=replace(row.memory, host_bytes=3 * GIB)) if row.name == RECIPE and row.memory else row
+        for row in found.rows
+    )
+    found = replace(found, rows=rows)
+    lines = report.table(found).splitlines()
+    assert lines[5].split()[-3:] == ["step", "host", "fits"]
+    assert " ".join(lines[6].split()).endswith("3 s 3.0 GiB yes")
+    assert lines[-1] == "It needs 3.0 GiB of host memory beside rtx4090."
+    # On this machine it is known what is free.
+    monkeypatch.setattr(report, "this_device", lambda: CARD)
+    monkeypatch.setattr(report.host_memory, "available_bytes", lambda: 2 * GIB)
+    assert report.table(found).splitlines()[-1] == (
+        "It needs 3.0 GiB of host memory; 2.0 GiB are free here: it does not fit: offload fewer layers (fraction), or "
+        "to disk."
+    )
+    assert report.as_json(found)["host"] == [
+        {"device": "rtx4090", "needed_bytes": 3 * GIB, "free_bytes": 2 * GIB},
+    ]
 
 
 def test_json_has_every_figure() -> None:
@@ -345,6 +372,39 @@ def test_simulate_takes_fields_of_the_step(tmp_path: Path) -> None:
     assert shorter.peak_bytes < questions.simulate(path, plan="none", device="rtx4090").peak_bytes
     with pytest.raises(RecipeError, match=r"A step has no such field.*'length'.*Its fields are batch_size, seq_length"):
         questions.simulate(path, device="rtx4090", length=32)
+
+
+def test_what_is_added_to_a_policy_is_simulated_with_it(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    long = {"seq_length": 2048, "batch_size": 1, "is_padded": False}
+    full = questions.simulate(path, plan="full", device="rtx4090", **long)
+    added: dict[str, Any] = {"offload": {"to": "cpu", "min_bytes": 0}, "tiles": "auto", "head": "chunked"}
+    least = questions.simulate(path, plan="full", device="rtx4090", **added, **long)
+    assert least.peak_bytes < 0.7 * full.peak_bytes
+    # The inputs of three of four layers: 2,048 tokens of 32 numbers in float32.
+    assert least.host_bytes == 3 * 2048 * 32 * 4
+    with pytest.raises(PolicyError, match="tiles was given without a policy that it belongs to"):
+        questions.simulate(path, device="rtx4090", tiles=2)
+    with pytest.raises(PolicyError, match="segment_size was given where a plan is chosen for each layer"):
+        questions.plan(path, memory_budget="1GiB", device="rtx4090", segment_size=2)
+
+
+def test_row_of_any_plan_is_longer_with_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(self: Predictor, plan: Plan | None, step: Step | None = None) -> StepMemory:
+        """Each thing that a plan holds halves what a token needs."""
+        assert plan is not None
+        assert step is not None
+        entry = plan.stacks[0].layers[0]
+        held = (entry.offload is not None) + (entry.tiles is not None) + (plan.head == "chunked")
+        return replace(steps_by_hand.step(), peak_bytes=step.seq_length * 8 * 1024 // 2**held, host_bytes=0)
+
+    monkeypatch.setattr(predict.Predictor, "memory", linear)
+    path = small_recipes.write(tmp_path, checkpointing={"policy": "auto"})
+    ask = partial(questions.max_length, path, memory_budget="1MiB", device="rtx4090")
+    assert ask(plan="auto", tiles=1, head="plain") == 128
+    assert ask(plan="auto", tiles=1) == 256
+    assert ask() == ask(plan="auto", tiles="auto") // 2 * 2
+    assert ask(plan="auto", offload="cpu", tiles="auto") == 1024
 
 
 def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:

@@ -62,7 +62,7 @@ def test_callback_and_apply_take_the_same_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "This is not a plan"), ('{"format": 99}', "The plan has format 99, this version reads format")],
+    [("{}", "This is not a plan"), ('{"format": 99}', "The plan has format 99, this version reads up to 2")],
 )
 def test_file_that_holds_no_plan_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as raised:

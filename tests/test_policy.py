@@ -113,7 +113,7 @@ def test_layers_are_read(written: object, read: object) -> None:
         ({"to": "disk", "path": "/scratch"}, Offload(to="disk", path="/scratch")),
         ({"fraction": 1}, Offload(fraction=1.0)),
         ({"fraction": 0.25, "host_memory": "64GiB"}, Offload(fraction=0.25, host_memory=64 * GIB)),
-        ({"host_memory": 1000}, Offload(host_memory=1000)),
+        ({"host_memory": 2**20}, Offload(host_memory=2**20)),
         ({"min_bytes": "2MiB"}, Offload(min_bytes=2**21)),
         ({"min_bytes": 0}, Offload(min_bytes=0)),
         ({"path": None, "fraction": None, "host_memory": None, "min_bytes": None}, Offload()),
@@ -350,6 +350,11 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
                 f"fraction of offload is {shown}. Use a number above 0 and at most 1.",
             )
             for fraction, shown in ((0, "0"), (1.5, "1.5"), (-0.1, "-0.1"), (True, "true"), ("half", '"half"'))
+        ),
+        (
+            rule(offload={"host_memory": 64}),
+            'host_memory is "64", without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and at '
+            "most 1, has none.",
         ),
         (
             rule(offload={"host_memory": 0.9}),

@@ -302,6 +302,25 @@ BROKEN = [
     broken(checkpointed("policy: full, nested: true"), "Add segment_size: sqrt."),
     broken(checkpointed("policy: full, every_n_layers: 2, segment_size: 2"), "use one of them"),
     broken(checkpointed("policy: {mode: full}, every_n_layers: 2"), "Write it inside the rule."),
+    # What is added to a policy.
+    broken(checkpointed("policy: full, tiles: 0"), "checkpointing.tiles = 0: tiles is 0", '"auto"'),
+    broken(checkpointed("policy: full, tiles: 1.5"), "checkpointing.tiles = 1.5: expected a whole number"),
+    broken(checkpointed("policy: full, offload: gpu"), "checkpointing.offload", 'Use "cpu" (host memory) or "disk".'),
+    broken(checkpointed("policy: full, offload: disk"), "checkpointing.offload", "has no path. Name a directory"),
+    broken(checkpointed("policy: full, offload: {too: cpu}"), 'Unknown key "too"', 'Did you mean "to"?'),
+    broken(checkpointed("policy: full, offload: {to: cpu, host_memory: 0.5}"), "Write an amount"),
+    broken(checkpointed("policy: full, offload: {to: cpu, fraction: 2}"), "Use a number above 0 and at most 1."),
+    broken(checkpointed("policy: none, offload: cpu"), 'has offload with mode "none"'),
+    broken(checkpointed("policy: full, segment_size: 2, tiles: 2"), "has both segment_size and tiles"),
+    broken(checkpointed("policy: selective, tiles: 2"), 'has tiles with mode "selective"'),
+    broken(checkpointed("policy: full, save: [aten.mm]"), 'Only mode "selective" chooses what is kept'),
+    broken(checkpointed("policy: selective, save: []"), "checkpointing.save", "Use a list of operators"),
+    broken(checkpointed("policy: full, head: chunk"), 'checkpointing.head = "chunk"', 'Did you mean "chunked"?'),
+    broken(checkpointed("policy: [{mode: full}], offload: cpu"), "Write it inside the rule."),
+    # Beside policy auto they say what it may choose among.
+    broken(checkpointed("policy: auto, save: [aten.mm]"), "checkpointing.save", "which chooses for each layer"),
+    broken(checkpointed("policy: auto, tiles: 8"), "checkpointing.tiles = 8", '"auto" to allow tiles'),
+    broken(checkpointed("policy: auto, offload: {to: cpu, fraction: 0.5}"), "Leave fraction out."),
 ]
 
 
@@ -696,6 +715,7 @@ def test_recipes_ship() -> None:
     assert [path.stem for path in SHIPPED] == [
         "gemma3_4b_lora",
         "llama3_8b_qlora",
+        "llama3_8b_qlora_longctx",
         "llama70b_qlora_fsdp",
         "llama7b_full_fsdp",
         "llama7b_full_zero3",

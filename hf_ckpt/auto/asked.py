@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks
 from hf_ckpt.amounts import Budget
-from hf_ckpt.auto.budgets import budget_bytes
+from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
 from hf_ckpt.auto.lengths import Batch, is_packing, largest_batch
 from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
 from hf_ckpt.auto.planning import Planning
@@ -19,6 +20,7 @@ from hf_ckpt.auto.skeleton import skeleton
 from hf_ckpt.errors import PolicyError, UnsupportedError
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import find_layers
+from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, this_device
 
 
@@ -29,14 +31,18 @@ class Auto:
         memory_budget: as `parse_budget` has read it; None takes the free memory of the GPU less a reserve.
         max_length: tokens that no example exceeds; None looks at the data.
         structure: `layers`, `attention` and `ffn` of `apply`.
+        allowed: what a plan may hold beside modes.
     """
 
-    def __init__(self, memory_budget: Budget | None, max_length: int | None, structure: dict[str, Any]) -> None:
+    def __init__(
+        self, memory_budget: Budget | None, max_length: int | None, structure: dict[str, Any], allowed: Allowed
+    ) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise PolicyError(f"max_length is {max_length}. Write the tokens of the longest example, padding included.")
         self._memory_budget = memory_budget
         self._max_length = max_length
         self._structure = structure
+        self._allowed = allowed
         self._before_sharding: nn.Module | None = None
 
     def see(self, model: nn.Module) -> None:
@@ -74,11 +80,12 @@ class Auto:
         num_rows = state.train_batch_size or args.train_batch_size
         collator = getattr(dataloader, "collate_fn", None)
 
-        def look() -> tuple[int, Batch | None]:
+        def look() -> _Seen:
             batch = largest_batch(getattr(dataloader, "dataset", None), collator, num_rows, self._max_length)
-            return budget_bytes(self._memory_budget, device, model, optimizer), batch
+            return _Seen(budget_bytes(self._memory_budget, device, model, optimizer), batch, free_host_bytes())
 
-        budget, batch = _agreed(look)
+        seen = _agreed(look)
+        batch = seen.batch
         shape = self._shape_of(model)
         is_on = choose(shape, find_layers(shape, **self._structure), input_gradients)
         if is_on is not None:
@@ -88,8 +95,10 @@ class Auto:
             shape,
             partial(step_of, args, sharding=sharding_of(args, model)),
             device,
-            budget,
+            seen.budget_bytes,
             self._structure,
+            allowed=self._allowed,
+            host_bytes=seen.host_bytes,
             place=args.device,
             timeout_s=args.ddp_timeout,
             is_bounded=batch is not None,
@@ -113,24 +122,46 @@ class Auto:
         return shape
 
 
-def _agreed(look: Callable[[], tuple[int, Batch | None]]) -> tuple[int, Batch | None]:
-    """Return the smallest budget and the largest batch of all ranks; no batch where one rank knows no bound."""
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank finds, or all of them together.
 
-    def told() -> tuple[int, list[Any] | None]:
-        budget, batch = look()
-        return budget, None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed]
+    Args:
+        budget_bytes: that a step may use.
+        batch: the largest one; None where no bound is known.
+        host_bytes: of host memory that are free; None where that cannot be told.
+    """
+
+    budget_bytes: int
+    batch: Batch | None
+    host_bytes: int | None
+
+
+def _agreed(look: Callable[[], _Seen]) -> _Seen:
+    """Return the smallest budget, the largest batch and the least host memory of all ranks.
+
+    There is no batch where one rank knows no bound.
+    """
+
+    def told() -> tuple[int, list[Any] | None, int | None]:
+        seen = look()
+        batch = seen.batch
+        sizes = None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed]
+        return seen.budget_bytes, sizes, seen.host_bytes
 
     said = ranks.told_by_each(told, "looking at the data")
-    budget = min(budget for budget, _ in said)
-    batches = [Batch(*batch) for _, batch in said if batch is not None]
+    budget = min(budget for budget, _, _ in said)
+    host = min((host for _, _, host in said if host is not None), default=None)
+    batches = [Batch(*batch) for _, batch, _ in said if batch is not None]
     if len(batches) < len(said):
-        return budget, None
-    return budget, Batch(
+        return _Seen(budget, None, host)
+    largest = Batch(
         max(batch.rows for batch in batches),
         max(batch.length for batch in batches),
         any(batch.is_padded for batch in batches),
         any(batch.is_packed for batch in batches),
     )
+    return _Seen(budget, largest, host)
 
 
 def _evaluates(args: TrainingArguments) -> bool:

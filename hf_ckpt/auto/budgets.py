@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_ckpt import host_memory
 from hf_ckpt.amounts import Budget
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.memory import quantized
 from hf_ckpt.memory.devices import Device, reserve
 
+_HOST_LEFT_FREE = 2**30
+"""Bytes of host memory that are no plan's, whatever is free."""
 _CONTEXT = "context"
 """The part of the reserve that a running process has taken already."""
 
@@ -49,6 +53,19 @@ def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimi
     if budget is not None:
         return budget.bytes_on(device.memory_bytes or None, device=device.title)
     return _usable(_free_on_cuda(), device, sum(tensor.nbytes for tensor in _of_step(model, optimizer)))
+
+
+def free_host_bytes() -> int | None:
+    """Return the bytes of host memory that this process may plan with; None where it cannot be told.
+
+    Processes of one machine share what is free there.
+    """
+    available = host_memory.available_bytes()
+    if available is None:
+        return None
+    # As the launcher says; without one there is one process.
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(0, available - _HOST_LEFT_FREE) // sharing
 
 
 def check_budget(budget: Budget | None, device: Device) -> None:

@@ -23,9 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import ranks
 from hf_ckpt.amounts import format_bytes
+from hf_ckpt.auto.allowances import as_granted, within_host
 from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.exchange import num_processes
+from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest
@@ -55,6 +57,8 @@ class Planning:
         device: where it runs.
         budget_bytes: that the step may use.
         structure: `layers`, `attention` and `ffn` of `apply`.
+        allowed: what a plan may hold beside modes, as the user says.
+        host_bytes: of host memory that are free for this process; None where that is not known.
         place: where this rank's tensors are.
         timeout_s: how long other processes wait for rank 0 to plan, in seconds.
         is_bounded: whether the largest batch is known.
@@ -74,6 +78,8 @@ class Planning:
         budget_bytes: int,
         structure: dict[str, Any],
         *,
+        allowed: Allowed,
+        host_bytes: int | None = None,
         place: torch.device,
         timeout_s: float,
         is_bounded: bool,
@@ -83,6 +89,8 @@ class Planning:
         self._device = device
         self.budget_bytes = budget_bytes
         self._structure = structure
+        self._allowed = allowed
+        self._host_bytes = host_bytes
         self._place = place
         self._timeout_s = timeout_s
         self._is_bounded = is_bounded
@@ -224,8 +232,15 @@ class Planning:
 
     def _planned_for(self, batch: Batch) -> tuple[Plan, StepMemory]:
         if batch not in self._plans:
-            found = plan_for(self._model, self._step(batch), self._device, self.budget_bytes, **self._structure)
-            self._plans[batch] = found.plan, found.memory
+            found = plan_for(
+                self._model,
+                self._step(batch),
+                self._device,
+                self.budget_bytes,
+                allowed=within_host(self._allowed, self._host_bytes),
+                **self._structure,
+            )
+            self._plans[batch] = as_granted(found.plan, self._allowed), found.memory
         return self._plans[batch]
 
 

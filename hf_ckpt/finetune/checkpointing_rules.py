@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hf_ckpt.amounts import parse_budget
+from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.finetune.checks import Draft
 from hf_ckpt.finetune.document import beside
 from hf_ckpt.finetune.schema import OF_AUTO, POLICY_OPTIONS
+from hf_ckpt.modifiers import parse_head, parse_offload, parse_save, parse_tiles
 from hf_ckpt.plans import PLAN_SUFFIX, parse
 from hf_ckpt.policy import AUTO
+
+_READERS: Mapping[str, Callable[[object], object]] = {
+    "save": parse_save,
+    "offload": parse_offload,
+    "tiles": parse_tiles,
+    "head": parse_head,
+}
+"""What reads the options whose values have a form of their own, so that a mistake is told at its key."""
 
 
 def _policy_can_be_read(draft: Draft) -> None:
     policy = draft.get("checkpointing.policy")
     if policy is None:
         return
-    options = {name: draft.get(f"checkpointing.{name}") for name in POLICY_OPTIONS}
+    options = {name: value for name in POLICY_OPTIONS if (value := draft.get(f"checkpointing.{name}")) is not None}
+    readable = {name: value for name, value in options.items() if _can_be_read(draft, name, value)}
     if policy == AUTO:
-        _check_auto(draft, [name for name, value in options.items() if value is not None])
+        _check_auto(draft, [name for name in options if name not in ALLOWANCES])
+        _check_allowances(draft, readable)
         return
     for name in OF_AUTO:
         if draft.has(f"checkpointing.{name}"):
@@ -27,9 +39,20 @@ def _policy_can_be_read(draft: Draft) -> None:
                 f"checkpointing.{name}", "belongs to policy: auto, which plans for it. Remove it, or use that."
             )
     try:
-        parse(_with_whole_path(draft, policy), **{name: value for name, value in options.items() if value is not None})
+        parse(_with_whole_path(draft, policy), **readable)
     except PolicyError as error:
         draft.refuse("checkpointing.policy", str(error))
+
+
+def _can_be_read(draft: Draft, name: str, value: object) -> bool:
+    if name not in _READERS:
+        return True
+    try:
+        _READERS[name](value)
+    except PolicyError as error:
+        draft.refuse(f"checkpointing.{name}", str(error))
+        return False
+    return True
 
 
 def _check_auto(draft: Draft, options: list[str]) -> None:
@@ -42,6 +65,14 @@ def _check_auto(draft: Draft, options: list[str]) -> None:
         parse_budget(budget)
     except PolicyError as error:
         draft.refuse("checkpointing.memory_budget", str(error))
+
+
+def _check_allowances(draft: Draft, readable: Mapping[str, object]) -> None:
+    for name in ALLOWANCES:
+        try:
+            allowed_by({name: readable.get(name)})
+        except PolicyError as error:
+            draft.refuse(f"checkpointing.{name}", str(error))
 
 
 def _with_whole_path(draft: Draft, policy: object) -> object:

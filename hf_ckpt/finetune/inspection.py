@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from hf_ckpt.amounts import format_bytes
-from hf_ckpt.errors import HFCkptError, PolicyError
+from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
 from hf_ckpt.figures import recomputed_share
 from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.estimate.ledger import ledger, outside
@@ -22,16 +22,20 @@ from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
+from hf_ckpt.heads import find_head, governed_by_other
 from hf_ckpt.layers import Layer, Stack, find_layers
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.plans import resolve
 from hf_ckpt.policy import Mode, Policy
+from hf_ckpt.position_wise import tiled_modules
 
 _KEEPS = {
     Mode.NONE: "keeps every activation",
     Mode.FULL: "keeps a layer's input",
     Mode.ATTENTION: "keeps all but the inside of the attention",
     Mode.FFN: "keeps all but the inside of the ffn",
+    Mode.SELECTIVE: "keeps the outputs of matrix products and attention, and where tokens are routed to",
+    Mode.SELECTIVE_ATTENTION: "keeps a layer's input and the attention's output",
 }
 
 
@@ -81,8 +85,37 @@ def _describe(layer: Layer) -> str:
 
 def _modes(full: FullSize, stacks: Sequence[Stack]) -> Iterator[str]:
     yield "On every layer, a mode"
+    width = max(map(len, Mode))
     for mode in Mode:
-        yield f"  {mode:<10}  {_KEEPS[mode]}{_again(full, stacks, mode)}"
+        yield f"  {mode:<{width}}  {_KEEPS[mode]}{_again(full, stacks, mode)}"
+    yield "What can be added to it"
+    yield f"  {'offload':<{width}}  what a layer keeps waits in host memory, or on disk, for its backward"
+    yield f"  {'tiles':<{width}}  {_tiled(stacks)}"
+    yield f"  {'head: chunked':<{width}}  {_chunked(full)}"
+
+
+def _tiled(stacks: Sequence[Stack]) -> str:
+    """Return what runs in slices of the sequence, or why nothing does."""
+    found: dict[str, None] = {}
+    reasons: dict[str, None] = {}
+    for stack in stacks:
+        for layer in stack.layers:
+            try:
+                found[", ".join(tiled_modules(layer))] = None
+            except UnsupportedError as error:
+                reasons[str(error)] = None
+    sliced = [f"slices of the sequence, each recomputed, in {' or '.join(found)}"] if found else []
+    return "; ".join([*sliced, *list(reasons)[:1]])
+
+
+def _chunked(full: FullSize) -> str:
+    """Return which head is meant, or why it cannot run in chunks."""
+    try:
+        other = governed_by_other(full.model)
+        head = find_head(full.model).path
+    except HFCkptError as error:
+        return str(error)
+    return f"{other} governs" if other else f"{head} and the loss run for some tokens at a time: no logits are held"
 
 
 def _again(full: FullSize, stacks: Sequence[Stack], mode: Mode) -> str:

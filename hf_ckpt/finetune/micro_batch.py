@@ -159,7 +159,7 @@ def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Calla
         batch = largest_batch(data.train, data.collator, rows, checkpointing.get("max_length"))
         assert batch is not None, "a recipe's data is tokenised"
         step = step_of_batch(subject.step, batch, times)
-        memory = plan_for(subject.model, step, device, budget, **subject.structure).memory
+        memory = plan_for(subject.model, step, device, budget, allowed=subject.allowed, **subject.structure).memory
         return Priced(memory.time.total / step.tokens, memory.peak_bytes)
 
     return price

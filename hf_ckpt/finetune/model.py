@@ -20,11 +20,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import OF_AUTO
+from hf_ckpt.modifiers import parse_offload
 from hf_ckpt.patch import apply
 from hf_ckpt.policy import AUTO, Mode
+from hf_ckpt.regions.offload.files import check_path
 
 # What says where adapters go. The rest, such as initial values made from the weights, needs the weights.
 _ADAPTER_SHAPE = (
@@ -60,12 +63,24 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
         section = {key: recipe.lora[key] for key in _ADAPTER_SHAPE if key in recipe.lora}
         model = with_adapter(model, section, low_cpu_mem_usage=True)
     if recipe.checkpointing is not None:
+        _check_folders(recipe.checkpointing)
         section = {key: value for key, value in recipe.checkpointing.items() if key not in _CALLBACK_ONLY}
         if section["policy"] == AUTO:
             # It is planned when the step is known; what any plan would be refused for is refused now.
+            section = {key: value for key, value in section.items() if key not in ALLOWANCES}
             section["policy"] = Mode.NONE.value
         apply(model, **section).remove()
     return model
+
+
+def _check_folders(checkpointing: Mapping[str, Any]) -> None:
+    """Refuse a folder to offload to that cannot be written, of the policy or of one of its rules."""
+    policy = checkpointing["policy"]
+    rules = policy if isinstance(policy, list) else [policy]
+    written = [rule.get("offload") for rule in (checkpointing, *rules) if isinstance(rule, Mapping)]
+    for offload in filter(None, map(parse_offload, written)):
+        if offload.path is not None:
+            check_path(offload.path)
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:

@@ -71,6 +71,10 @@ _CHECKPOINTING = {
     "every_n_layers": "int | None",
     "segment_size": "int | Literal['sqrt'] | None",
     "nested": "bool | None",
+    "save": "str | list[str] | None",
+    "offload": "str | dict | None",
+    "tiles": "int | Literal['auto'] | None",
+    "head": "Literal['plain', 'chunked'] | None",
     "skip_frozen": "bool",
     "layers": "str | list[str] | None",
     "attention": "str | None",
@@ -84,7 +88,7 @@ OF_AUTO = ("memory_budget", "max_length", "micro_batch")
 OF_RECIPES = ("micro_batch",)
 """The keys of `checkpointing` that a run reads, and `HFCkptCallback` does not take."""
 
-POLICY_OPTIONS = ("every_n_layers", "segment_size", "nested", "skip_frozen")
+POLICY_OPTIONS = ("every_n_layers", "segment_size", "nested", "save", "offload", "tiles", "head", "skip_frozen")
 """The keys of `checkpointing` that `Policy.parse` reads beside the policy."""
 
 OTHER_NAMES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_ckpt.amounts import format_bytes
+from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import subject_of
@@ -31,6 +32,6 @@ def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
     subject, device = subject_of(recipe), devices_for(recipe, ())[0]
     budget = budget_of(subject, device)
     plan = Predictor(subject, device).planned(budget).plan
-    others = {key: value for key, value in checkpointing.items() if key not in OF_AUTO}
+    others = {key: value for key, value in checkpointing.items() if key not in (*OF_AUTO, *ALLOWANCES)}
     note = f"policy auto: the plan for {format_bytes(budget)} of {device.title}"
     return replace(recipe, checkpointing={**others, "policy": plan}), [note]

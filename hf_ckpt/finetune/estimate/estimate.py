@@ -10,7 +10,7 @@ from typing import Any
 from hf_ckpt.amounts import parse_budget
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.finetune.estimate.subject import Subject, is_auto
 from hf_ckpt.memory.devices import Device, reserve
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy import Mode
@@ -23,8 +23,10 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "every-2": {"policy": "full", "every_n_layers": 2},
     "segments": {"policy": "full", "segment_size": "sqrt"},
     "segments, nested": {"policy": "full", "segment_size": "sqrt", "nested": True},
+    "full, offload": {"policy": "full", "offload": "cpu"},
+    "full, offload, tiles, head": {"policy": "full", "offload": "cpu", "tiles": "auto", "head": "chunked"},
 }
-"""Policies that every model is estimated under, by the name of their row."""
+"""Policies that every model is estimated under, by the name of their row; the last needs least of all."""
 
 Say = Callable[[str], None]
 
@@ -134,8 +136,7 @@ def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Seque
 
 def _own(predictor: Predictor, say: Say) -> Iterator[Row]:
     subject = predictor.subject
-    checkpointing = {} if subject.recipe is None else subject.recipe.checkpointing or {}
-    if checkpointing.get("policy") == AUTO:
+    if is_auto(subject.recipe):
         return
     say(f"Simulating {subject.title} ...")
     yield Row(RECIPE, predictor.memory(subject.plan))

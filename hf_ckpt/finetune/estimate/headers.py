@@ -14,10 +14,11 @@ from pathlib import Path
 from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.estimate import budget_of
+from hf_ckpt.finetune.estimate.least import longest_row_of_all
 from hf_ckpt.finetune.estimate.limits import longest_row
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.sharding import Launch
-from hf_ckpt.finetune.estimate.subject import subject_of
+from hf_ckpt.finetune.estimate.subject import is_auto, subject_of
 from hf_ckpt.finetune.recipe import load_recipe
 from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
 
@@ -38,12 +39,14 @@ class Needs:
         peak_bytes: of the recipe as it stands.
         longest: tokens of the longest row that fits.
         is_bound: whether the model has no more positions.
+        host_bytes: of the recipe as it stands, on the host.
     """
 
     device: Device
     peak_bytes: int
     longest: int
     is_bound: bool
+    host_bytes: int = 0
 
     def describe(self) -> str:
         """Return the text of the header's line."""
@@ -54,7 +57,8 @@ class Needs:
             fits = ""
         limit = f"rows of up to {self.longest:,} tokens{fits}" if self.longest else "no row fits"
         bound = ", all that the model has positions for" if self.is_bound else ""
-        return f"predicted peak {format_bytes(self.peak_bytes)}; {limit}{bound}."
+        host = f" and {format_bytes(self.host_bytes)} of host memory" if self.host_bytes else ""
+        return f"predicted peak {format_bytes(self.peak_bytes)}{host}; {limit}{bound}."
 
 
 def needs_of(path: Path) -> Needs:
@@ -69,9 +73,13 @@ def needs_of(path: Path) -> Needs:
     said = _items(path.read_text(encoding="utf-8"))
     device = _device(path, said.get("Hardware", ""))
     subject = subject_of(load_recipe(path), _launch(path, said.get("Launch", "")))
-    predictor = Predictor(subject, device)
-    limit = longest_row(predictor, subject.plan, budget_of(subject, device))
-    return Needs(device, predictor.memory(subject.plan).peak_bytes, limit.number, limit.is_bound)
+    predictor, budget = Predictor(subject, device), budget_of(subject, device)
+    if is_auto(subject.recipe):
+        memory = predictor.planned(budget).memory
+        limit = longest_row_of_all(predictor, budget).limit
+    else:
+        memory, limit = predictor.memory(subject.plan), longest_row(predictor, subject.plan, budget)
+    return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
 
 
 def with_needs(text: str, needs: Needs) -> str:

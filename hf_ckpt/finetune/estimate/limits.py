@@ -1,4 +1,4 @@
-"""The longest row and the largest micro-batch of a recipe that fit."""
+"""The longest row and the largest micro-batch of a recipe that fit under a plan."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ _MOST_TOKENS = 2**22
 _MOST_ROWS = 4096
 
 
-def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int) -> Limit:
+def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None) -> Limit:
     """Return the longest row that fits, in tokens, in steps of `LENGTH_UNIT`.
 
     Args:
         predictor: of the recipe's subject.
         plan: what is trained under.
         budget_bytes: that the step may use.
+        host_bytes: that may wait on the host; None for any amount.
     """
     step = predictor.subject.step
 
     def peak(length: int) -> int:
-        return predictor.memory(plan, with_length(step, length)).peak_bytes
+        memory = predictor.memory(plan, with_length(step, length))
+        fits_host = host_bytes is None or memory.host_bytes <= host_bytes
+        return memory.peak_bytes if fits_host else max(memory.peak_bytes, 2 * budget_bytes)
 
     most = predictor.subject.longest or _MOST_TOKENS
     return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_UNIT, most))

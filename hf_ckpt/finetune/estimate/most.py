@@ -8,11 +8,12 @@ from typing import Any
 
 from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.finetune.estimate.estimate import RECIPE, Say, budget_of
+from hf_ckpt.finetune.estimate.estimate import AUTO, RECIPE, Say, budget_of
+from hf_ckpt.finetune.estimate.least import longest_row_of_all
 from hf_ckpt.finetune.estimate.limits import largest_batch, longest_row
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, facts
-from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.finetune.estimate.subject import Subject, is_auto
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.largest import Limit
 from hf_ckpt.plans import Plan
@@ -62,6 +63,9 @@ def find(subject: Subject, devices: Sequence[Device], *, is_length: bool, say: S
     rows = []
     for device in devices:
         budget = budget_of(subject, device)
+        if is_length and is_auto(subject.recipe):
+            say(f"Searching what fits on {device.name}: {AUTO} ...")
+            rows.append(Row(AUTO, device, budget, longest_row_of_all(predictor, budget).limit))
         for name, plan in _plans(subject):
             say(f"Searching what fits on {device.name}: {name} ...")
             rows.append(Row(name, device, budget, search(predictor, plan, budget)))

@@ -11,12 +11,11 @@ from hf_ckpt.finetune.estimate.estimate import Estimate, Say
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, describe_batch
 from hf_ckpt.layers import Stack
-from hf_ckpt.memory.chain import Chain
+from hf_ckpt.memory.chain import FULL, NONE, Chain
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.planner import frontier
 from hf_ckpt.memory.plots import Curve, draw_checkpoints, draw_frontier, draw_steps
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.policy import Mode
 
 _POINTS = 60
 
@@ -86,7 +85,7 @@ def _sizes(num_layers: int) -> list[int]:
 def _formula(chain: Chain, num_layers: int, nested: bool) -> Curve:
     """Return what k segments of L layers need: k inputs, and what is brought back at a time, with the last layer."""
     costs = chain.layers[len(chain.layers) // 2].costs
-    layer, last = costs[Mode.NONE].kept_bytes, costs[Mode.FULL].backward_bytes
+    layer, last = costs[NONE].kept_bytes, costs[FULL].backward_bytes
     each = chain.input_bytes if nested else layer
 
     def peak(number: float) -> float:

@@ -135,6 +135,7 @@ def text(found: PlannedRecipe) -> str:
             "",
             f"Peak {format_bytes(memory.peak_bytes)}, in the {memory.peak_at.describe()}",
             *columns(sizes, numeric=(1,)),
+            *([f"Host memory {format_bytes(memory.host_bytes)}"] if memory.host_bytes else []),
             f"Step {format_seconds(time.total)}: {spent}",
         ]
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.training_step import evaluation_step_of
-from hf_ckpt.memory.chain import Chain
+from hf_ckpt.memory.chain import NONE, Chain
 from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.evaluation import simulate_evaluation
@@ -20,8 +20,8 @@ from hf_ckpt.memory.planned import Planned, plan_for
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.plans import Plan
-from hf_ckpt.policy import Mode
 
 
 @dataclass
@@ -45,8 +45,7 @@ class Predictor:
             step: another step than the subject's.
         """
         subject = self.subject
-        # A plan that recomputes nothing is no plan.
-        wanted = None if plan is None or plan.count(Mode.NONE) == sum(len(s.layers) for s in plan.stacks) else plan
+        wanted = None if plan is None or _does_nothing(plan) else plan
         taken = step or subject.step
         key = (wanted and wanted.digest(), taken.batch_size, taken.seq_length, taken.gradient_accumulation_steps)
         if key not in self._known:
@@ -63,9 +62,9 @@ class Predictor:
 
     @cached_property
     def chain(self) -> Chain:
-        """What each layer costs in each mode."""
+        """What each layer costs under each option."""
         subject = self.subject
-        return chain_of(subject.model, subject.step, self.device, **subject.structure)
+        return chain_of(subject.model, subject.step, self.device, allowed=subject.allowed, **subject.structure)
 
     def planned(self, budget_bytes: int, say: Callable[[str], None] | None = None) -> Planned:
         """Return the fastest plan that fits a budget, with what it needs.
@@ -79,5 +78,18 @@ class Predictor:
         """
         subject = self.subject
         return plan_for(
-            subject.model, subject.step, self.device, budget_bytes, chain=self.chain, say=say, **subject.structure
+            subject.model,
+            subject.step,
+            self.device,
+            budget_bytes,
+            chain=self.chain,
+            allowed=subject.allowed,
+            say=say,
+            **subject.structure,
         )
+
+
+def _does_nothing(plan: Plan) -> bool:
+    """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
+    entries = {replace(layer, why="") for stack in plan.stacks for layer in stack.layers}
+    return entries <= {NONE} and plan.head is HeadMode.PLAIN

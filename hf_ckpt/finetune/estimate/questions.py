@@ -10,25 +10,29 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.amounts import parse_budget
-from hf_ckpt.errors import RecipeError
+from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
+from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.finetune.estimate.estimate import budget_of
+from hf_ckpt.finetune.estimate.least import longest_row_of_all
 from hf_ckpt.finetune.estimate.limits import longest_row
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.sharding import Launch
-from hf_ckpt.finetune.estimate.subject import Subject, subject_of, subject_of_model
+from hf_ckpt.finetune.estimate.subject import Subject, is_auto, subject_of, subject_of_model
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
 from hf_ckpt.finetune.recipe import Recipe, load_recipe
+from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.plans import Plan
+from hf_ckpt.policy import AUTO
 
 Asked = Recipe | str | os.PathLike[str] | nn.Module
 """A recipe, the path of one, or a model: live, or on `meta`."""
 
 
 def simulate(
-    recipe_or_model: Asked, *, plan: object = None, device: str | Device | None = None, **step: Any
+    recipe_or_model: Asked, *, plan: object = None, device: str | Device | None = None, **options: Any
 ) -> StepMemory:
     """Predict what an optimizer step needs: peak, timeline, bytes by category and layer, time. Runs nothing.
 
@@ -36,10 +40,11 @@ def simulate(
         recipe_or_model: a recipe, the path of one, or a model.
         plan: a plan, or a policy as `HFCkptCallback` takes it; None takes the recipe's own, and no plan for a model.
         device: name of a device, such as `rtx4090`; this machine's GPU, or a card of 24 GB, if left out.
-        step: fields of `hf_ckpt.memory.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
+        options: what `HFCkptCallback` takes beside a policy, such as `offload="cpu"` and `head="chunked"`; and fields
+            of `hf_ckpt.memory.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
 
     Raises:
-        RecipeError: the recipe cannot be simulated, or `step` has a field that does not exist.
+        RecipeError: the recipe cannot be simulated, or a step has no such field.
         PolicyError: the plan or the device cannot be read; so do StructureError and UnsupportedError.
 
     Example:
@@ -47,13 +52,13 @@ def simulate(
         >>> memory.peak_bytes < simulate("recipes/tiny_llama_base.yaml", plan="none", device="rtx4090").peak_bytes
         True
     """
+    beside, step = _apart(options)
     subject = _subject(recipe_or_model, step)
-    chosen = subject.plan if plan is None else subject.resolve(plan)
-    return Predictor(subject, _device(subject, device)).memory(chosen)
+    return Predictor(subject, _device(subject, device)).memory(_chosen(subject, plan, beside))
 
 
 def plan(
-    recipe_or_model: Asked, *, memory_budget: object = None, device: str | Device | None = None, **step: Any
+    recipe_or_model: Asked, *, memory_budget: object = None, device: str | Device | None = None, **options: Any
 ) -> Plan:
     """Choose, layer by layer, the fastest way to checkpoint that fits a budget.
 
@@ -62,13 +67,15 @@ def plan(
         memory_budget: `"22GiB"`, or a fraction of the device; the recipe's own, or the device's memory less a reserve,
             if left out.
         device: see `simulate`.
-        step: see `simulate`.
+        options: `offload`, `tiles` and `head`, which say what a plan may hold as beside policy `"auto"`; the recipe's
+            if left out. Fields of a step: see `simulate`.
 
     Raises:
         BudgetError: no plan fits; says what would.
         RecipeError: see `simulate`; so do PolicyError, StructureError and UnsupportedError.
     """
-    subject = _subject(recipe_or_model, step)
+    beside, step = _apart(options)
+    subject = _allowing(_subject(recipe_or_model, step), beside)
     where = _device(subject, device, memory_budget)
     chosen: Plan = Predictor(subject, where).planned(_bytes(subject, where, memory_budget)).plan
     return chosen
@@ -80,24 +87,56 @@ def max_length(
     memory_budget: object = None,
     plan: object = None,
     device: str | Device | None = None,
-    **step: Any,
+    **options: Any,
 ) -> int:
     """Return the longest row that fits a budget, in tokens, in steps of 64; 0 where none does.
+
+    It is not longer than the model has positions for, where its config says how many.
 
     Args:
         recipe_or_model: a recipe, the path of one, or a model.
         memory_budget: see `plan`.
-        plan: see `simulate`.
+        plan: see `simulate`; `"auto"` takes, for each length, the plan that needs least, as a recipe with that policy
+            does.
         device: see `simulate`.
-        step: see `simulate`.
+        options: see `simulate`; beside `"auto"` they say what a plan may hold.
 
     Raises:
         RecipeError: see `simulate`; so do PolicyError, StructureError and UnsupportedError.
     """
+    beside, step = _apart(options)
     subject = _subject(recipe_or_model, step)
     where = _device(subject, device, memory_budget)
-    chosen = subject.plan if plan is None else subject.resolve(plan)
-    return longest_row(Predictor(subject, where), chosen, _bytes(subject, where, memory_budget)).number
+    budget = _bytes(subject, where, memory_budget)
+    if plan == AUTO or (plan is None and is_auto(subject.recipe)):
+        return longest_row_of_all(Predictor(_allowing(subject, beside), where), budget).limit.number
+    return longest_row(Predictor(subject, where), _chosen(subject, plan, beside), budget).number
+
+
+def _apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of a policy, and the fields of a step."""
+    beside = {name: value for name, value in options.items() if name in POLICY_OPTIONS and value is not None}
+    return beside, {name: value for name, value in options.items() if name not in POLICY_OPTIONS}
+
+
+def _chosen(subject: Subject, plan: object, beside: dict[str, Any]) -> Plan | None:
+    if plan is not None:
+        return subject.resolve(plan, **beside)
+    if beside:
+        raise PolicyError(
+            f'{", ".join(beside)} was given without a policy that it belongs to. Write one, such as plan="full".'
+        )
+    return subject.plan
+
+
+def _allowing(subject: Subject, beside: dict[str, Any]) -> Subject:
+    others = [name for name in beside if name not in ALLOWANCES]
+    if others:
+        raise PolicyError(
+            f"{', '.join(others)} was given where a plan is chosen for each layer. Leave it out; what may be given are "
+            f"{', '.join(ALLOWANCES)}."
+        )
+    return replace(subject, allowed=allowed_by(beside)) if beside else subject
 
 
 def _subject(asked: Asked, fields: dict[str, Any]) -> Subject:

@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hf_ckpt import host_memory
 from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
 from hf_ckpt.finetune.versions import versions
-from hf_ckpt.memory.devices import Device, reserve
+from hf_ckpt.memory.devices import Device, reserve, this_device
 from hf_ckpt.memory.timeline import StepMemory
 
 _SHOWN_CATEGORIES = 2
@@ -21,9 +22,9 @@ _WIDTH = 120
 def table(found: Estimate) -> str:
     """Return an estimate as text."""
     lines = [f"hf-ckpt estimate {found.subject.title}", *facts(found.subject.facts), *_devices(found), ""]
-    header = ("plan", "peak", "most of it", "when", *_time_header(found), *_fit_headers(found))
-    lines += columns([header, *(_cells(found, row) for row in found.rows)], numeric=(1, 4))
-    return "\n".join([*lines, "", *_refusals(found), *_evaluation(found), verdict(found)])
+    header = ("plan", "peak", "most of it", "when", *_time_header(found), *_host_header(found), *_fit_headers(found))
+    lines += columns([header, *(_cells(found, row) for row in found.rows)], numeric=(1, 4, *_host_column(found)))
+    return "\n".join([*lines, "", *_refusals(found), *_evaluation(found), verdict(found), *_host(found)])
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -72,6 +73,10 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "devices": [_device_as_json(found, device) for device in found.devices],
         "rows": [_row_as_json(found, row) for row in found.rows],
         "evaluation": None if found.evaluation is None else memory_as_json(found.evaluation),
+        "host": [
+            {"device": device.name, "needed_bytes": needed, "free_bytes": _free_host_bytes(device)}
+            for device, needed in _needed_of_host(found)
+        ],
     }
 
 
@@ -134,6 +139,15 @@ def _time_header(found: Estimate) -> tuple[str]:
     return ("step" if len(found.devices) == 1 else f"step, {found.devices[0].name}",)
 
 
+def _host_header(found: Estimate) -> tuple[str, ...]:
+    """Return the header of what waits on the host, where something does under one of the plans."""
+    return ("host",) if any(row.memory is not None and row.memory.host_bytes for row in found.rows) else ()
+
+
+def _host_column(found: Estimate) -> tuple[int, ...]:
+    return (5,) if _host_header(found) else ()
+
+
 def _fit_headers(found: Estimate) -> tuple[str, ...]:
     return ("fits",) if len(found.devices) == 1 else tuple(device.name for device in found.devices)
 
@@ -142,12 +156,14 @@ def _cells(found: Estimate, row: Row) -> tuple[str, ...]:
     memory = row.memory
     name = row.name if row.device is None or len(found.devices) == 1 else f"{row.name}, {row.device.name}"
     if memory is None:
-        return name, "-", "", "", "", *("no" if row.device in (None, device) else "" for device in found.devices)
+        fits = ("no" if row.device in (None, device) else "" for device in found.devices)
+        return name, "-", "", "", "", *("" for _ in _host_header(found)), *fits
     fits = (_fit(memory, device) if row.device in (None, device) else "" for device in found.devices)
     is_timed = row.device in (None, found.devices[0])
     time = format_seconds(memory.time.total) if is_timed else ""
     largest = _largest(memory, _SHOWN_CATEGORIES if len(found.devices) == 1 else 1)
-    return name, format_bytes(memory.peak_bytes), largest, _when(memory), time, *fits
+    host = ((format_bytes(memory.host_bytes) if memory.host_bytes else "") for _ in _host_header(found))
+    return name, format_bytes(memory.peak_bytes), largest, _when(memory), time, *host, *fits
 
 
 def _largest(memory: StepMemory, number: int) -> str:
@@ -188,6 +204,29 @@ def _evaluation(found: Estimate) -> Iterator[str]:
     if found.evaluation is not None:
         peak, largest = found.evaluation.peak_bytes, _largest(found.evaluation, _SHOWN_CATEGORIES)
         yield f"A batch of its evaluation needs {format_bytes(peak)}: {largest}."
+
+
+def _host(found: Estimate) -> Iterator[str]:
+    """Yield what the plan that decides needs of the host, and what is free where it would run on this machine."""
+    for device, needed in _needed_of_host(found):
+        free = _free_host_bytes(device)
+        if free is None:
+            yield f"It needs {format_bytes(needed)} of host memory beside {device.name}."
+        else:
+            fits = "fits" if needed <= free else "does not fit: offload fewer layers (fraction), or to disk"
+            yield f"It needs {format_bytes(needed)} of host memory; {format_bytes(free)} are free here: it {fits}."
+
+
+def _needed_of_host(found: Estimate) -> Iterator[tuple[Device, int]]:
+    for device in found.devices:
+        for row in _of_device([row for row in found.rows if row.name == found.decides], device):
+            if row.memory is not None and row.memory.host_bytes:
+                yield device, row.memory.host_bytes
+
+
+def _free_host_bytes(device: Device) -> int | None:
+    """Return the free host memory where the device is this machine's; None elsewhere, and where it cannot be told."""
+    return host_memory.available_bytes() if device.is_cuda and device == this_device() else None
 
 
 def _sentence(what: str, found: Estimate, row: Row, device: Device) -> str:

@@ -16,21 +16,25 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 
+from hf_ckpt.auto.allowances import allowed_by, granted_by
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
 from hf_ckpt.finetune.estimate.training_step import step_of, training_value
 from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import made, with_adapter
 from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.finetune.schema import POLICY_OPTIONS
+from hf_ckpt.heads import find_head
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import Stack, find_layers
+from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.step import Step
+from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.plans import Plan, parse, resolve
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy import AUTO, Policy
 from hf_ckpt.refusals import check_exact
 
 _STRUCTURE = ("layers", "attention", "ffn")
-_SHORTHAND = ("every_n_layers", "segment_size", "nested", "skip_frozen")
 # Initial values made from the weights need the weights, and change no size.
 _NEEDS_WEIGHTS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 _SDPA = "sdpa"
@@ -48,6 +52,7 @@ class Subject:
         plan: what the recipe's policy means for them; None without a policy.
         facts: what was taken for what, as (name, text) rows.
         structure: `layers`, `attention` and `ffn` of the recipe's policy, where they are not found by structure.
+        allowed: what a plan that is chosen for a budget may hold beside modes.
         longest: tokens that the model has positions for; None where its config does not say.
         recipe: where it came from, if from a recipe.
     """
@@ -59,6 +64,7 @@ class Subject:
     plan: Plan | None = None
     facts: tuple[tuple[str, str], ...] = ()
     structure: Mapping[str, Any] = field(default_factory=dict)
+    allowed: Allowed = field(default_factory=Allowed)
     longest: int | None = None
     recipe: Recipe | None = None
 
@@ -81,6 +87,8 @@ class Subject:
         parsed = parse(policy, **options)
         plan = resolve(parsed, self.stacks, self.class_name) if isinstance(parsed, Policy) else parsed
         check_exact(plan, self.stacks)
+        if plan.head is HeadMode.CHUNKED:
+            find_head(self.model)
         return plan
 
 
@@ -115,10 +123,12 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         stacks=stacks,
         facts=(*_facts(recipe, found, model, step), *(("changed", note) for note in notes)),
         structure=names,
+        allowed=allowed_by(checkpointing) if is_auto(recipe) else Allowed(),
         longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         recipe=recipe,
     )
-    return replace(subject, plan=_own_plan(subject, recipe))
+    plan = _own_plan(subject, recipe)
+    return replace(subject, plan=plan, allowed=subject.allowed if plan is None else granted_by(plan))
 
 
 def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> Subject:
@@ -132,15 +142,20 @@ def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> 
     return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model), plan=plan)
 
 
+def is_auto(recipe: Recipe | None) -> bool:
+    """Whether a recipe leaves its plan to the planner."""
+    return recipe is not None and (recipe.checkpointing or {}).get("policy") == AUTO
+
+
 def _own_plan(subject: Subject, recipe: Recipe) -> Plan | None:
     """Return what the recipe's policy means for the model; None without one, and for `auto`, which is planned."""
     checkpointing = recipe.checkpointing
     if checkpointing is None:
         own = training_value(recipe, "gradient_checkpointing") or recipe.training.get("activation_checkpointing")
         return subject.resolve("full") if own else None
-    if checkpointing.get("policy") == "auto":
+    if is_auto(recipe):
         return None
-    options = {key: checkpointing[key] for key in _SHORTHAND if key in checkpointing}
+    options = {key: checkpointing[key] for key in POLICY_OPTIONS if key in checkpointing}
     return subject.resolve(checkpointing["policy"], **options)
 
 

@@ -1,0 +1,99 @@
+"""What a user writes beside policy `auto`: not what each layer does, but what the planner may choose among.
+
+Imports no torch: a recipe can be checked before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hf_ckpt.errors import PolicyError, as_written
+from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.modifiers import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
+from hf_ckpt.plans import Plan
+from hf_ckpt.policy import AUTO
+
+ALLOWANCES = ("offload", "tiles", "head")
+"""Options of a policy that beside `auto` allow or forbid."""
+
+
+def allowed_by(options: Mapping[str, Any]) -> Allowed:
+    """Read what is allowed.
+
+    Args:
+        options: by name, as the user wrote them; those that are no allowance are not looked at.
+
+    Raises:
+        PolicyError: one of them cannot be read, or says what only the planner can say.
+    """
+    return Allowed(
+        offload=_offload(options.get("offload")),
+        tiles=_tiles(options.get("tiles")),
+        head=parse_head(options.get("head")) is not HeadMode.PLAIN,
+    )
+
+
+def within_host(allowed: Allowed, free_bytes: int | None) -> Allowed:
+    """Return what is allowed where so much host memory is free.
+
+    Args:
+        allowed: by the user.
+        free_bytes: None where it is not known.
+    """
+    if allowed.offload is None or allowed.offload.to != TO_CPU or free_bytes is None:
+        return allowed
+    granted = allowed.offload.host_memory
+    most = free_bytes if granted is None else min(granted, free_bytes)
+    return replace(allowed, offload=replace(allowed.offload, host_memory=most))
+
+
+def as_granted(plan: Plan, allowed: Allowed) -> Plan:
+    """Return a plan whose layers offload under the user's own cap: what a machine has free is no part of a plan.
+
+    Args:
+        plan: made for what `within_host` returned.
+        allowed: by the user.
+    """
+    granted = None if allowed.offload is None else allowed.offload.host_memory
+    stacks = []
+    for stack in plan.stacks:
+        layers = (
+            entry if entry.offload is None else replace(entry, offload=replace(entry.offload, host_memory=granted))
+            for entry in stack.layers
+        )
+        stacks.append(replace(stack, layers=tuple(layers)))
+    return replace(plan, stacks=tuple(stacks))
+
+
+def granted_by(plan: Plan) -> Allowed:
+    """Return what another plan may hold where a user has written this one: what this one holds, too.
+
+    Args:
+        plan: of the user's own policy.
+    """
+    entries = [entry for stack in plan.stacks for entry in stack.layers]
+    offload = next((entry.offload for entry in entries if entry.offload is not None), None)
+    return Allowed(offload=offload, tiles=True if any(entry.tiles is not None for entry in entries) else None)
+
+
+def _offload(value: object) -> Offload | None:
+    offload = parse_offload(value)
+    if offload is not None and offload.fraction is not None:
+        raise PolicyError(
+            f'offload {as_written(value)} has a fraction beside policy "{AUTO}", which chooses the layers that offload '
+            "for the budget and the time. Leave fraction out."
+        )
+    return offload
+
+
+def _tiles(value: object) -> bool | None:
+    tiles = parse_tiles(value)
+    if tiles not in (None, 1, "auto"):
+        raise PolicyError(
+            f'tiles is {tiles} beside policy "{AUTO}", which chooses where layers run in tiles, and tiles choose '
+            'their number. Use "auto" to allow tiles where dropout lies inside them too, 1 to forbid them, or leave it '
+            "out."
+        )
+    return None if tiles is None else tiles == "auto"

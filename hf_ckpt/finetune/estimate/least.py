@@ -1,0 +1,111 @@
+"""The longest row that fits under any plan that is allowed: what policy `auto` reaches.
+
+Planning for a length takes a dozen simulations. Which plan needs least hardly depends on the length, so that a few
+plans are looked at, and the best of them is searched with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_ckpt.errors import HFCkptError, UnsupportedError
+from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, longest_row, with_length
+from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.layers import Layer
+from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.memory.largest import Limit
+from hf_ckpt.plans import LayerPlan, Plan
+from hf_ckpt.position_wise import random_modules, tiled_modules
+
+_SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Of the layers that offload, where there is a cap on host memory."""
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row that fits under some plan.
+
+    Args:
+        limit: the length, and its peak.
+        plan: the plan.
+    """
+
+    limit: Limit
+    plan: Plan
+
+
+def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> LongestRow:
+    """Return the longest row that fits under one of the plans that need least.
+
+    Args:
+        predictor: of the recipe's subject, which says what is allowed.
+        budget_bytes: that the step may use.
+    """
+    subject, found = predictor.subject, None
+    host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
+    for plan in least_plans(subject):
+        if found is not None and found.limit.number:
+            longer = predictor.memory(plan, with_length(subject.step, found.limit.number + LENGTH_UNIT))
+            is_more = longer.peak_bytes <= budget_bytes and (host_bytes is None or longer.host_bytes <= host_bytes)
+            if found.limit.is_bound or not is_more:
+                continue
+        limit = longest_row(predictor, plan, budget_bytes, host_bytes=host_bytes)
+        if found is None or limit.number > found.limit.number:
+            found = LongestRow(limit, plan)
+    assert found is not None, "there is always the plan that keeps everything"
+    return found
+
+
+def least_plans(subject: Subject) -> Iterator[Plan]:
+    """Yield the plans that may need least: each layer recomputed, with all that is allowed, and nested segments.
+
+    Args:
+        subject: says what is allowed.
+    """
+    plans = [plan for way in _ways(subject.allowed) if (plan := _with_least_head(subject, way)) is not None]
+    yield from (_tiled_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
+
+
+def _ways(allowed: Allowed) -> Iterator[dict[str, Any]]:
+    offload = allowed.offload_option
+    if offload is not None:
+        shares = _SHARES if offload.host_memory is not None else (1.0,)
+        yield from ({"policy": "full", "offload": replace(offload, fraction=share)} for share in shares)
+    yield {"policy": "full"}
+    yield {"policy": "full", "segment_size": "sqrt", "nested": True}
+
+
+def _with_least_head(subject: Subject, way: dict[str, Any]) -> Plan | None:
+    """Return the plan with a chunked head where that is allowed and the model has one; None where there is no plan."""
+    for head in ("chunked", "plain") if subject.allowed.head else ("plain",):
+        with suppress(HFCkptError):
+            return subject.resolve(**way, head=head)
+    return None
+
+
+def _tiled_where_possible(plan: Plan, subject: Subject) -> Plan:
+    stacks = tuple(
+        replace(
+            planned,
+            layers=tuple(
+                _tiled(entry, layer, subject.allowed) for entry, layer in zip(planned.layers, stack.layers, strict=True)
+            ),
+        )
+        for planned, stack in zip(plan.stacks, subject.stacks, strict=True)
+    )
+    return replace(plan, stacks=stacks)
+
+
+def _tiled(entry: LayerPlan, layer: Layer, allowed: Allowed) -> LayerPlan:
+    if allowed.tiles is False or entry.segment is not None:
+        return entry
+    try:
+        names = tiled_modules(layer)
+    except UnsupportedError:
+        return entry
+    # Where masks are drawn in slices, the step is another one: that has to be allowed.
+    return entry if random_modules(layer, names) and not allowed.tiles else replace(entry, tiles="auto")
