@@ -15,7 +15,8 @@ from hf_ckpt.memory.devices import CPU, find_device
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 NEEDS = re.compile(
-    r"predicted peak (?P<peak>[\d.]+) (?P<unit>GiB|MiB); rows of up to (?P<longest>[\d,]+) tokens"
+    r"predicted peak (?P<peak>[\d.]+) (?P<unit>GiB|MiB)(?: and [\d.]+ [GM]iB of host memory)?; "
+    r"rows of up to (?P<longest>[\d,]+) tokens"
     r"(?: fit \((?P<title>[\w -]+), [\d.]+ GiB, [\d.]+ GiB of it left free\))?"
     r"(, all that the model has positions for)?\."
 )
@@ -59,6 +60,12 @@ def test_line_is_written_below_the_hardware_and_in_place_of_an_earlier_one() -> 
     other = replace(needs, longest=4096, is_bound=True)
     assert with_needs(text, other) == with_needs(HEADER, other)
     assert with_needs(with_needs(text, other), needs) == text
+
+
+def test_host_memory_is_told_where_some_is_needed() -> None:
+    needs = Needs(find_device("rtx4090"), 18 * 2**30, 131072, is_bound=True, host_bytes=15 * 2**30)
+    assert needs.describe().startswith("predicted peak 18.0 GiB and 15.0 GiB of host memory; rows of up to 131,072 ")
+    assert NEEDS.fullmatch(needs.describe())
 
 
 def test_recipe_for_the_cpu_names_no_card() -> None:

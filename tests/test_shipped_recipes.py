@@ -32,10 +32,14 @@ ON_MANY = [stem for stem in SHIPPED if "launch --config_file" in (RECIPES / f"{s
 CHANGED = {
     *("model.name_or_path", "data.path", "training.output_dir", "training.use_cpu", "training.max_steps"),
     *("training.gradient_accumulation_steps", "training.logging_steps", "training.eval_steps", "training.save_steps"),
+    # Without a GPU, policy auto has to be told what it may use.
+    "checkpointing.memory_budget",
 }
 NUM_STEPS = 2
 # Where rules name layers of the hub's model, its twin has as many.
 NUM_LAYERS = {"llama7b_lora": 32, "llama7b_lora_ddp": 32}
+# Of a twin that policy auto plans for; all of it fits, so that planning takes one simulation.
+BUDGETS = {"llama3_8b_qlora_longctx": "64MiB"}
 
 PLANS = {
     "gemma3_4b_lora": [
@@ -47,6 +51,7 @@ PLANS = {
         "  6            ffn",
     ],
     "llama3_8b_qlora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
+    "llama3_8b_qlora_longctx": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama70b_qlora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_fsdp": ["model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_zero3": ["model.layers: 4 layers", "  0 to 3       full"],
@@ -102,6 +107,8 @@ def overrides(stem: str, folder: Path) -> Iterator[str]:
     yield f"model.name_or_path={twins.model(recipe.model['name_or_path'], **fields)}"
     yield f"data.path={twins.data(recipe.data['path'])}"
     yield f"training.output_dir={folder}"
+    if stem in BUDGETS:
+        yield f"checkpointing.memory_budget={BUDGETS[stem]}"
     yield f"training.max_steps={NUM_STEPS}"
     yield from ("training.use_cpu=true", "training.gradient_accumulation_steps=2", "training.logging_steps=1")
     for key in ("eval_steps", "save_steps"):

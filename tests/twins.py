@@ -57,7 +57,14 @@ def _smoltalk() -> Iterator[dict[str, Any]]:
         yield {"full_topic": "Letters", "messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-DATA = {"tatsu-lab/alpaca": _alpaca, "HuggingFaceTB/smoltalk": _smoltalk}
+def _longalign() -> Iterator[dict[str, Any]]:
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        turns = (("user", f"{question} " * 8), ("assistant", answer))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        yield {"messages": messages, "length": sum(len(content) for _, content in turns)}
+
+
+DATA = {"tatsu-lab/alpaca": _alpaca, "HuggingFaceTB/smoltalk": _smoltalk, "THUDM/LongAlign-10k": _longalign}
 """Rows of the twins, by the hub id that recipes name."""
 
 # What makes a folder of files a data set with the configuration and the splits that the hub's has.

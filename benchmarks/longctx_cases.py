@@ -1,0 +1,104 @@
+"""The case of the longest context: recipes/llama3_8b_qlora_longctx.yaml, on `meta` for predictions and for real.
+
+One micro-batch of one row is an optimizer step here, so that a measured step takes as long as a row does. Weights are
+random and made on the device: neither hub nor disk is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt.finetune.estimate.subject import Subject, subject_of
+from hf_ckpt.finetune.full_config import find_config
+from hf_ckpt.finetune.known_configs import KNOWN_CONFIGS
+from hf_ckpt.finetune.model import made, with_adapter
+from hf_ckpt.finetune.recipe import Recipe, load_recipe
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "llama3_8b_qlora_longctx.yaml"
+GIB = 2**30
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Fields of a tiny model of the same kind, for the CPU."""
+
+
+def recipe_of(*, num_layers: int | None = None, is_small: bool = False) -> Recipe:
+    """Return the recipe with the model's config in the place of its name.
+
+    Args:
+        num_layers: so many of the model's layers; all of them if left out.
+        is_small: a tiny model of the same kind, trained on the CPU.
+    """
+    shorter = ["data.max_length=256"] if is_small else []
+    recipe = load_recipe(RECIPE, ["training.gradient_accumulation_steps=1", *shorter])
+    config = dict(KNOWN_CONFIGS[recipe.model["name_or_path"]])
+    config |= SMALL if is_small else {}
+    config |= {} if num_layers is None else {"num_hidden_layers": num_layers}
+    section = {key: recipe.model[key] for key in ("dtype", "attn_implementation")}
+    training = {**recipe.training, "use_cpu": True} if is_small else recipe.training
+    lora = {**(recipe.lora or {}), "r": 4} if is_small else recipe.lora
+    # Of the tiny model everything is small.
+    offload = {"to": "cpu", "min_bytes": 0} if is_small else "cpu"
+    checkpointing = {**(recipe.checkpointing or {}), "offload": offload}
+    changed = {"training": training, "lora": lora, "checkpointing": checkpointing}
+    return replace(recipe, model={**section, "config": config}, **changed)
+
+
+def subject(recipe: Recipe) -> Subject:
+    """Return the model on `meta` and its step; rows may be longer than it has positions for."""
+    return replace(subject_of(recipe), longest=None)
+
+
+def build(recipe: Recipe, place: torch.device) -> Any:
+    """Return the model with random weights in 4 bits and its adapters.
+
+    Args:
+        recipe: of `recipe_of`.
+        place: where it trains. All weights are there in 16 bits for a moment.
+    """
+    torch.manual_seed(0)
+    with place:
+        model: Any = made(find_config(recipe).config, dict(recipe.model), dtype=torch.bfloat16)
+    _quantize(model, recipe.quantization or {})
+    return with_adapter(model, recipe.lora or {}).to(place)
+
+
+def _quantize(model: Any, section: dict[str, Any]) -> None:
+    """Put 4-bit layers in the place of the linear ones below the head, one after the other."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    options = {
+        "compress_statistics": section["bnb_4bit_use_double_quant"],
+        "quant_type": section["bnb_4bit_quant_type"],
+    }
+    for parent, name, linear in list(_linears(model.get_decoder())):
+        place = linear.weight.device
+        with torch.device("meta"):
+            packed = Linear4bit(
+                linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, **options
+            )
+        packed.weight = Params4bit(linear.weight.data, requires_grad=False, module=packed, **options).to(place)
+        setattr(parent, name, packed)
+    # What PEFT looks at to choose its layers.
+    model.is_loaded_in_4bit = True
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                yield parent, name, child
