@@ -78,13 +78,7 @@ def parse_offload(value: object) -> Offload | None:
         raise PolicyError(
             f"offload is {as_written(value)}. Use cpu, or a mapping such as {{to: disk, path: /scratch}}."
         )
-    known = [field.name for field in fields(Offload)]
-    for key in value:
-        if key not in known:
-            raise PolicyError(
-                f'Unknown key "{key}" in offload {as_written(value)}. Keys are {", ".join(known)}.'
-                f"{did_you_mean(key, known)}"
-            )
+    check_keys("offload", value, [field.name for field in fields(Offload)])
     min_bytes = _parse_amount("min_bytes", value.get("min_bytes"))
     parsed = Offload(
         to=_parse_to(value.get("to", TO_CPU)),
@@ -95,6 +89,25 @@ def parse_offload(value: object) -> Offload | None:
     )
     _check_path(parsed, value)
     return parsed
+
+
+def check_keys(what: str, value: Mapping[Any, Any], known: Sequence[str]) -> None:
+    """Refuse a mapping with a key that is not known.
+
+    Args:
+        what: the mapping's name, for messages.
+        value: the mapping.
+        known: the keys that it may have.
+
+    Raises:
+        PolicyError: names the key, and the nearest known one.
+    """
+    for key in value:
+        if key not in known:
+            raise PolicyError(
+                f'Unknown key "{key}" in {what} {as_written(value)}. Keys are {", ".join(known)}.'
+                f"{did_you_mean(key, known)}"
+            )
 
 
 def parse_tiles(value: object) -> Tiles | None:

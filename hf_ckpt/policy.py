@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
-from hf_ckpt.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
+from hf_ckpt.modifiers import HeadMode, Offload, Tiles, check_keys, parse_head, parse_offload, parse_save, parse_tiles
 
 
 class Mode(StrEnum):
@@ -190,13 +190,7 @@ class Policy:
 def _parse_rule(rule: object) -> Rule:
     if not isinstance(rule, Mapping):
         raise PolicyError(f'Rule {as_written(rule)} is not a mapping. Write it as {{layers: "0:24", mode: full}}.')
-    known = [field.name for field in fields(Rule)]
-    for key in rule:
-        if key not in known:
-            raise PolicyError(
-                f'Unknown key "{key}" in rule {as_written(rule)}. Keys are {", ".join(known)}.'
-                f"{did_you_mean(key, known)}"
-            )
+    check_keys("rule", rule, [field.name for field in fields(Rule)])
     if "mode" not in rule:
         raise PolicyError(f"Rule {as_written(rule)} has no mode. Modes are {_mode_names()}.")
     parsed = Rule(

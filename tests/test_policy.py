@@ -353,8 +353,8 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
         ),
         (
             rule(offload={"host_memory": 64}),
-            'host_memory is "64", without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and at '
-            "most 1, has none.",
+            'host_memory is "64", without a unit. Write "64GiB" or "64GB"; only a fraction of the device, above 0 and '
+            "at most 1, has none.",
         ),
         (
             rule(offload={"host_memory": 0.9}),

@@ -97,9 +97,8 @@ def test_logits_are_never_held_with_a_chunked_head() -> None:
 
 
 def test_tiles_shrink_what_a_layer_needs_while_it_is_recomputed() -> None:
-    peaks = [simulated("full", head="chunked", tiles=tiles).peak_of(Phase.RECOMPUTATION) for tiles in (None, 1, 4, 16)]
-    assert peaks[0] > peaks[2] > peaks[3]
-    assert peaks[0] - peaks[3] > 4 * INPUT_BYTES
+    whole, tiled = (simulated("full", tiles=tiles).peak_of(Phase.RECOMPUTATION) for tiles in (None, 4))
+    assert whole - tiled > 4 * INPUT_BYTES
 
 
 # --- Costs of layers. ---
