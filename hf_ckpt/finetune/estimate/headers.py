@@ -30,6 +30,10 @@ _WIDTH = 120
 _ITEM = re.compile(r"^# (?P<key>\w+): +(?P<text>.*(?:\n#  +.*)*)", re.MULTILINE)
 
 
+_TOLD_FROM = 2**30
+"""Bytes of host memory that are worth a word: paged optimizers take some MiB in any case."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a recipe needs on its hardware.
@@ -57,7 +61,7 @@ class Needs:
             fits = ""
         limit = f"rows of up to {self.longest:,} tokens{fits}" if self.longest else "no row fits"
         bound = ", all that the model has positions for" if self.is_bound else ""
-        host = f" and {format_bytes(self.host_bytes)} of host memory" if self.host_bytes else ""
+        host = f" and {format_bytes(self.host_bytes)} of host memory" if self.host_bytes >= _TOLD_FROM else ""
         return f"predicted peak {format_bytes(self.peak_bytes)}{host}; {limit}{bound}."
 
 
