@@ -27,6 +27,9 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full, every_n_layers=2": ("full", {"every_n_layers": 2}),
     "attention": ("attention", {}),
     "ffn": ("ffn", {}),
+    "selective": ("selective", {}),
+    "selective_attention": ("selective_attention", {}),
+    'full, head="chunked"': ("full", {"head": "chunked"}),
     'full, segment_size="sqrt"': ("full", {"segment_size": "sqrt"}),
     'full, segment_size="sqrt", nested': ("full", {"segment_size": "sqrt", "nested": True}),
 }

@@ -25,13 +25,12 @@ from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
 CARDS = {24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
 """The card that stands for each size that `Hardware` names, in GB."""
 
+_TOLD_FROM = 2**30
+"""Bytes of host memory that are worth a word: paged optimizers take some MiB in any case."""
+
 _KEY = "Memory"
 _WIDTH = 120
 _ITEM = re.compile(r"^# (?P<key>\w+): +(?P<text>.*(?:\n#  +.*)*)", re.MULTILINE)
-
-
-_TOLD_FROM = 2**30
-"""Bytes of host memory that are worth a word: paged optimizers take some MiB in any case."""
 
 
 @dataclass(frozen=True)
