@@ -102,7 +102,7 @@ def test_each_layer_but_the_last_sends_its_input(case: zoo.Case) -> None:
     assert (stats.num_tensors, stats.bytes_out) == (LAYERS - 1, (LAYERS - 1) * hidden)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "mixtral", "t5", "zamba2"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2", "mixtral", "t5", "jamba"])
 def test_other_architectures_are_exact(model_type: str) -> None:
     case = exactness.build(model_type, attn_implementation="eager")
     expected = exactness.step(case)
