@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.cases import step
+from hf_ckpt.memory.tape import Change
+from hf_ckpt.memory.timeline import Category
+from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
+
+_SIGN = {Change.ALLOCATE: 1, Change.FREE: -1}
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -32,18 +37,12 @@ def flops(model: nn.Module, inputs: dict[str, Tensor]) -> int:
 
 
 def held_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Return the bytes that autograd holds after a forward: storages counted once, parameters left out."""
-    held: dict[int, int] = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        # The output is kept until the end, so that no address is used twice.
-        output = model(**inputs)
-    del output
-    return sum(held.values())
+    """Return the bytes that a forward leaves for its backward, whoever holds them: autograd, a region, or the loss."""
+    tracker = Tracker()
+    tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
+    tracker.know(inputs.items(), Category.TEMPORARY)
+    with tracker:
+        loss = model(**inputs)["loss"]
+        held = sum(_SIGN[event.change] * event.storage.num_bytes for event in tracker.tape.events if event.storage)
+    del loss
+    return held
