@@ -5,6 +5,7 @@ Reads `/proc` and `/sys/fs/cgroup`; pure Python, and says "unknown" where there 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -41,6 +42,12 @@ class HostMemory:
         is_machine = self.available_bytes == self.machine_bytes
         where = "MemAvailable of the machine" if is_machine else "limit of the control group less its usage"
         return f"{format_bytes(self.available_bytes)} are free ({where})"
+
+
+def num_processes() -> int:
+    """Return how many processes the launcher (torchrun, accelerate) has started on this machine: they share it."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() else 1
 
 
 def available_bytes() -> int | None:

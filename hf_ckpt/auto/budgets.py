@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +62,7 @@ def free_host_bytes() -> int | None:
     available = host_memory.available_bytes()
     if available is None:
         return None
-    # As the launcher says; without one there is one process.
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(0, available - _HOST_LEFT_FREE) // sharing
+    return max(0, available - _HOST_LEFT_FREE) // host_memory.num_processes()
 
 
 def check_budget(budget: Budget | None, device: Device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from hf_ckpt import host_memory
@@ -36,7 +35,7 @@ class HostLimits:
     ) -> None:
         self._cap = cap
         self._machine = machine
-        self._num_processes = num_processes or _num_processes()
+        self._num_processes = num_processes or host_memory.num_processes()
 
     def check(self, num_bytes: int, held_bytes: int) -> None:
         """Refuse bytes that there are not.
@@ -68,9 +67,3 @@ class HostLimits:
                 f"Offloading to the host needs {format_bytes(total)} in each of {self._num_processes} processes, "
                 f"but this machine has {format_bytes(machine.total_bytes)} in all. Start fewer{_OTHERWISE}"
             )
-
-
-def _num_processes() -> int:
-    """Return how many processes the launcher (torchrun, accelerate) has started on this machine."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() else 1
