@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.errors import HFCkptError
+from hf_ckpt.errors import HFCkptError, UnsupportedError
 from hf_ckpt.layers import Layer, find_layers
 from hf_ckpt.memory.allowed import UNASKED, Allowed
 from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
@@ -157,7 +157,7 @@ def _tiled_plan(model: nn.Module, option: LayerPlan, allowed: Allowed, structure
     if template is None:
         return None
     stacks = tuple(
-        StackPlan(of_stack.path, tuple(option if _can_tile(layer, allowed) else NONE for layer in stack.layers))
+        StackPlan(of_stack.path, tuple(option if may_tile(layer, allowed) else NONE for layer in stack.layers))
         for of_stack, stack in zip(template.stacks, find_layers(model, **structure), strict=True)
     )
     if all(entry == NONE for stack in stacks for entry in stack.layers):
@@ -168,9 +168,18 @@ def _tiled_plan(model: nn.Module, option: LayerPlan, allowed: Allowed, structure
         return None
 
 
-def _can_tile(layer: Layer, allowed: Allowed) -> bool:
+def may_tile(layer: Layer, allowed: Allowed) -> bool:
+    """Whether a plan may run a layer in tiles: it can be cut, and the step stays the same or another one is allowed.
+
+    Args:
+        layer: the layer.
+        allowed: what a plan may hold.
+    """
+    if allowed.tiles is False:
+        return False
     try:
         names = tiled_modules(layer)
-    except HFCkptError:
+    except UnsupportedError:
         return False
+    # Where masks are drawn for each slice, the step is another one: that has to be allowed.
     return allowed.tiles is True or not random_modules(layer, names)

@@ -11,15 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_ckpt.errors import HFCkptError, UnsupportedError
+from hf_ckpt.errors import HFCkptError
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, longest_row, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.layers import Layer
 from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.memory.costs import may_tile
 from hf_ckpt.memory.largest import Limit
-from hf_ckpt.plans import LayerPlan, Plan
-from hf_ckpt.position_wise import random_modules, tiled_modules
+from hf_ckpt.plans import Plan
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers that offload, where there is a cap on host memory."""
@@ -92,20 +91,10 @@ def _tiled_where_possible(plan: Plan, subject: Subject) -> Plan:
         replace(
             planned,
             layers=tuple(
-                _tiled(entry, layer, subject.allowed) for entry, layer in zip(planned.layers, stack.layers, strict=True)
+                replace(entry, tiles="auto") if entry.segment is None and may_tile(layer, subject.allowed) else entry
+                for entry, layer in zip(planned.layers, stack.layers, strict=True)
             ),
         )
         for planned, stack in zip(plan.stacks, subject.stacks, strict=True)
     )
     return replace(plan, stacks=stacks)
-
-
-def _tiled(entry: LayerPlan, layer: Layer, allowed: Allowed) -> LayerPlan:
-    if allowed.tiles is False or entry.segment is not None:
-        return entry
-    try:
-        names = tiled_modules(layer)
-    except UnsupportedError:
-        return entry
-    # Where masks are drawn in slices, the step is another one: that has to be allowed.
-    return entry if random_modules(layer, names) and not allowed.tiles else replace(entry, tiles="auto")
