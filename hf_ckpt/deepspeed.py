@@ -17,7 +17,6 @@ from torch import nn
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Stack
 from hf_ckpt.plans import Plan
-from hf_ckpt.policy import Mode
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
@@ -91,6 +90,6 @@ def _recomputes_frozen_shards(plan: Plan, stacks: Sequence[Stack]) -> bool:
         hasattr(parameter, "ds_id") and not parameter.requires_grad
         for planned, stack in zip(plan.stacks, stacks, strict=True)
         for entry, layer in zip(planned.layers, stack.layers, strict=True)
-        if entry.mode is not Mode.NONE or entry.tiles is not None
+        if entry.recomputes
         for parameter in layer.module.parameters()
     )

@@ -63,7 +63,7 @@ class FirstStep:
         for number, (_, layer, entry) in enumerate(self._layers):
             for region, module in _probes(layer, entry):
                 self._hooks.append(module.register_forward_pre_hook(partial(self._count, (number, region))))
-            if _recomputes(entry) and any(True for _ in layer.module.buffers()):
+            if entry.recomputes and any(True for _ in layer.module.buffers()):
                 self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
         for module in self._watched():
             self._hooks.append(module.register_forward_hook(self._watch_output))
@@ -196,10 +196,6 @@ def _modules_of(layer: Layer, region: str, entry: LayerPlan) -> list[nn.Module]:
     else:
         names = getattr(layer, region)
     return [layer.submodule(name) for name in names]
-
-
-def _recomputes(entry: LayerPlan) -> bool:
-    return entry.mode is not Mode.NONE or entry.tiles is not None
 
 
 def _asked(entry: LayerPlan) -> str:

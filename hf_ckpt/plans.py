@@ -83,6 +83,11 @@ class LayerPlan:
     offload: Offload | None = None
     tiles: Tiles | None = None
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything of the layer runs again in backward."""
+        return self.mode is not Mode.NONE or self.tiles is not None
+
     def describe(self) -> str:
         """Return mode and modifiers, and why they are not what the policy asked for, as one short phrase."""
         parts = [str(self.mode)]
@@ -366,8 +371,7 @@ def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> Non
 
 
 def _unless_frozen(entry: LayerPlan, layer: LayerShape) -> LayerPlan:
-    does_nothing = entry.mode is Mode.NONE and entry.tiles is None
-    if does_nothing or layer.needs_gradient:
+    if layer.needs_gradient or not entry.recomputes:
         return entry
     return LayerPlan(why="frozen")
 

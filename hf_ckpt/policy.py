@@ -35,6 +35,9 @@ class Mode(StrEnum):
 SELECTIVE_MODES = frozenset({Mode.SELECTIVE, Mode.SELECTIVE_ATTENTION})
 """Modes that choose by operator."""
 
+WHOLE_LAYER_MODES = frozenset({Mode.FULL, *SELECTIVE_MODES})
+"""Modes under which the whole layer runs again."""
+
 AUTO = "auto"
 """The policy that is no policy: the callback chooses a plan for a memory budget."""
 
@@ -238,7 +241,7 @@ def check_combination(rule: Rule) -> None:
 
 
 def _check_modifiers(rule: Rule) -> None:
-    if rule.offload is not None and rule.mode not in (Mode.FULL, *SELECTIVE_MODES):
+    if rule.offload is not None and rule.mode not in WHOLE_LAYER_MODES:
         raise PolicyError(
             f'Rule {rule.describe()} has offload with mode "{rule.mode}". Only modes that recompute the whole layer '
             'keep little enough to move: use "full", "selective" or "selective_attention".'

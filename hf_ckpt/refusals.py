@@ -13,7 +13,7 @@ from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import SELECTIVE_MODES, Mode
+from hf_ckpt.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.offload import check_path
 from hf_ckpt.regions.selective import Saves, check_saves
@@ -131,7 +131,7 @@ def _check_shared(entry: LayerPlan, layer: Layer, stack: Stack, treated: dict[nn
 
 def _treatments(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module, object]]:
     """Yield the layer and its parts with what the entry makes of each; None where it is left alone."""
-    is_whole = entry.mode in (Mode.FULL, *SELECTIVE_MODES) or (entry.mode is Mode.FFN and layer.ffn_is_inline)
+    is_whole = entry.mode in WHOLE_LAYER_MODES or (entry.mode is Mode.FFN and layer.ffn_is_inline)
     # A link of a segment knows its place, so that one module cannot be two of them.
     place = layer.layer_idx if entry.segment is not None else None
     yield "", layer.module, (entry, place) if is_whole else None

@@ -17,7 +17,7 @@ from hf_ckpt import fsdp
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.modifiers import Offload
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import SELECTIVE_MODES, Mode
+from hf_ckpt.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
 from hf_ckpt.regions.offload import Offloader, announced, offloaded
@@ -48,22 +48,20 @@ class Hosts:
                 if entry.offload is not None:
                     places.setdefault(entry.offload, []).append((stack.path, layer_idx))
         self.offloaders = {offload: Offloader(offload, len(layers)) for offload, layers in places.items()}
-        self._positions = {layer: position for layers in places.values() for position, layer in enumerate(layers)}
-        self._engines = {layer: self.offloaders[offload] for offload, layers in places.items() for layer in layers}
+        self._of_layers = {
+            layer: (self.offloaders[offload], position)
+            for offload, layers in places.items()
+            for position, layer in enumerate(layers)
+        }
 
-    def of(self, offload: Offload, path: str, layer_idx: int) -> tuple[Offloader, int]:
-        """Return the engine of a layer, and its position among the layers that use it.
+    def of(self, path: str, layer_idx: int) -> tuple[Offloader, int] | None:
+        """Return the engine of a layer, and its position among the layers that use it; None if it does not offload.
 
         Args:
-            offload: of the layer's entry.
             path: of its stack.
             layer_idx: its place in the stack.
         """
-        return self.offloaders[offload], self._positions[path, layer_idx]
-
-    def before(self, path: str, layer_idx: int) -> Offloader | None:
-        """Return the engine of the layer before this one, or None if that does not offload."""
-        return self._engines.get((path, layer_idx - 1))
+        return self._of_layers.get((path, layer_idx))
 
 
 def place(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, hosts: Hosts) -> None:
@@ -115,7 +113,7 @@ class _Placing:
             tiled = tiled_modules(layer)
             for name in tiled:
                 yield self._forward(f"{path}.{name}", layer.submodule(name), partial(run_tiled, Tiling(entry.tiles)))
-        if entry.mode is Mode.FULL or entry.mode in SELECTIVE_MODES:
+        if entry.mode in WHOLE_LAYER_MODES:
             yield from self._whole(entry, layer, path)
         elif entry.mode is Mode.ATTENTION:
             self._patch.drops_cache = True
@@ -131,18 +129,18 @@ class _Placing:
             segment = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
             yield self._region(path, layer.module, segment)
             return
-        host = None if entry.offload is None else self._hosts.of(entry.offload, self._stack.path, layer.layer_idx)
+        host = self._hosts.of(self._stack.path, layer.layer_idx)
+        before = self._hosts.of(self._stack.path, layer.layer_idx - 1)
         region: Region = recompute
         if entry.mode in SELECTIVE_MODES:
             saves = Saves.of(entry.mode.value, entry.save)
             keeper = None if host is None else host[0].keeper(host[1])
             region = partial(recompute_selectively, self._selection, saves, keeper)
             yield layer.module, partial(self._place_hooks, layer.module, saves)
-        before = self._hosts.before(self._stack.path, layer.layer_idx)
         if host is not None:
             region = partial(offloaded, *host, region)
         elif before is not None:
-            region = partial(announced, before, region)
+            region = partial(announced, before[0], region)
         yield self._region(path, layer.module, region)
 
     def _place_hooks(self, module: nn.Module, saves: Saves) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from hf_ckpt.memory.chain import FULL, Chain, ChainLayer, Cost
+from hf_ckpt.memory.chain import Chain, ChainLayer, Cost
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.modifiers import Offload
 from hf_ckpt.plans import LayerPlan
-from hf_ckpt.policy import SELECTIVE_MODES
+from hf_ckpt.policy import WHOLE_LAYER_MODES
 
 _Costs = dict[LayerPlan, Cost]
 
@@ -67,8 +67,7 @@ def _most(costs: _Costs) -> int:
 
 def _offloading(options: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
     for option in options:
-        is_plain = option.offload is None and not option.save
-        if is_plain and (option.mode is FULL.mode or option.mode in SELECTIVE_MODES):
+        if option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save:
             yield option
 
 

@@ -276,7 +276,7 @@ def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str
     where: dict[str, Any] = {"stack": stack.path} if is_named else {}
     groups: dict[LayerPlan, list[int]] = {}
     for idx, entry in enumerate(stack.entries):
-        if entry.mode is not Mode.NONE or entry.tiles is not None:
+        if entry.recomputes:
             groups.setdefault(replace(entry, why=""), []).append(idx)
     for entry, layers in groups.items():
         rule = {**where, "layers": layers, "mode": entry.mode.value}
