@@ -21,11 +21,10 @@ from torch import Tensor
 
 from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HostMemoryError
+from hf_ckpt.regions.offload.buffered import BufferedLink, Filling
 from hf_ckpt.regions.offload.files import PrivateDirectory
 from hf_ckpt.regions.offload.limits import HostLimits
-from hf_ckpt.regions.offload.link import Buffer, Link, Trip, Wire
-from hf_ckpt.regions.offload.pool import Pool
-from hf_ckpt.regions.offload.tensors import Layout
+from hf_ckpt.regions.offload.link import Buffer, Trip, Wire
 
 _NUM_WRITING = 2
 """Tensors that may wait to be written: one is written while the next is copied from the device."""
@@ -36,28 +35,24 @@ class DiskParcel:
     """A tensor whose bytes are in a file, or in host memory on their way to or from it.
 
     Attributes:
-        layout: what it looks like.
-        name: of its file.
+        filling: its way to the host.
         buffer: where its bytes are while it is written or read, or for good if it could not be written.
-        trip: the copy from the device.
-        source: what that copy reads, as long as it may be under way.
+        name: of its file.
         writing: ends with the checksum.
         checksum: of the file, once it is written; None before, and for good if it could not be.
         reading: ends when the buffer is filled.
     """
 
-    layout: Layout
-    name: str
+    filling: Filling
     buffer: Buffer | None
-    trip: Trip
-    source: Tensor | None
+    name: str
     writing: Future[int] | None = None
     checksum: int | None = None
     reading: Future[None] | None = None
 
 
-class DiskLink(Link):
-    """Keeps what is sent in files.
+class DiskLink(BufferedLink):
+    """Keeps what is sent in files. See `BufferedLink`.
 
     Args:
         wire: copies between device and host.
@@ -68,16 +63,13 @@ class DiskLink(Link):
         PolicyError: nothing can be written there.
 
     Attributes:
-        pool: the buffers that bytes pass through.
         directory: the files.
     """
 
     ahead = 2
 
     def __init__(self, wire: Wire, limits: HostLimits, path: str) -> None:
-        self._wire = wire
-        self._limits = limits
-        self.pool = Pool(wire.allocate, self._check)
+        super().__init__(wire, limits)
         self.directory = PrivateDirectory(path)
         self._names = itertools.count()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="hf_ckpt-write")
@@ -92,26 +84,17 @@ class DiskLink(Link):
     def send(self, tensor: Tensor) -> DiskParcel:
         """Start copying into a buffer, and writing that; wait while too many are being written."""
         self._collect(at_most=_NUM_WRITING - 1)
-        layout = Layout.of(tensor)
-        source = layout.flat(tensor)
-        buffer = self.pool.take(layout.num_bytes)
-        try:
-            trip = self._wire.send(source, buffer)
-        except BaseException:
-            self.pool.give_back(buffer)
-            raise
-        parcel = DiskParcel(layout, f"{next(self._names):08}", buffer, trip, source)
-        content = _content(buffer, layout.num_bytes)
-        parcel.writing = self._writer.submit(_write, self.directory, parcel.name, content, trip)
+        filling, buffer = self._fill(tensor)
+        parcel = DiskParcel(filling, buffer, f"{next(self._names):08}")
+        content = _content(buffer, filling.layout.num_bytes)
+        parcel.writing = self._writer.submit(_write, self.directory, parcel.name, content, filling.trip)
         self._writing.append(parcel)
         self._num_out += 1
         return parcel
 
     def settle(self, parcel: DiskParcel) -> None:
         """Order the copy to the host before what the device does from now on."""
-        if parcel.source is not None:
-            parcel.trip.order()
-            parcel.source = None
+        parcel.filling.settle()
 
     def prefetch(self, parcel: DiskParcel) -> None:
         """Start reading the file, unless the bytes are in memory still."""
@@ -123,8 +106,9 @@ class DiskLink(Link):
 
     def _start_reading(self, parcel: DiskParcel) -> None:
         assert parcel.checksum is not None, "without a buffer its bytes are in a file"
-        buffer = self.pool.take(parcel.layout.num_bytes)
-        content = _content(buffer, parcel.layout.num_bytes)
+        num_bytes = parcel.filling.layout.num_bytes
+        buffer = self.pool.take(num_bytes)
+        content = _content(buffer, num_bytes)
         parcel.buffer = buffer
         parcel.reading = self._reader.submit(_read, self.directory, parcel.name, content, parcel.checksum, buffer.trip)
 
@@ -148,7 +132,7 @@ class DiskLink(Link):
             if parcel.reading is not None:
                 self._wait(parcel.reading)
                 parcel.reading.result()
-            return self._wire.fetch(parcel.buffer, parcel.layout).take()
+            return self._wire.fetch(parcel.buffer, parcel.filling.layout).take()
         finally:
             if parcel.reading is not None:
                 self._empty(parcel)
@@ -214,9 +198,6 @@ class DiskLink(Link):
                 f"{format_bytes(missing)} more than the disk has free; and host memory cannot take the rest: {error}"
             ) from None
 
-    def _check(self, num_bytes: int) -> None:
-        self._limits.check(num_bytes, self.pool.held_bytes)
-
     def close(self) -> None:
         """Remove the directory, as soon as no parcel is out."""
         self.pool.close()
@@ -226,16 +207,6 @@ class DiskLink(Link):
     def _end_if_closed(self) -> None:
         if self._is_closed and not self._num_out:
             self._end()
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return self.pool.held_bytes
-
-    @property
-    def peak_host_bytes(self) -> int:
-        """The most that the buffers have taken."""
-        return self.pool.peak_bytes
 
 
 def _write(directory: PrivateDirectory, name: str, content: memoryview, before: Trip) -> int:
