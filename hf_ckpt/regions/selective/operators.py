@@ -72,7 +72,6 @@ ROUTING = frozenset(
 
 _VIEWS_WITHOUT_A_WORD = frozenset({"aten._unsafe_view", "aten._reshape_alias", "aten.lift_fresh", "aten.alias"})
 _NARROW = 128
-_WIDE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +164,13 @@ def is_narrow(packet: str, args: Any) -> bool:
     """Whether a product is over so few terms that running it again costs no more than reading what it returns.
 
     So is the second product of an adapter: [B * S, rank] times [rank, out]. Its output is as large as that of the
-    layer it belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds. Under
-    1,024 columns nothing is narrow: beside matrices as small as the rank, the work would count.
+    layer it belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds.
     """
     factors = {"aten.mm": args[:2], "aten.addmm": args[1:3]}.get(packet)
     if not factors or len(factors) < 2:
         return False
     inner, outer = factors[1].shape
-    return bool(outer >= _WIDE and inner * _NARROW <= outer)
+    return bool(inner * _NARROW <= outer)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
