@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,9 @@ from hf_ckpt.patch import apply, make_plan
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import Policy
 
+Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
+"""Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
+
 
 def simulate_step(
     model: nn.Module,
@@ -43,6 +46,7 @@ def simulate_step(
     *,
     traces_all: bool = False,
     explains: bool = False,
+    changed_by: Change | None = None,
     **structure: Any,
 ) -> StepMemory:
     """Predict memory and time of one optimizer step, from the second one on: the optimizer has its state.
@@ -56,6 +60,8 @@ def simulate_step(
         device: where it runs.
         traces_all: trace every layer, those too that another could stand for.
         explains: let the ledger say what each tensor is held for.
+        changed_by: what another than this library does to the model, such as switching on transformers' own
+            checkpointing. It gets the fake copy, and every layer is traced.
         structure: `layers`, `attention` and `ffn` of `apply`.
 
     Raises:
@@ -63,7 +69,8 @@ def simulate_step(
         PolicyError: the policy does not suit the model.
     """
     plan = None if policy is None else make_plan(model, parse(policy), **structure)
-    simulated = trace_step(model, plan, step, device, traces_all=traces_all, explains=explains, **structure)
+    options: dict[str, Any] = {"traces_all": traces_all, "explains": explains, "changed_by": changed_by}
+    simulated = trace_step(model, plan, step, device, **options, **structure)
     return read(
         simulated.tape,
         device=device.name,
@@ -97,6 +104,7 @@ def trace_step(
     *,
     traces_all: bool = False,
     explains: bool = False,
+    changed_by: Change | None = None,
     **structure: Any,
 ) -> Traced:
     """Simulate a step and return what happened. See `simulate_step`.
@@ -108,10 +116,12 @@ def trace_step(
         device: see there.
         traces_all: see there.
         explains: see there.
+        changed_by: see there.
         structure: see there.
     """
-    traced = partial(_traced, model, plan, step, device, structure, explains=explains)
-    if not traces_all:
+    changed_by = changed_by or _unchanged
+    traced = partial(_traced, model, plan, step, device, structure, explains=explains, changed_by=changed_by)
+    if not traces_all and changed_by is _unchanged:
         try:
             return traced(copies_layers=True)
         except CannotCopyError:
@@ -133,6 +143,7 @@ def _traced(
     *,
     explains: bool,
     copies_layers: bool,
+    changed_by: Change,
 ) -> Traced:
     twin, mode = fake_twin(model, partial(computes_in, step), is_cuda=device.is_cuda)
     twin.train()
@@ -148,8 +159,8 @@ def _traced(
     if copies is not None:
         copies.pass_through(twin, tracker)
     hooks = torch.autograd.graph.saved_tensors_hooks(tracker.note_saved, _as_it_is) if explains else nullcontext()
-    with followed(twin, mode, stacks, step, device, tracker) as optimizer, hooks:
-        run_step(twin, step, tracker, optimizer, is_cuda=device.is_cuda)
+    with followed(twin, mode, stacks, step, device, tracker) as optimizer, hooks, changed_by(twin) as changed:
+        run_step(changed, step, tracker, optimizer, is_cuda=device.is_cuda)
     if step.optim != "adagrad":
         # It makes its state before it sees a gradient.
         tracker.forget_unused_state()
@@ -233,6 +244,10 @@ def _queue(tape: Tape, device: Device) -> None:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _unchanged(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    return nullcontext(model)
 
 
 def _turn_cache_off(model: nn.Module) -> None:
