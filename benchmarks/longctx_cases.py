@@ -6,14 +6,13 @@ random and made on the device: neither hub nor disk is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from benchmarks.quantize import quantize
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.known_configs import KNOWN_CONFIGS
@@ -73,32 +72,7 @@ def build(recipe: Recipe, place: torch.device) -> Any:
     torch.manual_seed(0)
     with place:
         model: Any = made(find_config(recipe).config, dict(recipe.model), dtype=torch.bfloat16)
-    _quantize(model, recipe.quantization or {})
+    section = recipe.quantization or {}
+    options = {"compress_statistics": "bnb_4bit_use_double_quant", "quant_type": "bnb_4bit_quant_type"}
+    quantize(model, {name: section[key] for name, key in options.items()})
     return with_adapter(model, recipe.lora or {}).to(place)
-
-
-def _quantize(model: Any, section: dict[str, Any]) -> None:
-    """Put 4-bit layers in the place of the linear ones below the head, one after the other."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    options = {
-        "compress_statistics": section["bnb_4bit_use_double_quant"],
-        "quant_type": section["bnb_4bit_quant_type"],
-    }
-    for parent, name, linear in list(_linears(model.get_decoder())):
-        place = linear.weight.device
-        with torch.device("meta"):
-            packed = Linear4bit(
-                linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, **options
-            )
-        packed.weight = Params4bit(linear.weight.data, requires_grad=False, module=packed, **options).to(place)
-        setattr(parent, name, packed)
-    # What PEFT looks at to choose its layers.
-    model.is_loaded_in_4bit = True
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                yield parent, name, child
