@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
 from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import Device, find_device
-from hf_ckpt.memory.planned import plan_for
+from hf_ckpt.memory.planned import Plans
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
@@ -104,11 +104,12 @@ def sweep(case: Case, num_budgets: int, say: Any = print) -> dict[str, Any]:
     fixed = list(_fixed(model, case.step, device, len(chain.layers), say))
     most = max(entry["peak_bytes"] for entry in fixed if entry["name"] == "none")
     # The planner's figure for the smallest plan may be a little below what the whole step needs.
-    least = plan_for(model, case.step, device, int(planner.peaks[0] * 1.01), chain=chain).memory.peak_bytes
+    plans = Plans(model, case.step, device, chain=chain)
+    least = plans.within(int(planner.peaks[0] * 1.01)).memory.peak_bytes
     budgets = [least + (most - least) * number // (num_budgets - 1) for number in range(num_budgets)]
     swept = []
     for budget in budgets:
-        planned = plan_for(model, case.step, device, budget, chain=chain)
+        planned = plans.within(budget)
         fitting = [entry for entry in fixed if entry["peak_bytes"] <= budget]
         best = min(fitting, key=lambda entry: entry["seconds"], default=None)
         swept.append(

@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.chain import FULL, Chain
+from hf_ckpt.memory.chain import FULL, NONE, Chain
 from hf_ckpt.memory.choices import predict, to_plan
 from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
 from hf_ckpt.memory.devices import DEVICES
-from hf_ckpt.memory.offload_costs import offloaded
-from hf_ckpt.memory.planned import plan_for
+from hf_ckpt.memory.offload_costs import offloaded, with_gaps
+from hf_ckpt.memory.planned import Plans, plan_for
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
@@ -139,6 +139,45 @@ def test_any_choice_of_layers_that_offload_fits_the_host(chain: Chain, inputs: i
     asked = Offload(host_memory=inputs * INPUT_BYTES)
     layers = offloaded(chain, A100, asked).layers
     assert [sum(option.offload == asked for option in layer.costs) for layer in layers] == by_layer
+
+
+def test_with_gaps_only_every_nth_layer_offloads_and_only_what_a_selective_mode_keeps(chain: Chain) -> None:
+    found = [
+        [[option.mode for option in layer.costs if option.offload] for layer in gapped.layers]
+        for gapped in with_gaps(chain, A100, Offload())
+    ]
+    modes = Mode.SELECTIVE, Mode.SELECTIVE_ATTENTION
+    assert found == [
+        [[mode], [], [mode] * (every == 2), [mode] * (every == 3) and []] for mode in modes for every in (2, 3, 4)
+    ]
+    assert list(with_gaps(chain, A100, None)) == []
+
+
+def test_layers_that_offload_with_gaps_fit_the_host(chain: Chain) -> None:
+    room = chain.layers[0].costs[LayerPlan(Mode.SELECTIVE)].kept_bytes
+    gapped = next(with_gaps(chain, A100, Offload(host_memory=room)))
+    assert [any(option.offload for option in layer.costs) for layer in gapped.layers] == [True, False, False, False]
+
+
+def test_a_gap_hides_the_copy_that_one_layer_does_not(chain: Chain) -> None:
+    """With a link so slow that a copy takes as long as one layer and a half."""
+    option = replace(LayerPlan(Mode.SELECTIVE), offload=CPU_OFFLOAD)
+    layer = chain.layers[0]
+    kept, forward = layer.costs[LayerPlan(Mode.SELECTIVE)].kept_bytes, layer.forward_seconds
+    assert forward is not None
+    slow = replace(A100, host_link=kept / (1.5 * forward) / A100.link_efficiency)
+    alone = offloaded(chain, slow, CPU_OFFLOAD).layers[0].costs[option].seconds
+    apart = next(with_gaps(chain, slow, CPU_OFFLOAD)).layers[0].costs[option].seconds
+    assert alone - apart == pytest.approx(0.5 * forward, rel=0.3)
+
+
+def test_plans_for_one_budget_after_the_other_are_those_for_each_by_itself(chain: Chain) -> None:
+    built, allowed = llama(), Allowed(offload=Offload(), tiles=False, head=False)
+    plans = Plans(built, STEP, A100, allowed=allowed, chain=chain)
+    least, most = Planner(chain).smallest_peak().peak_bytes, predict(chain, [NONE] * LAYERS).peak_bytes
+    for budget in (least + (most - least) // 2, most):
+        found = plan_for(built, STEP, A100, budget, allowed=allowed, chain=chain)
+        assert plans.within(budget).plan == found.plan
 
 
 def test_tiles_are_no_option_where_dropout_lies_inside_unless_they_are_allowed() -> None:

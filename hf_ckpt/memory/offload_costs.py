@@ -7,19 +7,22 @@ layers that do not offload: the one on its way. A copy takes time only as far as
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from hf_ckpt.memory.chain import Chain, ChainLayer, Cost
+from hf_ckpt.memory.chain import NONE, Chain, ChainLayer, Cost
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.modifiers import Offload
 from hf_ckpt.plans import LayerPlan
-from hf_ckpt.policy import WHOLE_LAYER_MODES
+from hf_ckpt.policy import WHOLE_LAYER_MODES, Mode
 
 _Costs = dict[LayerPlan, Cost]
+_GAPPED = (LayerPlan(Mode.SELECTIVE), LayerPlan(Mode.SELECTIVE_ATTENTION))
+_GAPS = (2, 3, 4)
 
 
 def offloaded(chain: Chain, device: Device, offload: Offload | None) -> Chain:
@@ -43,6 +46,49 @@ def offloaded(chain: Chain, device: Device, offload: Offload | None) -> Chain:
         replace(layer, costs={**{option: cost for option, cost in layer.costs.items() if not option.offload}, **sent})
         for layer, sent in zip(chain.layers, sending, strict=True)
     )
+    return replace(chain, layers=tuple(layers))
+
+
+def with_gaps(chain: Chain, device: Device, offload: Offload | None) -> Iterator[Chain]:
+    """Yield chains in which every second, third or fourth layer may offload what a selective mode keeps.
+
+    See Note [Offload with gaps].
+
+    Args:
+        chain: see `offloaded`.
+        device: has the link.
+        offload: see `offloaded`.
+    """
+    if offload is None:
+        return
+    for option in _GAPPED:
+        sent = max((layer.costs[option].kept_bytes for layer in chain.layers if option in layer.costs), default=0)
+        if sent < max(1, offload.min_bytes):
+            continue
+        for every in _GAPS:
+            if (found := _with_gap(chain, device, offload, option, every, sent)) is not None:
+                yield found
+
+
+def _with_gap(chain: Chain, device: Device, offload: Offload, option: LayerPlan, every: int, sent: int) -> Chain | None:
+    room = math.inf if offload.host_memory is None else offload.host_memory
+    lasts = {layer.stack: layer.layer_idx for layer in chain.layers}
+    layers = []
+    for layer in chain.layers:
+        costs = {
+            entry: replace(cost, forward_bytes=cost.forward_bytes + sent, backward_bytes=cost.backward_bytes + sent)
+            for entry, cost in layer.costs.items()
+            if not entry.offload
+        }
+        sends = layer.layer_idx % every == 0 and layer.layer_idx != lasts[layer.stack] and option in costs
+        if sends and (num_bytes := layer.costs[option].kept_bytes) <= room:
+            room -= num_bytes
+            seconds = costs[option].seconds + _excess(chain, layer, option, device, every)
+            sending = replace(costs[option], kept_bytes=0, seconds=seconds, host_bytes=num_bytes)
+            costs[replace(option, offload=offload)] = sending
+        layers.append(replace(layer, costs=costs))
+    if not any(entry.offload for layer in layers for entry in layer.costs):
+        return None
     return replace(chain, layers=tuple(layers))
 
 
@@ -93,9 +139,18 @@ def _with_offload(
         )
 
 
-def _excess(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device) -> float:
-    """Return the seconds of copies that nothing hides."""
+def _excess(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device, every: int = 1) -> float:
+    """Return the seconds of copies that nothing hides.
+
+    Args:
+        chain: the step.
+        layer: that offloads.
+        option: what it keeps.
+        device: has the link.
+        every: the layers between do nothing, at least.
+    """
     cost, times = layer.costs[option], chain.num_micro_batches
     forward = layer.forward_seconds or cost.seconds / 3
+    between = (every - 1) * max(0.0, layer.costs[NONE].seconds - forward)
     copying = copy_seconds(cost.kept_bytes, device) * times
-    return max(0.0, copying - forward) + max(0.0, copying - (cost.seconds - forward))
+    return max(0.0, copying - every * forward) + max(0.0, copying - (cost.seconds - forward) - between)

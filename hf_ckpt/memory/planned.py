@@ -25,7 +25,7 @@ from hf_ckpt.memory.choices import Choice, to_plan
 from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.fixed import fixed_choices
-from hf_ckpt.memory.offload_costs import offloaded
+from hf_ckpt.memory.offload_costs import offloaded, with_gaps
 from hf_ckpt.memory.planner import Planner, smallest_peak
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
@@ -98,23 +98,68 @@ def plan_for(
     Raises:
         BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
     """
-    subject = _Subject(model, step, device, structure)
-    base = chain or chain_of(model, step, device, allowed=allowed, **structure)
-    search = _Search(subject, budget_bytes, allowed, base)
-    found = search.found()
-    if found is not None:
-        return found
-    smallest = search.smallest()
-    if smallest.memory.peak_bytes <= budget_bytes:
-        return smallest
-    raise nothing_fits(
-        budget_bytes,
-        smallest.memory,
-        step,
-        lambda other: simulate_step(model, smallest.plan, other, device, **structure).peak_bytes,
-        [*search.further_modes(), *changes(smallest.plan)],
-        say,
-    )
+    plans = Plans(model, step, device, allowed=allowed, chain=chain, **structure)
+    return plans.within(budget_bytes, changes=changes, say=say)
+
+
+class Plans:
+    """Plans of one step for one budget after the other: what was simulated for one of them serves the others.
+
+    Args:
+        model: see `plan_for`, as all others.
+        step: what the Trainer runs.
+        device: where.
+        allowed: what plans may hold beside modes.
+        chain: of `chain_of` with the same arguments, where it is there already.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        device: Device,
+        *,
+        allowed: Allowed = UNASKED,
+        chain: Chain | None = None,
+        **structure: Any,
+    ) -> None:
+        self._subject = _Subject(model, step, device, structure)
+        self._allowed = allowed
+        self._base = Planner(chain or chain_of(model, step, device, allowed=allowed, **structure))
+
+    def within(
+        self,
+        budget_bytes: int,
+        *,
+        changes: Callable[[Plan], list[Change]] = lambda smallest: [],
+        say: Callable[[str], None] | None = None,
+    ) -> Planned:
+        """Return the fastest plan whose simulated step stays within a budget. See `plan_for`.
+
+        Args:
+            budget_bytes: device memory that the whole step may use.
+            changes: see there.
+            say: see there.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        search = _Search(self._subject, budget_bytes, self._allowed, self._base)
+        found = search.found()
+        if found is not None:
+            return found
+        smallest = search.smallest()
+        if smallest.memory.peak_bytes <= budget_bytes:
+            return smallest
+        raise nothing_fits(
+            budget_bytes,
+            smallest.memory,
+            self._subject.step,
+            lambda other: self._subject.peak_of(smallest.plan, other),
+            [*search.further_modes(), *changes(smallest.plan)],
+            say,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,6 +171,10 @@ class _Subject:
     device: Device
     structure: dict[str, Any]
     _known: dict[Plan, StepMemory] = field(default_factory=dict)
+    # By the id of a chain, which is kept beside so that no other one gets it, and by what tiles are allowed.
+    _grown: dict[tuple[int, Allowed | None], tuple[Chain, Planner | None]] = field(default_factory=dict)
+
+    _gapped: dict[int, tuple[Chain, tuple[Planner, ...]]] = field(default_factory=dict)
 
     @cached_property
     def template(self) -> Plan:
@@ -138,11 +187,36 @@ class _Subject:
             self._known[plan] = simulate_step(self.model, plan, self.step, self.device, **self.structure)
         return Planned(plan, self._known[plan], chain, choice)
 
-    def tiled(self, chain: Chain, allowed: Allowed) -> Chain:
-        return with_tiles(chain, self.model, self.step, self.device, allowed=allowed, **self.structure)
+    def peak_of(self, plan: Plan, step: Step) -> int:
+        """Return the peak of another step under a plan."""
+        return simulate_step(self.model, plan, step, self.device, **self.structure).peak_bytes
 
-    def chunked(self, chain: Chain) -> Chain | None:
-        return with_chunked_head(chain, self.model, self.step, self.device, **self.structure)
+    def tiled(self, planner: Planner, allowed: Allowed) -> Planner:
+        """Return the planner with tiles among its options."""
+        key = id(planner.chain), allowed
+        if key not in self._grown:
+            arguments = (planner.chain, self.model, self.step, self.device)
+            chain = with_tiles(*arguments, allowed=allowed, **self.structure)
+            self._grown[key] = planner.chain, Planner(chain)
+        found = self._grown[key][1]
+        assert found is not None, "where tiles are of no use the chain is as it was"
+        return found
+
+    def chunked(self, planner: Planner) -> Planner | None:
+        """Return the planner with the head in chunks; None where it cannot be."""
+        key = id(planner.chain), None
+        if key not in self._grown:
+            chain = with_chunked_head(planner.chain, self.model, self.step, self.device, **self.structure)
+            self._grown[key] = planner.chain, None if chain is None else Planner(chain)
+        return self._grown[key][1]
+
+    def gapped(self, planner: Planner, offload: Offload | None) -> Iterator[Planner]:
+        """Yield planners whose layers offload with gaps."""
+        key = id(planner.chain)
+        if key not in self._gapped:
+            chains = with_gaps(planner.chain, self.device, offload)
+            self._gapped[key] = planner.chain, tuple(map(Planner, chains))
+        yield from self._gapped[key][1]
 
 
 class _Search:
@@ -152,14 +226,15 @@ class _Search:
         subject: what is planned for.
         budget_bytes: the budget.
         allowed: what the plan may hold.
-        base: the chain without tiles, with the plain head.
+        base: of the chain without tiles, with the plain head.
     """
 
-    def __init__(self, subject: _Subject, budget_bytes: int, allowed: Allowed, base: Chain) -> None:
+    def __init__(self, subject: _Subject, budget_bytes: int, allowed: Allowed, base: Planner) -> None:
         self._subject = subject
         self._budget = budget_bytes
         self._allowed = allowed
-        self._planners = [Planner(base)]
+        self._planners = [base]
+        self._gapped = list[Planner]()
 
     def found(self) -> Planned | None:
         """Return the fastest plan that fits; None where the chains show none."""
@@ -170,6 +245,10 @@ class _Search:
         for planner in further:
             if self._promise(planner) < _seconds_of(found) * _SAME_TIME:
                 found = self._faster(found, self._in(planner))
+        # One of them: each takes simulations, and they are much alike.
+        gapped = min(self._gapped, key=self._promise, default=None)
+        if gapped is not None and self._promise(gapped) < _seconds_of(found) * _WORTH:
+            found = self._faster(found, self._in(gapped))
         return found
 
     def smallest(self) -> Planned:
@@ -203,11 +282,15 @@ class _Search:
         """Yield what a plan was not allowed to hold, as the user writes it, and what adds it to a chain."""
         allowed = self._allowed
         if allowed.tiles is False or (allowed.tiles is None and not _has_tiles(chain)):
-            yield "tiles: auto", partial(self._subject.tiled, allowed=replace(allowed, tiles=True))
+            yield "tiles: auto", lambda base: self._subject.tiled(Planner(base), replace(allowed, tiles=True)).chain
         if not allowed.head:
-            yield "head: chunked", self._subject.chunked
+            yield "head: chunked", self._with_chunked_head
         if allowed.offload is None:
             yield "offload: cpu", partial(offloaded, device=self._subject.device, offload=Offload(fraction=1.0))
+
+    def _with_chunked_head(self, chain: Chain) -> Chain | None:
+        found = self._subject.chunked(Planner(chain))
+        return None if found is None else found.chain
 
     def _change(self, name: str, chain: Chain) -> Change:
         choice = smallest_peak(chain)
@@ -216,7 +299,7 @@ class _Search:
 
     def _extend(self, found: Planned | None) -> None:
         """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""
-        base, allowed = self._planners[0].chain, self._allowed
+        base, allowed = self._planners[0], self._allowed
         may_tile = allowed.tiles is not False
         tiles = may_tile and self._may_help(found, tiles=True, head=False)
         head = allowed.head and self._may_help(found, tiles=False, head=True)
@@ -224,11 +307,13 @@ class _Search:
             # Each alone may be of no use where both are needed.
             tiles = head = self._may_help(found, tiles=True, head=True)
         tiled = self._subject.tiled(base, allowed) if tiles else base
-        if _has_tiles(tiled):
-            self._planners.append(Planner(tiled))
+        if _has_tiles(tiled.chain):
+            self._planners.append(tiled)
         chunked = self._subject.chunked(tiled) if head else None
         if chunked is not None:
-            self._planners.append(Planner(chunked))
+            self._planners.append(chunked)
+        for planner in dict.fromkeys((self._planners[0], self._planners[-1])):
+            self._gapped.extend(self._subject.gapped(planner, allowed.offload_option))
 
     def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
         best = Planner(best_case(self._planners[0].chain, tiles=tiles, head=head))
