@@ -14,6 +14,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from hf_ckpt.memory import quantized
+from hf_ckpt.memory.instance_forwards import follow_forwards
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -27,6 +28,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         if id(tensor) not in memo:
             memo[id(tensor)] = _on_meta(tensor)
     copied: nn.Module = copy.deepcopy(model, memo)
+    follow_forwards(model, memo)
     quantized.restore(model, copied, is_cuda=False)
     for module in copied.modules():
         _hand_back_scales(module)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt.memory import quantized
+from hf_ckpt.memory.instance_forwards import follow_forwards
 
 
 def fake_twin(
@@ -36,6 +37,7 @@ def fake_twin(
             if id(tensor) not in memo:
                 memo[id(tensor)] = _fake(tensor, dtype_of)
         twin = copy.deepcopy(model, memo)
+        follow_forwards(model, memo)
         quantized.restore(model, twin, is_cuda=is_cuda)
     return twin, mode
 
