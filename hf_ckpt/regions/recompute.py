@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,9 @@ def recompute(function: Function, *args: Any) -> Any:
         function: a callable, or a `partial` that carries the keyword arguments, as the seam of transformers hands it.
         args: positional arguments.
     """
+    if torch.compiler.is_compiling():
+        # A compiler looks into torch's checkpoint, and takes all that its function closes over for an input.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
     call, tensors = take_apart(function, args)
     return checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True)
 
