@@ -24,7 +24,7 @@ from hf_ckpt.modifiers import Tiles
 from hf_ckpt.patch import Applied, remove
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import AUTO, Mode, Policy, SegmentSize
-from hf_ckpt.refusals import check_engine
+from hf_ckpt.refusals import check_compiler, check_engine
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
 from hf_ckpt.use_cache import UseCache
 
@@ -163,6 +163,7 @@ class HFCkptCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
         check_engine(args)
+        check_compiler(args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
         # Only now is it in time: accelerate wraps layers when it prepares the model.
@@ -184,6 +185,7 @@ class HFCkptCallback(TrainerCallback):
         """Apply the policy to the model as it will be trained."""
         # Asked again: a callback that is added to a Trainer later has not seen on_init_end.
         check_engine(args)
+        check_compiler(args)
         model: nn.Module = kwargs["model"]
         _remove_leftover(model)
         use_cache.bring_back(model)

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
@@ -27,13 +29,20 @@ def check_model(model: nn.Module) -> None:
     """Refuse models that no plan can govern.
 
     Raises:
-        UnsupportedError: the model is an `nn.DataParallel`, or holds wrappers that checkpoint activations.
+        UnsupportedError: the model is an `nn.DataParallel`, or holds wrappers that checkpoint activations; or torch's
+            own checkpoint function is another library's.
     """
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "The model is wrapped in nn.DataParallel, whose replicas would run the original's layers. Start one "
             "process for each GPU instead: accelerate launch --multi_gpu <script>, or set "
             "CUDA_VISIBLE_DEVICES to one GPU."
+        )
+    if checkpoint.__module__ != torch.utils.checkpoint.__name__:
+        # unsloth does, for the whole process: its own is reentrant.
+        raise UnsupportedError(
+            f"torch.utils.checkpoint.checkpoint was {checkpoint.__module__}.{checkpoint.__qualname__} already when "
+            "hf_ckpt was imported, and recomputation would go through that. Import hf_ckpt before it is replaced."
         )
     fsdp.check_wrappers(model)
 
@@ -49,6 +58,19 @@ def check_places(plan: Plan, model: nn.Module) -> None:
     entries = {entry.offload for stack in plan.stacks for entry in stack.layers}
     for path in sorted({offload.path for offload in entries if offload is not None and offload.path is not None}):
         check_path(path)
+
+
+def check_compiler(args: TrainingArguments) -> None:
+    """Refuse the compiler under which recomputation is not exact.
+
+    Raises:
+        UnsupportedError: it is torch's backend `eager`.
+    """
+    if args.torch_compile and args.torch_compile_backend == "eager":
+        raise UnsupportedError(
+            'torch_compile_backend is "eager", under which torch draws other random numbers when it recomputes: with '
+            'dropout, gradients would be wrong. Leave it out, or use "aot_eager" to look for errors.'
+        )
 
 
 def check_engine(args: TrainingArguments) -> None:

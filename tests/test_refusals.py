@@ -330,3 +330,12 @@ def test_model_with_checkpoint_wrappers_raises() -> None:
         "adapter, and layers would be recomputed twice. Leave it out: the policy does its work."
     )
     assert traces.differences(before, traces.snapshot(model)) == []
+
+
+def test_checkpoint_function_of_another_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reentrant(*args: object) -> None:
+        """Another library's."""
+
+    monkeypatch.setattr("hf_ckpt.refusals.checkpoint", reentrant)
+    with pytest.raises(UnsupportedError, match=r"was .*test_refusals.*reentrant already when hf_ckpt was imported"):
+        hf_ckpt.apply(zoo.build("llama").model, "full")

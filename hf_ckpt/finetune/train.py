@@ -45,7 +45,7 @@ from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.together import Together
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.plans import Plan
-from hf_ckpt.refusals import check_engine
+from hf_ckpt.refusals import check_compiler, check_engine
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
@@ -140,6 +140,7 @@ def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
     if recipe.checkpointing is not None:
         # The callback asks too, but only once the Trainer has made its folder.
         check_engine(args)
+        check_compiler(args)
         check_auto(recipe, args)
     return args
 

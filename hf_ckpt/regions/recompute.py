@@ -26,7 +26,8 @@ def recompute(function: Function, *args: Any) -> Any:
         args: positional arguments.
     """
     if torch.compiler.is_compiling():
-        # A compiler looks into torch's checkpoint, and takes all that its function closes over for an input.
+        # A compiler looks into torch's checkpoint, and takes all that its function closes over for an input. It brings
+        # back random numbers by itself, but under its backend "eager" (`refusals.check_compiler`).
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
     call, tensors = take_apart(function, args)
     return checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True)
