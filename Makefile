@@ -1,11 +1,12 @@
 # The two commands: `make finetune` and `make test`. Both set up .venv first; nothing outside this folder changes.
 # Variables: PYTHON (the interpreter to build environments with), RECIPE and ARGS (for finetune), PYTEST_ARGS and
-# DISTRIBUTED_ARGS (for the tests in one process, and for those in two).
+# DISTRIBUTED_ARGS (for the tests in one process, and for those in two), CASE (for the benchmarks: one case in place of all).
 
 RECIPE ?= recipes/tiny_llama_lora.yaml
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 DISTRIBUTED_ARGS ?=
+CASE ?=
 
 # The first Python that is new enough and can make environments.
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 # More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup finetune test test-distributed test-oldest check lint types docs format clean
+.PHONY: help setup finetune test test-distributed test-oldest check lint types docs bench bench-gpu bench-predicted bench-pages format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,10 @@ help:
 	@echo 'make test-distributed  the part of the suite that needs two processes'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the suite on the oldest supported versions'
 	@echo 'make check        format, lint, types and the code blocks of the documents'
+	@echo 'make bench        compare ways to save memory on small models, and the result with what is committed'
+	@echo 'make bench-gpu    the same on a GPU, at full size; goes on where it stopped (CASE=llama2_7b_lora_2048 for one)'
+	@echo 'make bench-predicted  the same without a GPU, simulated at full size'
+	@echo 'make bench-pages  write the pages and pictures that show the committed results'
 	@echo 'make format       format the code and mend what lint can mend'
 	@echo 'make clean        remove environments and caches, not what was trained'
 
@@ -86,6 +91,24 @@ types: .venv/.installed
 
 docs: .venv/.installed
 	.venv/bin/python -m pytest tests/test_docs.py
+
+# --- Benchmarks. ---
+
+bench: .venv/.installed
+	.venv/bin/python -m benchmarks.side_by_side.suite --device cpu --out runs/bench $(addprefix --case ,$(CASE))
+	.venv/bin/python -m benchmarks.side_by_side.compare runs/bench
+
+# PYTHON_GPU: an environment of your own whose torch has CUDA; .venv holds whatever torch the constraints led to.
+PYTHON_GPU ?= .venv/bin/python
+bench-gpu: $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/.installed)
+	$(PYTHON_GPU) -m benchmarks.side_by_side.suite --device cuda $(addprefix --case ,$(CASE))
+
+bench-predicted: .venv/.installed
+	.venv/bin/python -m benchmarks.side_by_side.predicted --case $(or $(CASE),all)
+
+bench-pages: .venv/.installed
+	.venv/bin/python scripts/benchmark_pages.py
+	.venv/bin/python -m benchmarks.claims.page
 
 format: .venv/.installed
 	.venv/bin/ruff check --fix

@@ -17,7 +17,8 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 def describe() -> dict[str, Any]:
     """Return command, versions, commit and hardware as JSON types."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        # As it was typed: of a module that is run with -m, sys.argv holds a path.
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
         "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},

@@ -1,0 +1,36 @@
+"""A way to save activation memory, as the benchmarks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+GROUPS = ("none", "today", "elsewhere", "compiled", "ours", "auto")
+"""`today` is what a user of the plain Trainer can set; `elsewhere` is what other trainers and libraries have."""
+
+
+class NotHereError(Exception):
+    """A contender cannot run on this machine or on this model. The text says why, in the words of who refuses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A way to save activation memory.
+
+    Args:
+        name: in results and on the command line.
+        title: in tables and pictures.
+        group: one of `GROUPS`.
+        enter: takes a model in training mode; what it returns yields the module to call with a batch, and puts the
+            model back on exit. Raises `NotHereError`.
+        is_reversible: whether the model can be used by others afterwards; if not, it is built anew.
+    """
+
+    name: str
+    title: str
+    group: str
+    enter: Callable[[nn.Module], AbstractContextManager[nn.Module]]
+    is_reversible: bool = True

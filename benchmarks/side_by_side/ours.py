@@ -1,0 +1,76 @@
+"""What this library offers, as contenders: each policy that a user writes, and plans that the planner chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+import hf_ckpt
+from benchmarks.side_by_side.contender import Contender
+from hf_ckpt.plans import Plan
+
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {"policy": "full"}),
+    "attention": ("attention", {"policy": "attention"}),
+    "ffn": ("ffn", {"policy": "ffn"}),
+    "every_2": ("full, every 2", {"policy": "full", "every_n_layers": 2}),
+    "every_4": ("full, every 4", {"policy": "full", "every_n_layers": 4}),
+    "segments": ("segments of sqrt(L)", {"policy": "full", "segment_size": "sqrt"}),
+    "segments_nested": ("segments, nested", {"policy": "full", "segment_size": "sqrt", "nested": True}),
+    "selective": ("selective", {"policy": "selective"}),
+    "selective_attention": ("selective_attention", {"policy": "selective_attention"}),
+    # In a twin everything is small.
+    "full_offload": ("full + offload", {"policy": "full", "offload": {"to": "cpu", "min_bytes": 0}}),
+    "full_tiles": ("full + tiles", {"policy": "full", "tiles": 4}),
+    "full_head": ("full + chunked head", {"policy": "full", "head": "chunked"}),
+    "full_tiles_head": ("full + tiles + chunked head", {"policy": "full", "tiles": 4, "head": "chunked"}),
+}
+"""By name: its title, and what `apply` takes."""
+
+
+@contextmanager
+def applied(policy: str | Plan, options: dict[str, Any], model: nn.Module) -> Iterator[nn.Module]:
+    """Put a policy in force on a model.
+
+    Args:
+        policy: what `apply` takes.
+        options: of `apply`.
+        model: with its weights.
+    """
+    with hf_ckpt.apply(model, policy, **options):
+        yield model
+
+
+def _contender(name: str, title: str, options: dict[str, Any]) -> Contender:
+    policy, further = options["policy"], {key: value for key, value in options.items() if key != "policy"}
+    return Contender(name=name, title=title, group="ours", enter=partial(applied, policy, further))
+
+
+def planned(number: int, budget: str, plan: Plan) -> Contender:
+    """Return a plan that was made for a budget as a contender.
+
+    Args:
+        number: counted from 1, by rising budgets.
+        budget: in words.
+        plan: for the model.
+    """
+    enter = partial(applied, plan, {})
+    return Contender(name=f"auto_{number}", title=f"auto, {budget}", group="auto", enter=enter)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[nn.Module]:
+    yield model
+
+
+def enter_none(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """Leave the model as it is."""
+    return _unchanged(model)
+
+
+NONE = Contender(name="none", title="none", group="none", enter=enter_none)
+CONTENDERS = tuple(_contender(name, title, options) for name, (title, options) in POLICIES.items())
