@@ -1,0 +1,37 @@
+"""The page and the pictures as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.pages.drawing import digest_in, digest_of
+from benchmarks.pages.page import ORDER, page
+from benchmarks.pages.pictures import pictures
+from benchmarks.pages.results import read_all
+
+PAGE = "benchmarks.md"
+_OURS = ("benchmarks-*.png", "readme-*.png")
+
+
+def write(results: Path, docs: Path, *, is_all: bool = False) -> list[Path]:
+    """Write the page and the pictures that are stale, remove those that nothing draws, and return what was written.
+
+    Args:
+        results: folder of the JSONs.
+        docs: folder of the page; the pictures go to `images` below it.
+        is_all: draw pictures that are up to date too.
+    """
+    read = read_all(results, ORDER)
+    images = docs / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    wanted = {images / picture.name: picture for picture in pictures(read)}
+    for old in sorted(path for pattern in _OURS for path in images.glob(pattern)):
+        if old not in wanted:
+            old.unlink()
+    written = []
+    for path, picture in wanted.items():
+        if is_all or not path.is_file() or digest_in(path) != digest_of(picture.data):
+            picture.draw(picture.data, path)
+            written.append(path)
+    (docs / PAGE).write_text(page(read), encoding="utf-8")
+    return [*written, docs / PAGE]
