@@ -245,6 +245,9 @@ class _Search:
         for planner in further:
             if self._promise(planner) < _seconds_of(found) * _SAME_TIME:
                 found = self._faster(found, self._in(planner))
+        for planner in further:
+            # Its own choices may turn out a little too large.
+            found = self._among_fixed(planner.chain, found) if found is None else found
         # One of them: each takes simulations, and they are much alike.
         gapped = min(self._gapped, key=self._promise, default=None)
         if gapped is not None and self._promise(gapped) < _seconds_of(found) * _WORTH:
