@@ -74,21 +74,24 @@ def budgets_of(records: Mapping[str, dict[str, Any]], most: int, *, between: boo
         between: whether to add one in the middle of two that lie far apart.
     """
     found = dict[int, Budget]()
-    for name, record in sorted(_that_ran(records, _FIXED), key=lambda item: item[1]["group"] not in _TODAY):
-        peak = record["peak_bytes"]
-        if not any(abs(peak - other) <= _CLOSE * peak for other in found):
-            is_today = record["group"] in _TODAY
-            found[peak] = Budget(peak, name, is_today)
-            below = int((1 - 2 * _CLOSE) * peak)
-            if is_today:
-                found[below] = Budget(below, f"just below {name}", is_today)
-    budgets = sorted(found.values(), key=lambda budget: budget.num_bytes)
+    ran = sorted(_that_ran(records, _FIXED), key=lambda item: item[1]["group"] not in _TODAY)
+    for name, record in ran:
+        _take(found, Budget(record["peak_bytes"], name, record["group"] in _TODAY))
     # Below the smallest of what fits today, nothing of it is there to compare with.
-    smallest = min((budget.num_bytes for budget in budgets if budget.is_today), default=0)
-    budgets = [budget for budget in budgets if not (budget.is_today and budget.num_bytes == smallest)]
+    smallest = min((budget.num_bytes for budget in found.values() if budget.is_today), default=0)
+    for budget in list(found.values()):
+        below = int((1 - 2 * _CLOSE) * budget.num_bytes)
+        if budget.is_today and below > smallest:
+            _take(found, Budget(below, f"just below {budget.set_by}", is_today=True))
+    budgets = sorted(found.values(), key=lambda budget: budget.num_bytes)
     while len(budgets) > most and (others := [index for index, one in enumerate(budgets) if not one.is_today]):
         budgets.pop(min(others, key=lambda index: _gap(budgets, index)))
     return sorted([*budgets, *(_between(budgets) if between else ())], key=lambda budget: budget.num_bytes)
+
+
+def _take(found: dict[int, Budget], budget: Budget) -> None:
+    if not any(abs(budget.num_bytes - other) <= _CLOSE * budget.num_bytes for other in found):
+        found[budget.num_bytes] = budget
 
 
 def _between(budgets: list[Budget]) -> Iterator[Budget]:
