@@ -40,7 +40,7 @@ class Effort:
 
     num_rounds: int = 3
     num_warmup: int = 1
-    num_steps: int = 2
+    num_steps: int = 1
     num_budgets: int = 6
     limit_s: float | None = None
 
@@ -162,7 +162,7 @@ def _first_look(bench: Bench, contender: Contender, record: dict[str, Any], say:
                 record |= count(step, called, is_compiled=is_compiled)
             else:
                 times = Times()
-                turn(step, called, times, num_warmup=0, num_steps=1)
+                turn(step, called, times, num_warmup=0, num_steps=1, is_split=False)
                 record["peak_bytes"] = max(times.peaks)
     except (NotHereError, HFCkptError, torch.OutOfMemoryError) as error:
         record["not_run"] = " ".join(str(error).split())
@@ -224,7 +224,8 @@ def _rounds(
             break
         for contender in running[:: 1 if number % 2 else -1]:
             with bench.entered(contender) as (step, called):
-                turn(*(step, called, times[contender.name]), num_warmup=effort.num_warmup, num_steps=effort.num_steps)
+                sizes = {"num_warmup": effort.num_warmup, "num_steps": effort.num_steps}
+                turn(step, called, times[contender.name], **sizes, is_split=number == 1)
         longest = max(longest, time.monotonic() - began)
         say(f"round {number} of {effort.num_rounds}: {time.monotonic() - began:.0f} s")
     for name, taken in times.items():

@@ -62,7 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="the twin of the case, which the CPU always runs")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender; 0 times nothing")
     parser.add_argument("--warmup", type=int, default=1, help="steps of a turn that are not timed")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
     parser.add_argument("--budgets", type=int, default=6, help="for how many budgets to plan")
     parser.add_argument("--limit", type=float, help="seconds after which no further round begins")
     parser.add_argument("--suffix", default="", help="of the file's name, such as _compiled")

@@ -1,8 +1,8 @@
 """The suites behind `make bench` and `make bench-gpu`: what to run, one process after the other, and what is left.
 
-On the CPU everything runs anew, in ten minutes, and is compared with the committed results. On a GPU each part of a
-case is a slice of less than eight minutes with a result of its own; what has a result is skipped, so that the suite
-goes on where it stopped.
+On the CPU everything runs anew, in ten minutes, to be compared with the committed results: what is timed alone, then
+what is only counted, two at a time. On a GPU each part of a case is a slice of less than eight minutes with a result of
+its own; what has a result is skipped, so that the suite goes on where it stopped.
 
     python -m benchmarks.side_by_side.suite --device cpu --out runs/bench
     python -m benchmarks.side_by_side.suite --device cuda --case llama2_7b_lora_2048
@@ -16,15 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.side_by_side.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-ON_CPU = (
-    "llama2_7b_lora_2048",
+TIMED = "llama2_7b_lora_2048"
+COUNTED = (
     "llama2_7b_lora_2048_eager",
     "llama31_8b_qlora_8192",
     "llama32_1b_full_2048",
@@ -33,9 +35,10 @@ ON_CPU = (
 _RUN = ("-m", "benchmarks.side_by_side.run")
 _SLICE_S = 420
 """After so many seconds of a slice no further round begins."""
+_EAGER = ("today", "elsewhere", "ours")
 _PARTS = {
     # Eager contenders and plans in one run: only there are their times compared.
-    "": ("today", "elsewhere", "ours"),
+    "": _EAGER,
     "_compiled": ("compiled",),
 }
 """By the end of a result's name: groups of contenders. `none` is in all of them."""
@@ -49,26 +52,37 @@ class Slice:
         result: name of the file.
         words: what Python is given, less the place of the result.
         takes_file: whether `--out` is the file; else its folder.
+        is_timed: whether it needs the machine for itself.
     """
 
     result: str
     words: tuple[str, ...]
     takes_file: bool = False
+    is_timed: bool = False
 
 
-def cpu_slices(cases: tuple[str, ...] = ON_CPU) -> Iterator[Slice]:
+def cpu_slices(case: str | None = None) -> Iterator[Slice]:
     """Yield what `make bench` runs: all that documents quote of what was counted or measured on a CPU.
 
     Args:
-        cases: whose twins are compared.
+        case: one whose twin alone is measured, times and all; all of it if left out.
     """
-    for case in cases:
-        yield Slice(f"side_by_side_{case}_cpu.json", (*_RUN, "--case", case))
+    timed = case or TIMED
+    yield Slice(f"side_by_side_{timed}_cpu.json", (*_RUN, "--case", timed), is_timed=True)
+    if case is not None:
+        return
     yield Slice("claims_cpu.json", ("-m", "benchmarks.claims.measure"), takes_file=True)
+    for counted in COUNTED:
+        words = (*_RUN, "--case", counted, *_chosen(_EAGER), "--rounds", "0", "--budgets", "4")
+        yield Slice(f"side_by_side_{counted}_cpu.json", words)
     yield Slice("modes_llama_38m.json", ("benchmarks/modes.py", "--case", "llama_38m"), takes_file=True)
     # --standalone: on a port that is free.
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     yield Slice("collectives_llama_tiny.json", (*launch, "benchmarks/collectives.py"), takes_file=True)
+
+
+def _chosen(groups: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for group in groups for word in ("--contender", group))
 
 
 def gpu_slices(cases: tuple[str, ...]) -> Iterator[Slice]:
@@ -79,11 +93,10 @@ def gpu_slices(cases: tuple[str, ...]) -> Iterator[Slice]:
     """
     for case in cases:
         for suffix, groups in _PARTS.items():
-            chosen = [word for group in groups for word in ("--contender", group)]
-            limits = ("--limit", str(_SLICE_S), "--suffix", suffix)
+            limits = ("--limit", str(_SLICE_S), "--suffix", suffix, "--rounds", "5", "--steps", "2")
             budgets = () if not suffix else ("--budgets", "0")
-            words = (*_RUN, "--device", "cuda", "--case", case, *chosen, *limits, *budgets)
-            yield Slice(f"side_by_side_{case}_cuda{suffix}.json", words)
+            words = (*_RUN, "--device", "cuda", "--case", case, *_chosen(groups), *limits, *budgets)
+            yield Slice(f"side_by_side_{case}_cuda{suffix}.json", words, is_timed=True)
 
 
 def left(slices: list[Slice], out: Path) -> list[Slice]:
@@ -97,25 +110,28 @@ def left(slices: list[Slice], out: Path) -> list[Slice]:
 
 
 def run(slices: list[Slice], out: Path) -> list[str]:
-    """Run slices one after the other; return the names of those that failed.
+    """Run slices: the timed ones one after the other, then the others two at a time. Return those that failed.
 
     Args:
         slices: what to run.
         out: folder of the results.
     """
     out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for number, one in enumerate(slices, 1):
-        print(f"[{number} of {len(slices)}] {one.result}", flush=True)
-        began = time.monotonic()
-        place = out / one.result if one.takes_file else out
-        done = subprocess.run(
-            [sys.executable, *one.words, "--out", str(place)], cwd=ROOT, env=_surroundings(), check=False
-        )
-        print(f"    {'failed' if done.returncode else 'done'} in {time.monotonic() - began:.0f} s", flush=True)
-        if done.returncode:
-            failed.append(one.result)
-    return failed
+    codes = {one.result: _run(one, out) for one in slices if one.is_timed}
+    others = [one for one in slices if not one.is_timed]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        codes |= zip([one.result for one in others], pool.map(partial(_run, out=out), others), strict=True)
+    return [result for result, code in codes.items() if code]
+
+
+def _run(one: Slice, out: Path) -> int:
+    print(f"{one.result}: begins", flush=True)
+    began = time.monotonic()
+    place = out / one.result if one.takes_file else out
+    words = [sys.executable, *one.words, "--out", str(place)]
+    code = subprocess.run(words, cwd=ROOT, env=_surroundings(), check=False).returncode
+    print(f"{one.result}: {'failed' if code else 'done'} in {time.monotonic() - began:.0f} s", flush=True)
+    return code
 
 
 def _surroundings() -> dict[str, str]:
@@ -129,16 +145,16 @@ def main() -> None:
     """Run a suite; exit code 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--case", action="append", choices=CASES, help="repeat it; the usual ones if left out")
+    parser.add_argument("--case", choices=CASES, help="the usual ones if left out")
     parser.add_argument("--out", type=Path, help="folder; of a GPU's results benchmarks/results if left out")
     parser.add_argument("--slices", type=int, help="stop after so many")
     options = parser.parse_args()
     if options.device == "cpu":
         out = options.out or ROOT / "runs" / "bench"
-        slices = list(cpu_slices(tuple(options.case or ON_CPU)))
+        slices = list(cpu_slices(options.case))
     else:
         out = options.out or RESULTS
-        slices = left(list(gpu_slices(tuple(options.case or CASES))), out)
+        slices = left(list(gpu_slices((options.case,) if options.case else tuple(CASES))), out)
     failed = run(slices[: options.slices], out.resolve())
     for one in slices[len(slices) if options.slices is None else options.slices :]:
         print(f"still to run: {one.result}")

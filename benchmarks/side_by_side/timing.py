@@ -75,7 +75,9 @@ def empty(place: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def turn(step: TrainingStep, called: nn.Module, times: Times, *, num_warmup: int, num_steps: int) -> None:
+def turn(
+    step: TrainingStep, called: nn.Module, times: Times, *, num_warmup: int, num_steps: int, is_split: bool
+) -> None:
     """Let a contender run a few steps, and take their times.
 
     Args:
@@ -83,7 +85,8 @@ def turn(step: TrainingStep, called: nn.Module, times: Times, *, num_warmup: int
         called: what the contender made of the model.
         times: is added to.
         num_warmup: steps before, which are not timed.
-        num_steps: timed steps. One more is split into recomputation and the rest of backward.
+        num_steps: timed steps.
+        is_split: whether one more step tells recomputation from the rest of backward.
     """
     place = next(step.model.parameters()).device
     for _ in range(num_warmup):
@@ -97,7 +100,8 @@ def turn(step: TrainingStep, called: nn.Module, times: Times, *, num_warmup: int
     if place.type == "cuda":
         times.peaks.append(memory.peak())
         times.reserved.append(torch.cuda.max_memory_reserved(place))
-    times.recomputation.append(_recomputation(step, called, clock))
+    if is_split:
+        times.recomputation.append(_recomputation(step, called, clock))
 
 
 def _timed(step: TrainingStep, called: nn.Module, times: Times, clock: Clock) -> None:
