@@ -116,6 +116,7 @@ def test_budgets_are_peaks_and_lie_just_below_those_of_today() -> None:
         "all": record("today", 300),
         "ours": record("ours", 700),
         "same": record("ours", 502),
+        "near": record("ours", 491),
         "compiled": record("compiled", 100),
         "missing": {"group": "ours", "not_run": "no"},
     }

@@ -21,7 +21,7 @@ GRANTED = Allowed(offload=Offload())
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""
 _CLOSE = 0.01
 """Peaks that are nearer to each other set one budget."""
-_FAR = 1.2
+_FAR = 1.3
 _FIXED = ("none", "today", "elsewhere", "ours")
 _TODAY = ("none", "today")
 
@@ -73,25 +73,21 @@ def budgets_of(records: Mapping[str, dict[str, Any]], most: int, *, between: boo
         most: how many to return at least if there are so many; those of the contenders of today stay.
         between: whether to add one in the middle of two that lie far apart.
     """
-    found = dict[int, Budget]()
-    ran = sorted(_that_ran(records, _FIXED), key=lambda item: item[1]["group"] not in _TODAY)
-    for name, record in ran:
-        _take(found, Budget(record["peak_bytes"], name, record["group"] in _TODAY))
+    ran = dict(_that_ran(records, _FIXED))
+    today = [Budget(one["peak_bytes"], name, True) for name, one in ran.items() if one["group"] in _TODAY]
     # Below the smallest of what fits today, nothing of it is there to compare with.
-    smallest = min((budget.num_bytes for budget in found.values() if budget.is_today), default=0)
-    for budget in list(found.values()):
-        below = int((1 - 2 * _CLOSE) * budget.num_bytes)
-        if budget.is_today and below > smallest:
-            _take(found, Budget(below, f"just below {budget.set_by}", is_today=True))
+    smallest = min((budget.num_bytes for budget in today), default=0)
+    below = [Budget(int((1 - 2 * _CLOSE) * one.num_bytes), f"just below {one.set_by}", True) for one in today]
+    others = [Budget(one["peak_bytes"], name) for name, one in ran.items() if one["group"] not in _TODAY]
+    found = dict[int, Budget]()
+    for budget in (*today, *(one for one in below if one.num_bytes > smallest), *others):
+        # Those that are nearer to each other than this are one; today's come first.
+        if not any(abs(budget.num_bytes - other) <= _CLOSE * budget.num_bytes for other in found):
+            found[budget.num_bytes] = budget
     budgets = sorted(found.values(), key=lambda budget: budget.num_bytes)
     while len(budgets) > most and (others := [index for index, one in enumerate(budgets) if not one.is_today]):
         budgets.pop(min(others, key=lambda index: _gap(budgets, index)))
     return sorted([*budgets, *(_between(budgets) if between else ())], key=lambda budget: budget.num_bytes)
-
-
-def _take(found: dict[int, Budget], budget: Budget) -> None:
-    if not any(abs(budget.num_bytes - other) <= _CLOSE * budget.num_bytes for other in found):
-        found[budget.num_bytes] = budget
 
 
 def _between(budgets: list[Budget]) -> Iterator[Budget]:
