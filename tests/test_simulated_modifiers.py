@@ -17,7 +17,7 @@ from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.chain import FULL, NONE, Chain
 from hf_ckpt.memory.choices import predict, to_plan
 from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
-from hf_ckpt.memory.devices import DEVICES
+from hf_ckpt.memory.devices import CPU, DEVICES
 from hf_ckpt.memory.offload_costs import offloaded, with_gaps
 from hf_ckpt.memory.planned import Plans, plan_for
 from hf_ckpt.memory.planner import Planner
@@ -99,6 +99,22 @@ def test_logits_are_never_held_with_a_chunked_head() -> None:
 def test_tiles_shrink_what_a_layer_needs_while_it_is_recomputed() -> None:
     whole, tiled = (simulated("full", tiles=tiles).peak_of(Phase.RECOMPUTATION) for tiles in (None, 4))
     assert whole - tiled > 4 * INPUT_BYTES
+
+
+def test_selective_modes_take_time_on_the_host_for_each_operator_of_their_layers() -> None:
+    slow, fast = replace(CPU, selective_seconds=1.0), replace(CPU, selective_seconds=0.0)
+    none, full = ([simulated(mode, device=device).time.total for device in (slow, fast)] for mode in ("none", "full"))
+    assert (none[0], full[0]) == (none[1], full[1])
+    mixed = simulate_step(
+        llama(),
+        Policy.parse([{"layers": "0", "mode": "selective"}]),
+        STEP,
+        slow,
+    )
+    added = mixed.time.total - simulate_step(llama(), mixed.plan, STEP, fast).time.total
+    # One second each: operators of one layer, forward and again.
+    assert added == pytest.approx(round(added), abs=1e-6)
+    assert 20 < added < 200
 
 
 # --- Costs of layers. ---

@@ -23,6 +23,8 @@ from hf_ckpt.memory.offload_costs import offloaded
 from hf_ckpt.memory.operator_frontier import operator_points
 from hf_ckpt.memory.simulate import trace_step
 from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.tape import Region
+from hf_ckpt.memory.timeline import Phase
 from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.patch import make_plan
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
@@ -61,7 +63,9 @@ def chain_of(model: nn.Module, step: Step, device: Device, *, allowed: Allowed =
     layers = []
     for key in kept.order:
         if full is not None and {FULL, LayerPlan(Mode.SELECTIVE)} <= costs[key].keys():
-            costs[key].update(operator_points(full, key))
+            watched = _watched_seconds(full, key, device)
+            points = operator_points(full, key).items()
+            costs[key].update((option, replace(cost, seconds=cost.seconds + watched)) for option, cost in points)
         layers.append(ChainLayer(*key, costs[key], can_join, kept.forward_seconds[key]))
     inputs = [layer.costs[FULL].kept_bytes for layer in layers if FULL in layer.costs]
     chain = Chain(
@@ -77,6 +81,15 @@ def chain_of(model: nn.Module, step: Step, device: Device, *, allowed: Allowed =
         head_seconds=kept.head_seconds,
     )
     return offloaded(chain, device, allowed.offload_option)
+
+
+def _watched_seconds(full: Reading, key: LayerKey, device: Device) -> float:
+    """Return what it takes to look at each operator of a layer's forwards. See `Device.selective_seconds`."""
+    again = (Phase.FORWARD, Phase.RECOMPUTATION)
+    spans = (full.span(region, key) for region in Region)
+    events = (event for start, end in spans for event in full.events[start : end + 1])
+    count = sum(full.weight(event) for event in events if event.seconds and event.place.phase in again)
+    return count * device.selective_seconds
 
 
 def with_tiles(

@@ -99,15 +99,18 @@ class Queue:
         self._device = device
         self._queued_seconds = 0.0
 
-    def take(self, busy: float, *, records_graph: bool) -> float:
+    def take(self, busy: float, *, records_graph: bool, is_selective: bool = False) -> float:
         """Return the seconds of the next operator.
 
         Args:
             busy: seconds of `seconds_of`.
             records_graph: whether it is issued by a forward, which records a graph, or by a backward or an optimizer.
+            is_selective: whether that forward is of a layer in a selective mode.
         """
         device = self._device
         issued = device.launch_seconds if records_graph else device.backward_launch_seconds
+        if is_selective:
+            issued += device.selective_seconds
         if not device.is_cuda:
             return issued + busy
         waited = max(0.0, issued - self._queued_seconds)

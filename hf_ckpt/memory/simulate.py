@@ -32,7 +32,7 @@ from hf_ckpt.memory.twin import fake_twin
 from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch import apply, make_plan
 from hf_ckpt.plans import Plan, parse
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy import SELECTIVE_MODES, Policy
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
@@ -166,7 +166,7 @@ def _traced(
         tracker.forget_unused_state()
     tape = tracker.tape if copies is None else copies.fill_up(tracker.tape)
     settle(tape)
-    _queue(tape, device)
+    _queue(tape, device, plan)
     add_waits(tape, device)
     tape = on_one_rank(tape, weights_of(model, find_layers(model, **structure), step), step, device)
     host_bytes = 0 if optimizer is None else sum(tensor.nbytes for tensor in host_tensors(optimizer))
@@ -233,13 +233,20 @@ def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -
     return seconds_of(cost, device), cost.num_flops
 
 
-def _queue(tape: Tape, device: Device) -> None:
+def _queue(tape: Tape, device: Device, plan: Plan | None) -> None:
     """Let operators wait for the host where it is slower than the device: in the order of the whole step."""
     queue = Queue(device)
+    selective = {
+        (stack.path, layer_idx)
+        for stack in (() if plan is None else plan.stacks)
+        for layer_idx, entry in enumerate(stack.layers)
+        if entry.mode in SELECTIVE_MODES
+    }
     for event in tape.events:
         if event.seconds:
             is_recorded = event.place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
-            event.seconds = queue.take(event.seconds, records_graph=is_recorded)
+            is_selective = is_recorded and (event.place.stack, event.place.layer_idx) in selective
+            event.seconds = queue.take(event.seconds, records_graph=is_recorded, is_selective=is_selective)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
