@@ -254,4 +254,5 @@ def batch_of(case: Case, device: str) -> dict[str, Tensor]:
     """Return random tokens [B, S] that are their own labels."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(case.config["vocab_size"], (case.batch, case.tokens), generator=generator).to(device)
-    return {"input_ids": ids, "labels": ids}
+    # As a collator makes them: two tensors.
+    return {"input_ids": ids, "labels": ids.clone()}
