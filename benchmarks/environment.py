@@ -17,13 +17,24 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 def describe() -> dict[str, Any]:
     """Return command, versions, commit and hardware as JSON types."""
     return {
-        # As it was typed: of a module that is run with -m, sys.argv holds a path.
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": _command(),
         "commit": _git("rev-parse", "HEAD"),
         "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "hardware": _hardware(),
     }
+
+
+def _command() -> str:
+    """Return the command as it was typed, but for where the result goes and for options of the interpreter."""
+    # Of a module that is run with -m, sys.argv holds a path.
+    words = sys.orig_argv[1:]
+    while words and words[0] in ("-W", "-u", "-X"):
+        words = words[1 if words[0] == "-u" else 2 :]
+    if "--out" in words:
+        place = words.index("--out")
+        words = words[:place] + words[place + 2 :]
+    return " ".join(["python", *words])
 
 
 def _version(package: str) -> str | None:
