@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", choices=("all", *CASES), default="llama2_7b_lora_2048")
     parser.add_argument(
-        "--budgets", type=int, default=10, help="for how many budgets to plan, those of today in any case"
+        "--budgets", type=int, default=6, help="for how many budgets to plan, those of today in any case"
     )
     parser.add_argument("--again", action="store_true", help="cases too that this commit has results of")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
