@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from benchmarks.side_by_side.contenders import CONTENDERS
 from benchmarks.side_by_side.counting import thinned
 from benchmarks.side_by_side.measure import predicted
 from benchmarks.side_by_side.ours import POLICIES
+from benchmarks.side_by_side.text import text_of
 from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.layers import find_layers
@@ -57,7 +57,6 @@ _NOT_SIMULATED = {
     "axolotl_offload": _ENGINE,
 }
 _COMPILED = "what torch.compile keeps is decided when it has made code for the device"
-_PAIR = re.compile(r"\[\s+([-+.\de]+),\s+([-+.\de]+)\s+\]")
 
 Say = Callable[[str], None]
 Record = dict[str, Any]
@@ -222,15 +221,6 @@ def is_done(path: Path, commit: str) -> bool:
         commit: that is checked out.
     """
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["environment"]["commit"] == commit
-
-
-def text_of(result: dict[str, Any]) -> str:
-    """Return a result as JSON, each point of a timeline on one line.
-
-    Args:
-        result: of `predict`, with its environment.
-    """
-    return _PAIR.sub(r"[\1, \2]", json.dumps(result, indent=1)) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,6 +18,7 @@ from benchmarks.environment import describe
 from benchmarks.side_by_side.cases import CASES
 from benchmarks.side_by_side.contenders import CONTENDERS, chosen
 from benchmarks.side_by_side.measure import Effort, measure
+from benchmarks.side_by_side.text import text_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Read by glibc at start: memory that was let go stays mapped, so that no step pays for fresh pages.
@@ -48,7 +49,7 @@ def main() -> None:
     )
     path = options.out / f"side_by_side_{case.name}_{options.device}{options.suffix}.json"
     options.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(text_of(result), encoding="utf-8")
     print(_table(result), f"written to {path}", sep="\n")
 
 
