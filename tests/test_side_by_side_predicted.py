@@ -108,7 +108,7 @@ def test_plans_are_named_by_rising_budget_and_compared_with_what_fits(result: di
     assert (rows[-1]["set_by"], rows[-1]["best_fixed"], rows[-1]["ratio_to_fixed"]) == ("none", "none", 1)
     assert result["verdict"]["num_budgets"] == len(rows)
     assert result["verdict"]["num_unplanned"] == 1
-    assert [missing["set_by"] for missing in result["unplanned"]] == ["transformers_full"]
+    assert [missing["set_by"] for missing in result["unplanned"]] == ["transformers_offload"]
     plan = Plan.from_json(json.dumps(records["auto_1"]["plan"]))
     assert [len(stack.layers) for stack in plan.stacks] == [LAYERS]
 
