@@ -211,7 +211,15 @@ def _is_of_this_run(keys: Sequence[str]) -> bool:
 
 
 def _is_time(keys: Sequence[str]) -> bool:
-    return any(key.endswith("_ms") or "seconds" in key or "step_time" in key or "_per_sec" in key for key in keys)
+    return any(
+        key.endswith("_ms")
+        or "seconds" in key
+        or "step_time" in key
+        or "time_ratio" in key
+        or key == "page_faults"
+        or "_per_sec" in key
+        for key in keys
+    )
 
 
 def _follows_from_times(keys: Sequence[str]) -> bool:
