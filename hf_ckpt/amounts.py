@@ -23,6 +23,8 @@ UNITS = {
     "TB": 10**12,
 }
 """Bytes of each unit that a budget can be written in."""
+MOST_BYTES = 2**63 - 1
+"""What an address can reach; a larger amount is a slip."""
 
 _AMOUNT = re.compile(r"(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[^\d\s.+-].*)?", re.IGNORECASE)
 _EXAMPLES = '"22GiB" (2**30 bytes each), "22GB" (10**9 bytes each), or a fraction of the device such as 0.9'
@@ -110,7 +112,10 @@ def parse_budget(value: object, *, key: str = "memory_budget") -> Budget:
                 "above 0 and at most 1, has none."
             )
         return Budget(None, number, text, key)
-    num_bytes = int(number * _bytes_of(unit, text, key))
+    amount = number * _bytes_of(unit, text, key)
+    if amount > MOST_BYTES:
+        raise PolicyError(f'{key} is "{text}", more than any machine has. Write {_EXAMPLES}.')
+    num_bytes = int(amount)
     if not num_bytes:
         raise PolicyError(f'{key} is "{text}", less than one byte. Write {_EXAMPLES}.')
     return Budget(num_bytes, None, text, key)
@@ -128,6 +133,23 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= UNITS[unit] * (1 - 0.05 / 1024):
             return f"{num_bytes / UNITS[unit]:,.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def as_budget(num_bytes: int) -> tuple[str, int]:
+    """Return the smallest budget of one decimal that holds so many bytes, as a user writes it, and in bytes.
+
+    Example:
+        >>> as_budget(24 * 2**30 + 1), as_budget(700)
+        (('24.1GiB', 25877177958), ('700B', 700))
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        if num_bytes >= UNITS[unit]:
+            text = f"{math.ceil(10 * num_bytes / UNITS[unit]) / 10:.1f}{unit}"
+            held = parse_budget(text).num_bytes
+            assert held is not None, "it is an amount"
+            if held >= num_bytes:
+                return text, held
+    return f"{num_bytes}B", num_bytes
 
 
 def _bytes_of(unit: str, text: str, key: str) -> int:

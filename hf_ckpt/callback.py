@@ -9,33 +9,41 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
 from hf_ckpt.amounts import parse_budget
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
+from hf_ckpt.auto.lengths import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
-from hf_ckpt.errors import HFCkptError, PlanMismatchError, PolicyError, SavedFilesError
+from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, SavedFilesError, as_written
 from hf_ckpt.figures import GIB, StepClock, offload_figures, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
-from hf_ckpt.modifiers import Tiles
-from hf_ckpt.patch import Applied, remove
+from hf_ckpt.leftover import look_out
+from hf_ckpt.memory.allowed import Exact
+from hf_ckpt.modifiers import Prove, Tiles, parse_prove
+from hf_ckpt.patch import Applied, offloaders_of, remove, train_call_of
 from hf_ckpt.plans import Plan, parse
 from hf_ckpt.policy import AUTO, Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_compiler, check_engine
+from hf_ckpt.regions import value_proof
+from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
+from hf_ckpt.stack_patch import LEFTOVER
+from hf_ckpt.train_call import train_call
 from hf_ckpt.use_cache import UseCache
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.asked import Auto
-    from hf_ckpt.auto.lengths import Batch
     from hf_ckpt.auto.planning import Planning
 
 logger = logging.getLogger(__name__)
 
 PLAN_FILE = "hf_ckpt_plan.json"
+_GOVERNED_BY = "_hf_ckpt_governed_by"
 
 
 class HFCkptCallback(TrainerCallback):
@@ -53,6 +61,9 @@ class HFCkptCallback(TrainerCallback):
             free memory of the GPU less a reserve if left out.
         max_length: with `"auto"`, tokens that no example exceeds. Looked up in the training data if left out; where
             that tells no lengths, a plan is made for the batches as they come.
+        exact: with `"auto"`, whether the plan must be bitwise. `"prefer"`, the default: if such a plan fits. True: or
+            the run is refused. False: the fastest plan, which may run the head in chunks and layers in tiles, and is
+            then within 1e-6 in float32. What `head` and `tiles` say goes first.
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
@@ -70,6 +81,9 @@ class HFCkptCallback(TrainerCallback):
             unless it would only cost.
         on_mismatch: `"error"` stops the run when the first step shows another recomputation than planned or a lost
             gradient, or a checkpoint lacks a part of the adapter; `"warn"` warns.
+        prove: `"first_step"` proves in the first micro-batch of the first step under each plan, bit by bit, that each
+            recomputation gives what the forward gave; n does so in steps 1, 1 + n, 1 + 2n and so on; `"off"` never.
+            Costs less than a forward more in such a step, and 16 MiB.
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
 
@@ -100,6 +114,7 @@ class HFCkptCallback(TrainerCallback):
         *,
         memory_budget: str | float | None = None,
         max_length: int | None = None,
+        exact: Exact | None = None,
         every_n_layers: int | None = None,
         segment_size: SegmentSize | None = None,
         nested: bool | None = None,
@@ -114,9 +129,14 @@ class HFCkptCallback(TrainerCallback):
         input_require_grads: bool | None = None,
         on_mismatch: Literal["error", "warn"] = "error",
         strict_resume: bool = False,
+        prove: Prove = "first_step",
     ) -> None:
         if on_mismatch not in ("error", "warn"):
             raise PolicyError(f'on_mismatch is "{on_mismatch}". Use "error" or "warn".')
+        if input_require_grads not in (None, True, False):
+            raise PolicyError(f"input_require_grads is {as_written(input_require_grads)}. Use true or false.")
+        if strict_resume not in (True, False):
+            raise PolicyError(f"strict_resume is {as_written(strict_resume)}. Use true or false.")
         shorthand: dict[str, Any] = {
             "every_n_layers": every_n_layers,
             "segment_size": segment_size,
@@ -132,18 +152,19 @@ class HFCkptCallback(TrainerCallback):
         self._auto: Auto | None = None
         if policy == AUTO:
             _check_alone(shorthand)
-            allowed = allowed_by(shorthand)
+            allowed = allowed_by({**shorthand, "exact": exact})
             budget = None if memory_budget is None else parse_budget(memory_budget)
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
             from hf_ckpt.auto.asked import Auto
 
-            self._auto = Auto(budget, max_length, self._structure, allowed)
+            self._auto = Auto(budget, max_length, self._structure, allowed, is_proven=prove != "off")
         else:
-            _check_for_auto(policy, memory_budget=memory_budget, max_length=max_length)
+            _check_for_auto(policy, memory_budget=memory_budget, max_length=max_length, exact=exact)
             self._policy = parse(policy, **shorthand)
         self._input_require_grads = input_require_grads
         self._on_mismatch = on_mismatch
         self._strict_resume = strict_resume
+        self._prove = parse_prove(prove)
         self._run: _Run | None = None
         self._put_back_accelerates_own: Callable[[], None] | None = None
         self._saved_files: SavedFiles | None = None
@@ -162,18 +183,24 @@ class HFCkptCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
+        self._check_alone(state, kwargs.get("model"))
         check_engine(args)
         check_compiler(args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
+        # From here on a process that is killed is noticed by the others.
+        watch.start()
         # Only now is it in time: accelerate wraps layers when it prepares the model.
         self._put_back_accelerates_own = fsdp.switch_off_accelerates_own()
         model = kwargs.get("model")
         if model is not None:
-            _remove_leftover(model)
+            is_trained_now = _is_trained_now(model)
+            if not is_trained_now:
+                _remove_leftover(model)
             # With them some engines cannot even prepare the model.
             fsdp.check_wrappers(model)
-            use_cache.record(model)
+            if not is_trained_now:
+                use_cache.record(model)
             # Before an engine shards the model.
             self._saved_files = SavedFiles.of(model)
             if self._auto is not None:
@@ -183,25 +210,67 @@ class HFCkptCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Apply the policy to the model as it will be trained."""
+        self._check_alone(state, kwargs["model"])
         # Asked again: a callback that is added to a Trainer later has not seen on_init_end.
         check_engine(args)
         check_compiler(args)
         model: nn.Module = kwargs["model"]
+        _check_not_trained_now(model)
         _remove_leftover(model)
         use_cache.bring_back(model)
         _say_who_governs(args)
-        planning, policy, is_asked = self._planned(args, state, kwargs)
-        self._run = _Run(model, policy, self._structure, is_asked, planning)
+        with watch.beginning() as watching:
+            planning, policy, is_asked = self._planned(args, state, kwargs)
+            run = self._run = _Run(model, policy, self._structure, self._prove, is_asked, planning, watching)
+        try:
+            self._begin(run, args, state)
+            if planning is not None:
+                run.watch_batches(model, partial(self._put_in_force, run, args, state))
+            run.foresee(model, lambda: _largest(planning, args, state, kwargs.get("train_dataloader")))
+            # Last: its hook comes before theirs.
+            run.look_out()
+        except BaseException as error:
+            self._fail(run, error)
+            raise
+
+    def _begin(self, run: _Run, args: TrainingArguments, state: TrainerState) -> None:
+        """Say what is in force, and hold it against the plan of the run that is resumed."""
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
-            self._run.report_failures()
-        self.plan = self._run.applied.plan
+            run.report_failures()
+        if self._put_back_accelerates_own is not None:
+            run.applied.on_remove(self._put_back_accelerates_own)
+        self.plan = run.applied.plan
+        self._compare_with_checkpoint(args, state)
         if state.is_world_process_zero:
             logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
             _write_plan(self.plan, _output_folder(args))
-        self._compare_with_checkpoint(args, state)
-        if planning is not None:
-            self._run.watch_batches(model, partial(self._put_in_force, self._run, args, state))
+
+    def _check_alone(self, state: TrainerState, model: nn.Module | None) -> None:
+        """Refuse a second callback on one Trainer, which would take the first one's plan for a leftover.
+
+        Each Trainer, and each of its trainings, has a state of its own, which both are given at the same event.
+        """
+        first: HFCkptCallback | None = getattr(state, _GOVERNED_BY, None)
+        setattr(state, _GOVERNED_BY, self)
+        if first is None:
+            return
+        error = PolicyError(
+            f"Two HFCkptCallbacks are on this Trainer, with policies {first._describe()} and {self._describe()}, but "
+            "one plan governs a model. Pass one of them; different layers are different rules of one policy: "
+            'HFCkptCallback([{"layers": "0:8", "mode": "full"}, {"layers": "8:", "mode": "ffn"}]).'
+        )
+        if first._run is not None:
+            first._fail(first._run, error)
+        first._put_back()
+        if model is not None:
+            use_cache.bring_back(model)
+        raise error
+
+    def _describe(self) -> str:
+        if isinstance(self._policy, Plan):
+            return f"a plan for {self._policy.model_class}"
+        return f'"{AUTO}"' if self._policy is None else self._policy.describe()
 
     def _planned(
         self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
@@ -242,18 +311,26 @@ class HFCkptCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Hold the first step against the plan, while the gradients are still there."""
+        """Hold what ran against the plan, and what was recomputed against the forward, while gradients are there."""
         run = self._running()
-        faults = run.faults_of_first_step()
+        faults = run.faults_of_step(is_compiled=args.torch_compile)
         if not faults:
             return
         message = "\n".join(faults)
         if self._on_mismatch == "warn":
             warnings.warn(message, stacklevel=2)
             return
+        if getattr(args, "deepspeed", None):
+            message += "\nDeepSpeed has taken this step already: the weights are no longer those of before it."
         error = PlanMismatchError(f'{message}\nWith on_mismatch="warn" the run goes on all the same.')
         self._fail(run, error)
         raise error
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the step: whatever is recomputed of a forward before it would use other weights."""
+        self._running().note_optimizer_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give the cache back for what comes between steps: evaluation, generation, saving."""
@@ -291,6 +368,7 @@ class HFCkptCallback(TrainerCallback):
         """Put the model back as it was found."""
         if self._run is not None:
             self._send_report(self._run, args, state, control)
+            self._run.say_farewell()
             self._stop(self._run)
 
     def _running(self) -> _Run:
@@ -301,13 +379,16 @@ class HFCkptCallback(TrainerCallback):
             )
         return self._run
 
-    def _fail(self, run: _Run, error: HFCkptError) -> None:
+    def _fail(self, run: _Run, error: BaseException) -> None:
         run.tell_others(error)
         self._stop(run)
 
     def _stop(self, run: _Run) -> None:
         self._run = None
         run.remove()
+        self._put_back()
+
+    def _put_back(self) -> None:
         if self._put_back_accelerates_own is not None:
             self._put_back_accelerates_own()
             self._put_back_accelerates_own = None
@@ -320,22 +401,26 @@ class HFCkptCallback(TrainerCallback):
         reporters.send(self._report, args, state, control, run.model)
 
     def _compare_with_checkpoint(self, args: TrainingArguments, state: TrainerState) -> None:
-        run = self._running()
         if not state.global_step:
             return
         saved = _resumed_folder(args, state) / PLAN_FILE
-        if saved.is_file() and Plan.from_json(saved.read_text()) == run.applied.plan:
-            return
-        message = f"{saved} was written under another plan." if saved.is_file() else f"There is no {saved}."
+        try:
+            if Plan.from_file(saved) == self.plan:
+                return
+            message = f"{saved} was written under another plan."
+        except PolicyError as error:
+            is_missing = isinstance(error.__cause__, FileNotFoundError)
+            message = f"There is no {saved}." if is_missing else str(error)
+            if not self._strict_resume:
+                if not is_missing:
+                    logger.warning("%s It is left aside: results do not depend on it.", message)
+                return
         if self._strict_resume:
-            error = PlanMismatchError(
+            raise PlanMismatchError(
                 f"strict_resume asks for the plan of the run that is resumed. {message} Use the policy of that run, "
                 "or leave strict_resume out."
             )
-            self._fail(run, error)
-            raise error
-        if saved.is_file():
-            logger.info("%s Results do not change, memory does.", message)
+        logger.info("%s Results do not change, memory does.", message)
 
 
 class _Run:
@@ -346,29 +431,31 @@ class _Run:
         model: nn.Module,
         policy: Policy | Plan,
         structure: dict[str, Any],
+        prove: Prove,
         input_require_grads: bool | None,
         planning: Planning | None = None,
+        watching: watch.Watch | None = None,
     ) -> None:
         self.model = model
         self._structure = structure
+        self._prove = prove
         self._planning = planning
         self._peak = TrainingPeak()
         self.is_reported = False
         self.is_removed = False
-        self._watch = watch.start()
-        try:
-            self.applied: Applied = ranks.apply_on_all(model, policy, structure)
-        except BaseException:
-            # The error is raised on all ranks.
-            self._close_watch()
-            raise
+        self._watch = watching
+        self._call = train_call()
+        self.applied: Applied = ranks.apply_on_all(model, policy, structure, prove)
+        if self._call is not None:
+            # At once: an exception from here on leaves the plan to whoever uses the model next.
+            self.applied.belongs_to(self._call)
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
         self._is_checked_again = False
         self._use_cache = UseCache(model)
+        self._is_use_cache_ours = True
         self._clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
-        undos = (self._note_removal, self._first_step.stop, self._use_cache.restore, self._clock.restore)
-        for undo in (*undos, self._close_watch):
+        for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self._clock.restore):
             self.applied.on_remove(undo)
         is_on = choose(model, self.applied.stacks, input_require_grads)
         if is_on is not None:
@@ -379,17 +466,38 @@ class _Run:
         assert self._planning is not None, "there is a budget"
         self.applied.on_remove(self._planning.watch(model, put_in_force).remove)
 
+    def foresee(self, model: nn.Module, find_largest: Callable[[], Batch | None]) -> None:
+        """Tell what offloads, before each forward, how long the batch is and how long the longest one will be.
+
+        Args:
+            model: that the Trainer calls, or the one that an engine's wrapper calls.
+            find_largest: returns the largest batch that can come, or None where that is not known.
+        """
+        if not self.applied.offloaders and self._planning is None:
+            return
+        largest = find_largest()
+        if largest is not None:
+            hook = partial(_foresee, largest.rows * largest.length)
+            self.applied.on_remove(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def look_out(self) -> None:
+        """Have the plan taken off when an exception has ended the call of the Trainer that it is put on in."""
+        if self._call is not None:
+            look_out(self.applied, self.model, self._call, self._leave_use_cache)
+
     def change_plan(self, plan: Plan) -> None:
         """Put another plan in force, before a forward. What the old one's removal would undo, this one's does."""
         undos = self.applied.make_way()
         try:
-            self.applied = ranks.apply_on_all(self.model, plan, self._structure)
+            self.applied = ranks.apply_on_all(self.model, plan, self._structure, self._prove)
         except BaseException:
             for undo in undos:
                 undo()
             raise
         for undo in undos:
             self.applied.on_remove(undo)
+        if self._call is not None:
+            self.applied.belongs_to(self._call)
         if self._first_step is not None:
             # Part of the step may have run under the old plan: the next one is held against the new plan.
             self._first_step.stop()
@@ -401,13 +509,14 @@ class _Run:
         if self._watch is not None:
             self.applied.on_remove(watch.report_failures(self._watch, self.model))
 
-    def tell_others(self, error: Exception) -> None:
+    def tell_others(self, error: BaseException) -> None:
         if self._watch is not None:
             self._watch.fail(str(error))
 
-    def _close_watch(self) -> None:
+    def say_farewell(self) -> None:
+        """Let the other processes know that training has come to its end here, not before it."""
         if self._watch is not None:
-            self._watch.close()
+            self._watch.end()
 
     def start_step(self) -> None:
         self._use_cache.off()
@@ -418,9 +527,25 @@ class _Run:
             self.applied.on_remove(self._first_step.stop)
         if self._first_step is not None:
             self._first_step.start()
+        self.applied.value_proof.begin_step()
         self._clock.start_step()
 
-    def faults_of_first_step(self) -> list[str]:
+    def faults_of_step(self, *, is_compiled: bool) -> list[str]:
+        if self._first_step is not None and self._prove != "off":
+            self._say_what_is_not_proven(is_compiled=is_compiled)
+        return [*self._faults_of_first_step(), *self.applied.value_proof.take_faults()]
+
+    def _say_what_is_not_proven(self, *, is_compiled: bool) -> None:
+        unseen = self.applied.value_proof.unseen
+        if unseen and (is_compiled or any(map(value_proof.is_compiled, self.model.modules()))):
+            logger.info(
+                "%s%s: compiled, so that the first step does not prove what is recomputed there. A first step without "
+                "torch.compile, or hf-ckpt verify, does.",
+                unseen[0],
+                f" (and {len(unseen) - 1} more)" if len(unseen) > 1 else "",
+            )
+
+    def _faults_of_first_step(self) -> list[str]:
         first_step, self._first_step = self._first_step, None
         if first_step is None:
             return []
@@ -430,6 +555,11 @@ class _Run:
                 warnings.warn(fault, stacklevel=2)
         return first_step.finish()
 
+    def note_optimizer_step(self) -> None:
+        for module in self.model.modules():
+            if isinstance(state := vars(module).get(STATE), ModuleState):
+                state.num_steps += 1
+
     def end_step(self) -> None:
         self._clock.end_step()
         self._use_cache.restore()
@@ -438,8 +568,9 @@ class _Run:
         plan = self.applied.plan
         figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
         figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
-        figures.update(peak_memory())
-        figures.update(offload_figures([offloader.stats for offloader in self.applied.offloaders]))
+        stats = [offloader.stats for offloader in self.applied.offloaders]
+        figures.update(peak_memory(stats))
+        figures.update(offload_figures(stats))
         if self._planning is not None and self._planning.predicted_bytes:
             figures["predicted_peak_gib"] = self._planning.predicted_bytes / GIB
             logger.info("%s", self._peak.beside(self._planning.predicted_bytes))
@@ -450,8 +581,35 @@ class _Run:
     def remove(self) -> None:
         self.applied.remove()
 
+    def _restore_use_cache(self) -> None:
+        if self._is_use_cache_ours:
+            self._use_cache.restore()
+
+    def _leave_use_cache(self) -> None:
+        self._is_use_cache_ours = False
+
     def _note_removal(self) -> None:
         self.is_removed = True
+
+
+def _largest(planning: Planning | None, args: TrainingArguments, state: TrainerState, dataloader: Any) -> Batch | None:
+    """Return the largest batch that can come to this process, or None where that is not known."""
+    if planning is not None:
+        return planning.bound
+    num_rows = state.train_batch_size or args.train_batch_size
+    return largest_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
+
+
+def _foresee(most_tokens: int, model: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+    # torch calls a hook without keywords that another hook of the same call has just removed.
+    if kwargs is None or torch.compiler.is_compiling() or not model.training:
+        return
+    batch = batch_of(args, kwargs)
+    num_tokens = most_tokens if batch is None else batch.rows * batch.length
+    # Asked each time: another plan may be in force, or this may be a copy of the model.
+    for offloader in offloaders_of(model):
+        # A batch without token ids is taken for one of which nothing is known.
+        offloader.foresee(num_tokens, most_tokens)
 
 
 def _check_alone(shorthand: dict[str, Any]) -> None:
@@ -473,9 +631,27 @@ def _check_for_auto(policy: object, **given: object) -> None:
 
 def _remove_leftover(model: nn.Module) -> None:
     if remove(model):
-        logger.info(
-            "A plan was still on the model, as an interrupted run leaves one; it was removed, and use_cache is the "
-            "user's again."
+        logger.info(LEFTOVER)
+
+
+def _is_trained_now(model: nn.Module) -> bool:
+    """Whether a call of a Trainer that goes on has put its plan on the model."""
+    call = train_call_of(model)
+    return call is not None and call.is_running()
+
+
+def _check_not_trained_now(model: nn.Module) -> None:
+    """Refuse to put a plan in the place of another run's, which goes on around this one.
+
+    Raises:
+        AlreadyAppliedError: there is one.
+    """
+    call = train_call_of(model)
+    # A Trainer that looks for a batch size begins anew within one call.
+    if call is not None and call.is_running() and not call.is_innermost():
+        raise AlreadyAppliedError(
+            "This Trainer was started while another one with HFCkptCallback trains the same model, under the plan of "
+            "that one. Leave HFCkptCallback out of the inner Trainer, or give it another model."
         )
 
 

@@ -45,6 +45,10 @@ class SavedFilesError(HFCkptError, RuntimeError):
     """Raised when what was saved is not the whole adapter or model."""
 
 
+class DiskFullError(HFCkptError, OSError):
+    """Raised when a run cannot write because a disk is full, or its quota used up."""
+
+
 class OutOfMemoryError(HFCkptError, RuntimeError):
     """Raised when a run goes out of memory; says where, why, and what would fit."""
 
@@ -58,7 +62,7 @@ class OffloadError(HFCkptError, RuntimeError):
 
 
 class RecipeError(HFCkptError, ValueError):
-    """Raised when a recipe cannot be read; lists every mistake found."""
+    """Raised when a recipe cannot be read; lists every mistake found, up to fifty."""
 
 
 class DataError(HFCkptError, ValueError):

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
+import time
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from hf_ckpt import watch
 from hf_ckpt.errors import OtherProcessError
+
+logger = logging.getLogger(__name__)
 
 Told = TypeVar("Told")
 
 PATIENCE_S = 300
-"""How long the first processes at a step of the plugin wait for the last, in seconds: reporters start before it."""
+"""How long the first processes at a step of the plugin wait for the last, in seconds: reporters start before it.
+
+One that is watched is waited for as long as it lives, be it in a debugger.
+"""
 
 
 def num_processes() -> int:
@@ -47,12 +55,18 @@ def exchange(told: Told, doing: str, timeout_s: float | None = None) -> list[Tol
 
 def _heard(store: Any, rank: int, number: int, doing: str, timeout_s: float) -> Any:
     key = f"hf_ckpt/{rank}/{number}"
-    try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise OtherProcessError(
-            f"Process {rank} has not come to {doing} within {timeout_s:.0f} s of process {dist.get_rank()}. Pass "
-            "HFCkptCallback to the Trainer in all processes of a run, or in none; if all have it, see what that "
-            "process is waiting for."
-        ) from error
-    return json.loads(store.get(key))
+    while True:
+        start = time.monotonic()
+        try:
+            store.wait([key], datetime.timedelta(seconds=timeout_s))
+            return json.loads(store.get(key))
+        except dist.DistError as error:
+            # The store itself may be gone too, and then there is nothing to wait for.
+            if time.monotonic() - start >= timeout_s and watch.sees(rank):
+                logger.info("Process %d has not come to %s yet. It is alive, and waited for.", rank, doing)
+                continue
+            raise OtherProcessError(
+                f"Process {rank} has not come to {doing} within {timeout_s:.0f} s of process {dist.get_rank()}. Pass "
+                "HFCkptCallback to the Trainer in all processes of a run, or in none; if all have it, see what that "
+                "process is waiting for."
+            ) from error

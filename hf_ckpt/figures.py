@@ -79,15 +79,19 @@ class StepClock:
             self._tokens_in_step += args[0].numel()
 
 
-def peak_memory() -> dict[str, float]:
+def peak_memory(stats: Sequence[Stats] = ()) -> dict[str, float]:
     """Return the highest memory so far: of the device where there is one, of the process otherwise.
+
+    Args:
+        stats: of each engine that offloads; it may have let the device's count begin anew.
 
     Returns:
         One entry: `peak_allocated_gib` (allocator of the device) or `peak_resident_gib` (process); empty where the
         system does not tell.
     """
     if torch.accelerator.is_available():
-        return {"peak_allocated_gib": torch.accelerator.max_memory_allocated() / GIB}
+        peaks = [torch.accelerator.max_memory_allocated(), *(each.forgotten_peak_bytes for each in stats)]
+        return {"peak_allocated_gib": max(peaks) / GIB}
     if sys.platform == "win32":
         return {}
     import resource

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate.state import AcceleratorState
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
     apply_activation_checkpointing,
@@ -32,6 +33,33 @@ def is_unit(module: nn.Module) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has sharded the model, or a part of it."""
     return any(map(is_unit, model.modules()))
+
+
+def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
+    """Return what reads this rank's share of the weights that train in each module; whole ones come and go.
+
+    Args:
+        model: the sharded model.
+    """
+    found: dict[nn.Module, list[Callable[[], Tensor]]] = {}
+    for unit in model.modules():
+        if isinstance(unit, FullyShardedDataParallel):
+            flat: Any = unit._flat_param
+            if flat is not None and flat.requires_grad:
+                for info in flat._param_infos:
+                    found.setdefault(info.module, []).append(partial(getattr, flat, "_local_shard", flat))
+        elif isinstance(unit, FSDPModule):
+            for parameter in _parameters_of(unit._get_fsdp_state()):
+                if parameter.sharded_param.requires_grad:
+                    read = partial(getattr, parameter, "_sharded_param_data")
+                    found.setdefault(parameter._module_info.module, []).append(read)
+    return found
+
+
+def _parameters_of(state: Any) -> list[Any]:
+    # One group until torch 2.12, several later.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
 
 def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], None]]]) -> None:

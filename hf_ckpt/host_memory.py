@@ -24,11 +24,17 @@ class HostMemory:
         machine_bytes: `MemAvailable` of the machine: free, or used for what can be dropped.
         group_bytes: the least that a control group above this process leaves, None where none has a limit.
         total_bytes: all there is, used or not: memory of the machine, or the least limit of a control group.
+        group_total_bytes: the least limit of a control group, None where none has one.
     """
 
     machine_bytes: int | None
     group_bytes: int | None
     total_bytes: int | None = None
+    group_total_bytes: int | None = None
+
+    def of_groups(self) -> HostMemory:
+        """Return what the control groups alone say: a virtual machine may be given more memory when it is touched."""
+        return HostMemory(None, self.group_bytes, self.group_total_bytes, self.group_total_bytes)
 
     @property
     def available_bytes(self) -> int | None:
@@ -50,15 +56,19 @@ def num_processes() -> int:
     return int(told) if told.isdigit() else 1
 
 
-def available_bytes() -> int | None:
+def available_bytes(*, trusts: bool = False) -> int | None:
     """Return the bytes of host memory that this process can still take, or None where that cannot be told.
+
+    Args:
+        trusts: look at the limits of control groups only, and trust the machine to have what it says it has not.
 
     Example:
         >>> free = available_bytes()
         >>> free is None or free > 0
         True
     """
-    return now().available_bytes
+    found = now()
+    return (found.of_groups() if trusts else found).available_bytes
 
 
 def now(root: Path = Path("/")) -> HostMemory:
@@ -69,9 +79,9 @@ def now(root: Path = Path("/")) -> HostMemory:
     """
     groups = list(_groups(root))
     left = min((max(limit - used, 0) for limit, used in groups), default=None)
-    totals = [limit for limit, _ in groups]
-    machine = _machine(root, "MemTotal")
-    return HostMemory(_machine(root, "MemAvailable"), left, min(totals + ([machine] if machine else []), default=None))
+    group_total = min((limit for limit, _ in groups), default=None)
+    total = min((told for told in (_machine(root, "MemTotal"), group_total) if told is not None), default=None)
+    return HostMemory(_machine(root, "MemAvailable"), left, total, group_total)
 
 
 def _machine(root: Path, field: str) -> int | None:

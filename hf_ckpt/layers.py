@@ -41,6 +41,7 @@ class Layer:
             recomputed.
         layer_type: the model's own word, as `sliding_attention`, if it has one.
         needs_gradient: whether this layer, or anything that runs before it, has a trainable parameter.
+        computes_attention: whether there is an attention whose output can be kept; a mixer in its place has none.
     """
 
     layer_idx: int
@@ -51,6 +52,7 @@ class Layer:
     ffn_is_inline: bool
     layer_type: str | None
     needs_gradient: bool
+    computes_attention: bool
 
     @property
     def parts(self) -> frozenset[str]:
@@ -110,6 +112,7 @@ def find_layers(
         >>> stack.path, stack.layers[0].attention, stack.layers[0].ffn
         ('model.layers', ('self_attn',), ('mlp',))
     """
+    check_is_model(model)
     names = {"attention": attention, "ffn": ffn}
     finder = PartFinder(parameter_shapes(model), names)
     lists = _named_lists(model, layers) if layers is not None else _found_lists(model, finder)
@@ -121,6 +124,20 @@ def find_layers(
     stacks = tuple(_stack(model, path, modules, finder) for path, modules in lists)
     _check_named_parts(stacks, names, finder)
     return stacks
+
+
+def check_is_model(model: object) -> None:
+    """Refuse what is no model, such as the name of one.
+
+    Raises:
+        StructureError: says what was given.
+    """
+    if not isinstance(model, nn.Module):
+        given = f'"{model}"' if isinstance(model, str) else f"a {type(model).__name__}"
+        raise StructureError(
+            f"The model is {given}, and a torch.nn.Module is needed. Load it first: "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
 
 
 _NamedList = tuple[str, Sequence[nn.Module]]
@@ -159,7 +176,14 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _named_lists(model: nn.Module, layers: str | Sequence[str]) -> list[_NamedList]:
     known = {clean_path(model, path): (path, modules) for path, modules in _module_lists(model)}
     found = []
-    for path in [layers] if isinstance(layers, str) else layers:
+    # What a user gives, whatever the annotation says.
+    given: object = [layers] if isinstance(layers, str) else layers
+    paths = list(given) if isinstance(given, Sequence) else []
+    if not paths or not all(isinstance(path, str) for path in paths):
+        raise StructureError(
+            f"layers is {layers!r}. Use the dotted path of a list of layers, or several. {_seen(model)}"
+        )
+    for path in paths:
         if path not in known:
             raise StructureError(
                 f'layers="{path}" is not a list of modules in {type(model).__name__}. '
@@ -207,7 +231,8 @@ def _stack(model: nn.Module, path: str, modules: Sequence[nn.Module], finder: Pa
         trainable = trainable or any(parameter.requires_grad for parameter in outer.parameters())
         module = unwrapped(outer)
         layer_type = _layer_type(module, config, idx, len(modules))
-        layers.append(Layer(idx, module, outer, *finder.parts(module), layer_type, trainable))
+        parts, computes = finder.parts(module), finder.computes_attention(module)
+        layers.append(Layer(idx, module, outer, *parts, layer_type, trainable, computes))
     return Stack(clean_path(model, path), model.get_submodule(path), owner, roles, tuple(layers))
 
 

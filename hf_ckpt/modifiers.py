@@ -10,11 +10,14 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal
 
-from hf_ckpt.amounts import parse_budget
+from hf_ckpt.amounts import MOST_BYTES, parse_budget
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
 
 Tiles = int | Literal["auto"]
 """Slices of the sequence that the position-wise half of a layer runs in; `auto` chooses by the length."""
+
+Prove = Literal["first_step", "off"] | int
+"""`"first_step"`, `"off"`, or n: steps 1, 1 + n, 1 + 2n and so on."""
 
 TO_CPU, TO_DISK = "cpu", "disk"
 
@@ -41,6 +44,7 @@ class Offload:
         fraction: share of the layers that do so, spread evenly. None takes as many as can be copied while others
             compute, as measured in the first step; all where nothing can be measured.
         host_memory: bytes of host memory that may be used in all. None takes what the machine has free.
+        trust_host_memory: do not ask how much the machine has free, only the limits of control groups.
         min_bytes: smaller tensors stay on the device.
     """
 
@@ -48,6 +52,7 @@ class Offload:
     path: str | None = None
     fraction: float | None = None
     host_memory: int | None = None
+    trust_host_memory: bool = False
     min_bytes: int = _MIN_BYTES
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,6 +90,7 @@ def parse_offload(value: object) -> Offload | None:
         path=_parse_path(value.get("path")),
         fraction=_parse_fraction(value.get("fraction")),
         host_memory=_parse_host_memory(value.get("host_memory")),
+        trust_host_memory=_parse_trust(value.get("trust_host_memory")),
         min_bytes=_MIN_BYTES if min_bytes is None else min_bytes,
     )
     _check_path(parsed, value)
@@ -137,6 +143,19 @@ def parse_save(value: object) -> tuple[str, ...]:
     raise PolicyError(
         f"save is {as_written(value)}. Use a list of operators (aten.mm) and of modules below the layer "
         "(mlp.down_proj, *.q_proj)."
+    )
+
+
+def parse_prove(value: Prove) -> Prove:
+    """Return what says which steps are proven.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if value in ("first_step", "off") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise PolicyError(
+        f'prove is {value!r}. Use "first_step", "off", or a number n for steps 1, 1 + n, 1 + 2n and so on.'
     )
 
 
@@ -195,10 +214,18 @@ def _parse_host_memory(value: object) -> int | None:
     return _parse_amount("host_memory", value)
 
 
+def _parse_trust(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise PolicyError(f"trust_host_memory of offload is {as_written(value)}. Use true or false.")
+
+
 def _parse_amount(key: str, value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_BYTES):
         return value
-    amount = parse_budget(value, key=key).num_bytes
+    is_too_much = isinstance(value, int) and value > MOST_BYTES
+    amount = None if isinstance(value, float) or is_too_much else parse_budget(value, key=key).num_bytes
     if amount is None:
-        raise PolicyError(f'{key} of offload is {as_written(value)}. Write an amount, such as "64GiB".')
+        shown = "more than any machine has" if is_too_much else as_written(value)
+        raise PolicyError(f'{key} of offload is {shown}. Write an amount, such as "64GiB".')
     return amount

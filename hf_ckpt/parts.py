@@ -1,9 +1,16 @@
-"""The attention and the ffn of a decoder layer, told by what modules hold and are called; never by a list of models."""
+"""The attention and the ffn of a decoder layer, told by what modules hold, are called and run.
+
+Never by a list of models.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +30,12 @@ _FFN_WORDS = frozenset("mlp ffn ff forward feedforward moe experts expert channe
 _FFN_HALVES = frozenset("fc lin linear wi wo intermediate output ffn ff dense".split())
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _ACRONYM = re.compile(r"MoE|MLP|FFN|GLU|SSM")
+# What code that computes attention calls by name: a softmax, a fused kernel, or one of transformers' implementations.
+_COMPUTES_ATTENTION = re.compile(
+    r"_?(safe_)?softmax|ALL_ATTENTION_FUNCTIONS"
+    r"|(scaled_dot_product|multi_head|memory_efficient|flex|flash|sage)_?att(n|ention)\w*",
+    re.IGNORECASE,
+)
 
 
 class PartFinder:
@@ -65,6 +78,19 @@ class PartFinder:
             return found["attention"], found["ffn"], False
         inline = self._has_inline_ffn(children, found["ffn"]) and bool(found["attention"])
         return found["attention"], () if inline else found["ffn"], inline
+
+    def computes_attention(self, module: nn.Module) -> bool:
+        """Whether a layer computes attention, whose output mode `selective_attention` keeps.
+
+        Names do not tell: a mixer of states or convolutions may be called an attention (RWKV, lightning attention).
+        The code is read, without the ffn's: routers have a softmax too.
+        """
+        ffn = self.parts(module)[1]
+        return any(
+            _computes_attention(child)
+            for name, child in module.named_modules()
+            if not any(name == part or name.startswith(f"{part}.") for part in ffn)
+        )
 
     def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the direct children, looking through lists (T5) and layers inside layers (Zamba)."""
@@ -137,3 +163,55 @@ def _has(module: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def _computes_attention(module: nn.Module) -> bool:
+    # A forward of the instance's own may have taken the place of the class's.
+    return _calls_attention(_function(vars(module).get("forward"))) or any(map(_has_attention, type(module).__mro__))
+
+
+@lru_cache(maxsize=1024)
+def _has_attention(kind: type) -> bool:
+    if kind in (nn.Module, object):
+        return False
+    return any(_calls_attention(_function(value)) for value in vars(kind).values())
+
+
+def _function(value: Any) -> FunctionType | None:
+    """Return the function behind `partial`s, methods and decorators; None for what has no Python code."""
+    while isinstance(value, partial):
+        value = value.func
+    value = inspect.unwrap(value) if callable(value) else value
+    value = getattr(value, "__func__", value)
+    return value if isinstance(value, FunctionType) else None
+
+
+def _calls_attention(function: FunctionType | None) -> bool:
+    """Whether a function, or one of its own package that it calls, calls what computes attention."""
+    found: set[FunctionType] = set()
+    left = [function]
+    while left:
+        function = left.pop()
+        if function is None or function in found:
+            continue
+        found.add(function)
+        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        if any(map(_COMPUTES_ATTENTION.fullmatch, names)):
+            return True
+        package = _package(function)
+        if package != "torch":
+            called = [_function(function.__globals__.get(name)) for name in names]
+            left += [other for other in called if other is not None and _package(other) == package]
+    return False
+
+
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

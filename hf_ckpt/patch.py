@@ -20,17 +20,26 @@ from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.heads import find_head, governed_by_other
 from hf_ckpt.layers import Stack, class_name, clean_path, find_layers
-from hf_ckpt.modifiers import HeadMode, Tiles
+from hf_ckpt.modifiers import HeadMode, Prove, Tiles, parse_prove
 from hf_ckpt.plans import Plan, parse, resolve
 from hf_ckpt.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_exact, check_model, check_places
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.settings import Hosts, place, set_forward
 from hf_ckpt.shapes import unwrapped
 from hf_ckpt.stack_patch import FLAG, HANDLE, StackPatch
+from hf_ckpt.train_call import TrainCall
+from hf_ckpt.use_cache import leave_out_of_training_forwards
 
 logger = logging.getLogger(__name__)
+
+_Shapes = list[tuple[str, int]]
+"""The paths of stacks, and how many layers each has."""
+
+_ADAPTED = ("base_model.", "base_model.model.")
+"""What paths in a model with an adapter of PEFT begin with: of prompts that are learned, and of LoRA and its like."""
 
 
 class Applied:
@@ -39,10 +48,14 @@ class Applied:
     Attributes:
         plan: what is in force.
         stacks: the stacks of the model that the plan is in force on.
+        value_proof: whether recomputation gives what the forward gave.
     """
 
-    def __init__(self, plan: Plan, stacks: tuple[Stack, ...], patches: list[StackPatch]) -> None:
+    def __init__(
+        self, plan: Plan, stacks: tuple[Stack, ...], patches: list[StackPatch], value_proof: ValueProof
+    ) -> None:
         self.plan = plan
+        self.value_proof = value_proof
         self.stacks = stacks
         self._patches = patches
 
@@ -67,6 +80,11 @@ class Applied:
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the plan is removed, through this handle or through `hf_ckpt.remove`."""
         self._patches[0].on_remove(undo)
+
+    def belongs_to(self, call: TrainCall) -> None:
+        """Take note that the plan is to be in force no longer than a call of a Trainer runs."""
+        for patch in self._patches:
+            patch.train_call = call
 
     def make_way(self) -> list[Callable[[], None]]:
         """Put the model back as it was found, for another plan to be applied in place of this one.
@@ -106,6 +124,7 @@ def apply(
     layers: str | Sequence[str] | None = None,
     attention: str | None = None,
     ffn: str | None = None,
+    prove: Prove = "first_step",
 ) -> Applied:
     """Put a policy in force on a model, in place.
 
@@ -128,6 +147,9 @@ def apply(
         layers: dotted path of the layer list, or several, where they cannot be found by structure.
         attention: attribute name, in each layer, of the attention.
         ffn: attribute name, in each layer, of the ffn.
+        prove: which calls of a recomputed region are proven, bit by bit, to be repeated by its recomputation:
+            `"first_step"` the first that has a backward, n every n-th as well, `"off"` none. Costs less than a forward,
+            and 16 MiB.
 
     Returns:
         A handle with `summary()` and `remove()`; as a context manager it removes the plan on exit.
@@ -137,6 +159,7 @@ def apply(
         StructureError: the layers cannot be found.
         UnsupportedError: a mode could not be exact on a layer.
         AlreadyAppliedError: the model carries a plan already.
+        PlanMismatchError: from a backward that is proven: a recomputation gave something else than the forward.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -163,7 +186,7 @@ def apply(
     )
     plan, stacks = _planned(model, parsed, {"layers": layers, "attention": attention, "ffn": ffn})
     check_places(plan, model)
-    return _put_on(model, plan, stacks)
+    return _put_on(model, plan, stacks, ValueProof(parse_prove(prove)))
 
 
 def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Any) -> Plan:
@@ -182,6 +205,7 @@ def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Any) -> Plan
 
 def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, Any]) -> tuple[Plan, tuple[Stack, ...]]:
     check_model(model)
+    remove_leftover(model)
     if _patches(model):
         raise AlreadyAppliedError(
             f"{class_name(model)} carries a plan already. Call remove() on the handle that apply() returned, or "
@@ -189,7 +213,11 @@ def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, An
         )
     stacks = find_layers(model, **structure)
     fsdp.check_units(model, stacks)
-    plan = _checked(policy, stacks, model) if isinstance(policy, Plan) else resolve(policy, stacks, class_name(model))
+    if isinstance(policy, Plan):
+        check_plan(policy, stacks, model)
+        plan = policy
+    else:
+        plan = resolve(policy, stacks, class_name(model))
     plan = _with_head(plan, model)
     check_exact(plan, stacks)
     deepspeed.check_version(plan, stacks)
@@ -223,6 +251,25 @@ def remove(model: nn.Module) -> bool:
     return bool(patches)
 
 
+def remove_leftover(model: nn.Module) -> bool:
+    """Take off a plan whose run has ended in an exception; one that was applied by hand stays, as does a running one.
+
+    Args:
+        model: the model that the run trained, or one around it.
+
+    Returns:
+        Whether there was such a plan.
+    """
+    # Whichever is asked first removes those of the other stacks too.
+    return sum(patch.remove_if_over() for patch in _patches(model)) > 0
+
+
+def train_call_of(model: nn.Module) -> TrainCall | None:
+    """Return the call of a Trainer that the plan on a model belongs to; None without one, or if applied by hand."""
+    patches = _patches(model)
+    return patches[0].train_call if patches else None
+
+
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan that is in force on a model, or None."""
     patches = _patches(model)
@@ -239,10 +286,21 @@ def _patches(model: nn.Module) -> list[StackPatch]:
     return [module.__dict__[HANDLE] for module in model.modules() if HANDLE in module.__dict__]
 
 
-def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
+def check_plan(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
+    """Refuse a plan that was made for another model.
+
+    Args:
+        plan: as it was read.
+        stacks: of the model.
+        model: the model.
+
+    Raises:
+        PolicyError: layers, their parts or the adapter around them are not those of the plan.
+    """
     planned = [(stack.path, len(stack.layers)) for stack in plan.stacks]
     there = [(stack.path, len(stack.layers)) for stack in stacks]
     if planned != there:
+        _check_adapter(plan, planned, there, model)
         raise PolicyError(
             f"The plan was made for {plan.model_class} with {_shapes(planned)}, but {class_name(model)} has "
             f"{_shapes(there)}. Resolve the policy for this model."
@@ -255,40 +313,73 @@ def _checked(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Plan:
                     f"{layer.layer_idx} of {stack.path}, but that layer of {class_name(model)} has none. Resolve "
                     "the policy for this model."
                 )
-    return plan
+            if entry.mode is Mode.SELECTIVE_ATTENTION and not layer.computes_attention:
+                raise PolicyError(
+                    f"The plan was made for {plan.model_class} and sets layer {layer.layer_idx} of {stack.path} to "
+                    f'"{entry.mode}", but that layer of {class_name(model)} computes no attention that could be kept. '
+                    'Use mode "full" there, or resolve the policy for this model.'
+                )
 
 
-def _shapes(shapes: list[tuple[str, int]]) -> str:
+def _check_adapter(plan: Plan, planned: _Shapes, there: _Shapes, model: nn.Module) -> None:
+    """Raise if the plan would suit the model with another kind of adapter, or with none, around it."""
+    had, has = (all(path.startswith(_ADAPTED[0]) for path, _ in shapes) for shapes in (planned, there))
+    if not (had or has) or len(planned) != len(there) or not all(map(_is_same_without_adapter, planned, there)):
+        return
+    made = "with LoRA or another adapter" if had else "without an adapter"
+    raise PolicyError(
+        f"The plan was made {made} ({plan.model_class}), and this model ({class_name(model)}) has "
+        f"{_adapter_of(model)}: what it needs is not what was planned for. Run `hf-ckpt plan` again, or train what the "
+        "plan was made for."
+    )
+
+
+def _is_same_without_adapter(one: tuple[str, int], other: tuple[str, int]) -> bool:
+    bare = [{path.removeprefix(prefix) for prefix in ("", *_ADAPTED)} for path, _ in (one, other)]
+    return one[1] == other[1] and not bare[0].isdisjoint(bare[1])
+
+
+def _adapter_of(model: nn.Module) -> str:
+    configs = getattr(unwrapped(model), "peft_config", None)
+    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in (configs or {}).values()}
+    return f"an adapter ({', '.join(sorted(kinds))})" if kinds else "none"
+
+
+def _shapes(shapes: _Shapes) -> str:
     return ", ".join(f"{num_layers} layers in {path}" for path, num_layers in shapes)
 
 
-def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...]) -> Applied:
+def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], proof: ValueProof) -> Applied:
     patches: list[StackPatch] = []
     hosts = Hosts(plan)
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
             patch = StackPatch(plan, stack.path)
             patches.append(patch)
+            patch.siblings = patches
             # Whichever patch is removed first closes them; nothing runs after that.
             patch.offloaders = tuple(hosts.offloaders.values())
-            place(model, patch, stack_plan, stack, hosts)
+            place(model, patch, stack_plan, stack, hosts, proof)
         if plan.head is HeadMode.CHUNKED:
-            _place_head(model, patches[0])
+            _place_head(model, patches[0], proof)
         _switch_off_others(model, patches, stacks)
         for patch, stack in zip(patches, stacks, strict=True):
             patch.settle(stack.home, stack.owner)
+        # A key/value cache serves nobody in a training step.
+        patches[0].hooks.extend(leave_out_of_training_forwards(model))
     except BaseException:
         for patch in reversed(patches):
             patch.remove()
         raise
-    return Applied(plan, stacks, patches)
+    return Applied(plan, stacks, list(patches), proof)
 
 
-def _place_head(model: nn.Module, patch: StackPatch) -> None:
+def _place_head(model: nn.Module, patch: StackPatch, proof: ValueProof) -> None:
     """Let the head of a model hand out logits that are computed some tokens at a time."""
     head = find_head(model)
     # FSDP1's wrapper around the head gathers its weight.
-    chunking = Chunking(outer=None if head.outer is head.module else head.outer)
+    outer = None if head.outer is head.module else head.outer
+    chunking = Chunking(outer=outer, proof=proof.region(head.path))
     set_forward(patch, head.path, head.module, partial(run_head, chunking))
     patch.hooks.append(head.owner.register_forward_hook(partial(check_reached, chunking), with_kwargs=True))
 

@@ -10,23 +10,20 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
+from hf_ckpt.plan_fields import PLAN_FORMAT, check_fields, not_a_plan
 from hf_ckpt.policy import STACK_NAMES, Mode, Policy, Rule, check_combination, slice_of
-
-PLAN_FORMAT = 2
-"""Version of the JSON layout; raised when a reader of the old one would misread the new one."""
-
-_READ_FORMATS = (1, PLAN_FORMAT)
-"""Format 1 knows no modifiers."""
+from hf_ckpt.text_file import read_text
 
 PLAN_SUFFIX = ".json"
 """What the name of a plan's file ends with; a policy that is such text is the plan in that file."""
+_LONGEST_MESSAGE = 1000
 
 
 class LayerShape(Protocol):
@@ -43,6 +40,10 @@ class LayerShape(Protocol):
     @property
     def needs_gradient(self) -> bool:
         """Whether the layer, or anything before it, has a trainable parameter."""
+
+    @property
+    def computes_attention(self) -> bool:
+        """Whether the layer has an attention whose output can be kept."""
 
 
 class StackShape(Protocol):
@@ -137,18 +138,39 @@ class Plan:
             PolicyError: when the text is not a plan of this format.
         """
         try:
-            read = json.loads(text)
-            if read["format"] not in _READ_FORMATS:
-                raise PolicyError(f"The plan has format {read['format']}, this version reads up to {PLAN_FORMAT}.")
+            read = json.loads(text, object_pairs_hook=_each_once)
+            check_fields(read)
             stacks = tuple(
-                StackPlan(stack["path"], tuple(_layer_plan(entry) for entry in stack["layers"]))
-                for stack in read["stacks"]
+                StackPlan(stack["path"], _layer_plans(f"stacks.{number}.layers", stack["layers"]))
+                for number, stack in enumerate(read["stacks"])
             )
             return cls(read["model_class"], stacks, parse_head(read.get("head")) or HeadMode.PLAIN)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, PolicyError):
-                raise
-            raise PolicyError(f"This is not a plan: {error!r}. Write one with Plan.to_json().") from error
+        except RecursionError:
+            raise not_a_plan("it is nested too deeply") from None
+        except PolicyError as error:
+            raise PolicyError(_shortened(str(error))) from None
+        # No JSON, or a number of thousands of digits.
+        except ValueError as error:
+            raise not_a_plan(_shortened(str(error))) from error
+
+    @classmethod
+    def from_file(cls, path: Path) -> Plan:
+        """Read the file of a plan.
+
+        Raises:
+            PolicyError: it cannot be read, or is no plan; names the file.
+        """
+        try:
+            text = read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PolicyError(
+                f"{path}: no plan can be read there: {error}. Write one: hf-ckpt plan RECIPE --memory-budget 22GiB "
+                f"--out {path.name}."
+            ) from error
+        try:
+            return cls.from_json(text)
+        except PolicyError as error:
+            raise PolicyError(f"{path}: {error}") from None
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that are equal for equal plans."""
@@ -180,7 +202,7 @@ def parse(policy: object, **options: Any) -> Policy | Plan:
         PolicyError: the policy cannot be read, or options were given beside a plan.
     """
     if isinstance(policy, str) and policy.endswith(PLAN_SUFFIX):
-        policy = _from_file(Path(policy))
+        policy = Plan.from_file(Path(policy))
     if not isinstance(policy, Plan):
         return Policy.parse(policy, **options)
     given = [name for name, value in options.items() if value is not None and value is not False]
@@ -190,17 +212,6 @@ def parse(policy: object, **options: Any) -> Policy | Plan:
             "give a policy in place of the plan."
         )
     return policy
-
-
-def _from_file(path: Path) -> Plan:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(
-            f'policy is "{path}", and no plan can be read there: {error}. Write one: hf-ckpt plan RECIPE '
-            f"--memory-budget 22GiB --out {path.name}."
-        ) from error
-    return Plan.from_json(text)
 
 
 def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> Plan:
@@ -225,6 +236,7 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
                 f"Rule {rule.describe()} reaches no layer of {model_class}: none fits everything that it asks for. "
                 "every_n_layers takes the layers whose layer_idx is a multiple of it, counted from 0 in each stack."
             )
+        _check_segments(rule, reached, stacks, model_class)
         _check_part(
             rule, [stacks[number].layers[idx] for number, layers in reached.items() for idx in layers], model_class
         )
@@ -321,8 +333,34 @@ def _range_advice(rule: Rule, num_layers: int) -> str:
     return f'Name layers between 0 and {num_layers - 1}, or count from the end ("-4:"); with more stacks, add stack.'
 
 
+def _check_segments(
+    rule: Rule, reached: Mapping[int, list[int]], stacks: Sequence[StackShape], model_class: str
+) -> None:
+    """Refuse segments that are longer than every run of consecutive layers that the rule reaches.
+
+    Where several stacks are reached, shorter ones beside one that is long enough are one segment each.
+    """
+    if not isinstance(rule.segment_size, int):
+        return
+    longest = {number: max(map(len, _runs(indices)), default=0) for number, indices in reached.items()}
+    if rule.segment_size <= max(longest.values()):
+        return
+    rows = ", ".join(f"{num_layers} in {stacks[number].path}" for number, num_layers in longest.items() if num_layers)
+    raise PolicyError(
+        f"Rule {rule.describe()} asks for segments of {rule.segment_size} layers, but of the layers of {model_class} "
+        f"that it reaches fewer follow one another: {rows}. Use segment_size: {max(longest.values())} or less, or "
+        "segment_size: sqrt."
+    )
+
+
 def _check_part(rule: Rule, layers: Sequence[LayerShape], model_class: str) -> None:
     """Refuse a rule that asks for a part which none of the layers it reaches has."""
+    if rule.mode is Mode.SELECTIVE_ATTENTION and not any(layer.computes_attention for layer in layers):
+        raise PolicyError(
+            f"Rule {rule.describe()} keeps what attention returns, but no layer of {model_class} that it reaches "
+            'computes attention: nothing could be kept. Use mode "selective", which keeps the outputs of matrix '
+            'products, or "full".'
+        )
     part = rule.mode.value
     if rule.mode not in (Mode.ATTENTION, Mode.FFN) or any(part in layer.parts for layer in layers):
         return
@@ -342,22 +380,28 @@ def _entries(rule: Rule, stack: StackShape, reached: list[int]) -> Iterator[tupl
             yield idx, LayerPlan(why=f"it has no {rule.mode}", tiles=rule.tiles)
             continue
         entry = LayerPlan(rule.mode, save=rule.save, offload=rule.offload, tiles=rule.tiles)
+        if rule.mode is Mode.SELECTIVE_ATTENTION and not stack.layers[idx].computes_attention:
+            entry = replace(entry, mode=Mode.FULL, why="it has no attention to keep")
         if rule.offload is not None and idx == len(stack.layers) - 1:
             # Backward begins with it.
-            entry = replace(entry, offload=None, why="the last layer, needed again at once")
+            why = "the last layer, needed again at once"
+            entry = replace(entry, offload=None, why=f"{entry.why}; {why}" if entry.why else why)
         yield idx, entry
 
 
 def _segments(rule: Rule, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]:
     """Number the segments: runs of consecutive layers, cut into pieces of `segment_size`."""
     size = math.ceil(math.sqrt(len(reached))) if rule.segment_size == "sqrt" else int(rule.segment_size or 1)
-    # The number of a segment is its first layer's, so that the rules of one stack cannot collide.
-    start = previous = None
-    for idx in reached:
-        if start is None or idx - 1 != previous or idx - start >= size:
-            start = idx
-        previous = idx
-        yield idx, LayerPlan(Mode.FULL, segment=start, nested=rule.nested)
+    for run in _runs(reached):
+        for place, idx in enumerate(run):
+            # The number of a segment is its first layer's, so that the rules of one stack cannot collide.
+            yield idx, LayerPlan(Mode.FULL, segment=run[place // size * size], nested=rule.nested)
+
+
+def _runs(indices: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the runs of consecutive numbers among sorted ones."""
+    for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        yield [idx for _, idx in run]
 
 
 def _raise_overlap(first: Rule, second: Rule, path: str, both: list[int]) -> None:
@@ -393,6 +437,24 @@ def _entry(layer: LayerPlan) -> dict[str, Any]:
     return entry
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise not_a_plan(f"{json.dumps(twice)} is given twice. Keep one")
+    return given
+
+
+def _layer_plans(where: str, entries: list[dict[str, Any]]) -> tuple[LayerPlan, ...]:
+    layers = []
+    for layer_idx, entry in enumerate(entries):
+        try:
+            layers.append(_layer_plan(entry))
+        except PolicyError as error:
+            raise PolicyError(f"{where}.{layer_idx}: {error}") from None
+    return tuple(layers)
+
+
 def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
     layer = LayerPlan(
         Mode(entry["mode"]),
@@ -416,6 +478,10 @@ def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
         )
     )
     return layer
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
 def _grouped(layers: Sequence[LayerPlan]) -> Iterator[tuple[str, str]]:

@@ -179,8 +179,11 @@ class Policy:
         rules = (policy,) if isinstance(policy, Mapping) else policy
         if isinstance(rules, Sequence) and not isinstance(rules, bytes) and rules:
             return cls(tuple(_parse_rule(rule) for rule in rules), skip_frozen, head_mode or HeadMode.PLAIN)
+        # A model in its place would fill the screen.
+        is_written = policy is None or isinstance(policy, bool | int | float | Mapping | Sequence)
+        what = as_written(policy) if is_written else f"of type {type(policy).__name__}"
         raise PolicyError(
-            f"Policy {as_written(policy)} cannot be read. Use a mode name ({_mode_names()}), a mapping such as "
+            f"Policy {what} cannot be read. Use a mode name ({_mode_names()}), a mapping such as "
             '{layers: "0:24", mode: full}, or a list of such mappings.'
         )
 

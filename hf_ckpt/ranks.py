@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_ckpt.errors import OtherProcessError, PlanMismatchError, in_words
 from hf_ckpt.exchange import exchange, num_processes
+from hf_ckpt.modifiers import Prove
 from hf_ckpt.patch import Applied, apply, make_plan
 from hf_ckpt.plans import Plan
 from hf_ckpt.policy import Policy
@@ -21,13 +22,16 @@ from hf_ckpt.policy import Policy
 Told = TypeVar("Told")
 
 
-def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Applied:
+def apply_on_all(
+    model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove = "first_step"
+) -> Applied:
     """Put a policy in force on every rank's model: rank 0 makes the plan, all apply it, and compare what is in force.
 
     Args:
         model: this rank's model.
         policy: the same on all ranks.
         structure: `layers`, `attention` and `ffn` of `apply`.
+        prove: see `apply`.
 
     Raises:
         OtherProcessError: it failed on another rank.
@@ -35,12 +39,12 @@ def apply_on_all(model: nn.Module, policy: Policy | Plan, structure: dict[str, A
         HFCkptError: what `apply` raises, on the rank where it does.
     """
     if num_processes() == 1:
-        return apply(model, policy, **structure)
+        return apply(model, policy, prove=prove, **structure)
     plan = _plan_of_rank_0(model, policy, structure)
     applied: Applied | None = None
     error: Exception | None = None
     try:
-        applied = apply(model, plan, **structure)
+        applied = apply(model, plan, prove=prove, **structure)
     # Whatever it is, the others would wait for this rank.
     except Exception as raised:  # noqa: BLE001
         error = raised

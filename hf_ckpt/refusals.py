@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.layers import Layer, Stack
+from hf_ckpt.layers import Layer, Stack, check_is_model
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
@@ -31,7 +31,9 @@ def check_model(model: nn.Module) -> None:
     Raises:
         UnsupportedError: the model is an `nn.DataParallel`, or holds wrappers that checkpoint activations; or torch's
             own checkpoint function is another library's.
+        StructureError: it is no model.
     """
+    check_is_model(model)
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "The model is wrapped in nn.DataParallel, whose replicas would run the original's layers. Start one "

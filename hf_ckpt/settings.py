@@ -20,11 +20,13 @@ from hf_ckpt.plans import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
+from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload import Offloader, announced, offloaded
 from hf_ckpt.regions.recompute import recompute, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective import Saves, Selection, recompute_selectively
 from hf_ckpt.regions.tiling import Tiling, run_tiled
+from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.stack_patch import FLAG, FORWARD, FUNCTION, Doors, StackPatch
 
 Region = Callable[..., Any]
@@ -64,7 +66,7 @@ class Hosts:
         return self._of_layers.get((path, layer_idx))
 
 
-def place(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, hosts: Hosts) -> None:
+def place(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, hosts: Hosts, proof: ValueProof) -> None:
     """Make the layers of one stack carry their entries.
 
     Args:
@@ -73,20 +75,32 @@ def place(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, ho
         plan: the entries.
         stack: the layers.
         hosts: of the whole plan.
+        proof: of the whole plan.
     """
-    placing = _Placing(patch, stack, hosts)
+    placing = _Placing(patch, stack, hosts, proof)
     settings: dict[nn.Module, list[Callable[[], None]]] = {}
     for entry, layer in zip(plan.layers, stack.layers, strict=True):
         for module, make in placing.settings(entry, layer):
             settings.setdefault(module, []).append(make)
     if fsdp.is_sharded(model):
         fsdp.set_in_place(model, settings)
+        _follow_shards(model, stack)
     else:
         for make in chain.from_iterable(settings.values()):
             make()
     in_segments = [idx for idx, entry in enumerate(plan.layers) if entry.segment is not None]
     if in_segments:
         patch.doors = Doors(placing.runner, in_segments)
+
+
+def _follow_shards(model: nn.Module, stack: Stack) -> None:
+    """Let regions look at their shares of the weights: the whole ones are others each time they are gathered."""
+    shards = fsdp.shards(model)
+    for layer in stack.layers:
+        for module in layer.module.modules():
+            state = module.__dict__.get(STATE)
+            if state is not None:
+                state.follow([read for inner in module.modules() for read in shards.get(inner, ())])
 
 
 class _Placing:
@@ -96,12 +110,14 @@ class _Placing:
         patch: takes note of what is set.
         stack: the layers.
         hosts: of the whole plan.
+        proof: of the whole plan.
     """
 
-    def __init__(self, patch: StackPatch, stack: Stack, hosts: Hosts) -> None:
+    def __init__(self, patch: StackPatch, stack: Stack, hosts: Hosts, proof: ValueProof) -> None:
         self._patch = patch
         self._stack = stack
         self._hosts = hosts
+        self._proof = proof
         self._selection = Selection(stack.path)
         self.runner = SegmentRunner()
 
@@ -112,7 +128,9 @@ class _Placing:
         if entry.tiles is not None:
             tiled = tiled_modules(layer)
             for name in tiled:
-                yield self._forward(f"{path}.{name}", layer.submodule(name), partial(run_tiled, Tiling(entry.tiles)))
+                part = f"{path}.{name}"
+                tiling = Tiling(entry.tiles, proof=self._proof.region(part))
+                yield self._forward(part, layer.submodule(name), partial(run_tiled, tiling))
         if entry.mode in WHOLE_LAYER_MODES:
             yield from self._whole(entry, layer, path)
         elif entry.mode is Mode.ATTENTION:
@@ -125,17 +143,18 @@ class _Placing:
             yield from self._parts(path, layer, tuple(name for name in layer.ffn if name not in tiled))
 
     def _whole(self, entry: LayerPlan, layer: Layer, path: str) -> Iterator[Setting]:
+        proof = self._proof.region(path)
         if entry.segment is not None:
-            segment = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
+            segment = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested, proof=proof)
             yield self._region(path, layer.module, segment)
             return
         host = self._hosts.of(self._stack.path, layer.layer_idx)
         before = self._hosts.of(self._stack.path, layer.layer_idx - 1)
-        region: Region = recompute
+        region: Region = partial(recompute, proof=proof)
         if entry.mode in SELECTIVE_MODES:
             saves = Saves.of(entry.mode.value, entry.save)
             keeper = None if host is None else host[0].keeper(host[1])
-            region = partial(recompute_selectively, self._selection, saves, keeper)
+            region = partial(recompute_selectively, self._selection, saves, keeper, proof=proof)
             yield layer.module, partial(self._place_hooks, layer.module, saves)
         if host is not None:
             region = partial(offloaded, *host, region)
@@ -148,13 +167,15 @@ class _Placing:
 
     def _around_attention(self, layer: Layer, path: str) -> Iterator[Setting]:
         kept = KeptModules()
-        yield self._region(path, layer.module, partial(recompute_around, kept))
+        yield self._region(path, layer.module, partial(recompute_around, kept, proof=self._proof.region(path)))
         for name in layer.attention:
             yield self._forward(f"{path}.{name}", layer.submodule(name), partial(run_kept, kept))
 
     def _parts(self, path: str, layer: Layer, names: tuple[str, ...]) -> Iterator[Setting]:
         for name in names:
-            yield self._forward(f"{path}.{name}", layer.submodule(name), partial(run_region, recompute))
+            part = f"{path}.{name}"
+            region = partial(recompute, proof=self._proof.region(part))
+            yield self._forward(part, layer.submodule(name), partial(run_region, region))
 
     def _region(self, path: str, module: nn.Module, region: Region) -> Setting:
         return module, partial(_make_region, self._patch, path, module, region)
@@ -167,6 +188,7 @@ def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Region
     """Make a whole layer a region, through the seam if it has one."""
     patch.drops_cache = True
     if isinstance(module, GradientCheckpointingLayer):
+        patch.set(path, module, STATE, ModuleState(path))
         patch.set(path, module, FUNCTION, region)
         patch.set(path, module, FLAG, True)
     else:
@@ -187,5 +209,6 @@ def set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[An
         # A module that two layers share: the first of them has reached it already.
         return
     forward = partial(run.func, *run.args, module, found)
+    patch.set(path, module, STATE, ModuleState(path))
     # Tools that look at the signature see the original's.
     patch.set(path, module, FORWARD, update_wrapper(forward, found or module.forward))

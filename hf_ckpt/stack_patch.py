@@ -23,9 +23,14 @@ from hf_ckpt.plans import Plan
 from hf_ckpt.regions.call import is_cache
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
+from hf_ckpt.train_call import TrainCall
 
 logger = logging.getLogger(__name__)
 
+LEFTOVER = (
+    "A plan was still on the model, as an interrupted run leaves one; it was removed, "
+    "and use_cache is the user's again."
+)
 HANDLE = "_hf_ckpt_applied"
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
@@ -78,6 +83,8 @@ class StackPatch:
         self.doors: Doors | None = None
         self.hooks: list[RemovableHandle] = []
         self.offloaders: tuple[Offloader, ...] = ()
+        self.siblings: list[StackPatch] = [self]
+        self.train_call: TrainCall | None = None
         self.drops_cache = False
         self._is_paused = False
         self._has_said = False
@@ -130,7 +137,20 @@ class StackPatch:
             offloader.close()
         if self._home is not None:
             delattr(self._home, HANDLE)
-        self._home = self._hook = None
+        self._home = self._hook = self.train_call = None
+
+    def remove_if_over(self) -> bool:
+        """Put back what was found, in all stacks of the model, if the run that it was set for has ended.
+
+        Returns:
+            Whether it had, in an exception: otherwise the run itself would have done so.
+        """
+        if self.train_call is None or self.train_call.is_running():
+            return False
+        logger.info(LEFTOVER)
+        for patch in reversed(self.siblings):
+            patch.remove()
+        return True
 
     def refuse_cache(self, arguments: Iterable[object]) -> None:
         """Refuse a forward that is handed a key/value cache: recomputed layers can neither read nor fill it.
@@ -251,8 +271,9 @@ def _holds_its_hooks(outer: nn.Module) -> bool:
     return isinstance(outer, GradientCheckpointingLayer) and "__call__" in vars(GradientCheckpointingLayer)
 
 
-def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling() or not owner.training:
+def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+    # torch calls a hook without keywords that another hook of the same call has just removed.
+    if kwargs is None or torch.compiler.is_compiling() or patch.remove_if_over() or not owner.training:
         return
     if torch.is_grad_enabled():
         patch.refuse_cache((*args, *kwargs.values()))

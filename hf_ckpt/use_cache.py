@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
@@ -60,3 +68,36 @@ def bring_back(model: nn.Module) -> None:
         recorded = module.__dict__.pop(_RECORD, None)
         if recorded is not None:
             recorded.restore()
+
+
+def leave_out_of_training_forwards(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Let a model make no cache in training forwards unless the caller asks for one; its configs stay as they are.
+
+    The arguments are set, not the configs: those are what others read and save at any time. All models inside are
+    reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
+
+    Args:
+        model: a model, whatever stands around it.
+
+    Yields:
+        The handles of the hooks that do so.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and getattr(module.config, _NAME, None) is not None:
+            parameters = inspect.signature(module.forward).parameters
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            if _NAME in parameters or takes_any:
+                # Without a place of its own it comes by keyword only.
+                place = list(parameters).index(_NAME) if _NAME in parameters else len(parameters)
+                yield module.register_forward_pre_hook(partial(_without_cache, place), with_kwargs=True)
+
+
+def _without_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # torch calls a hook without keywords that another hook of the same call has just removed.
+    if kwargs is None or not module.training or not torch.is_grad_enabled() or kwargs.get(_NAME) is not None:
+        return None
+    if len(args) <= place:
+        return args, {**kwargs, _NAME: False}
+    return (args if args[place] is not None else (*args[:place], False, *args[place + 1 :])), kwargs

@@ -20,6 +20,18 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Let the configuration stand where pytest-timeout is not installed; nothing ends what hangs there."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds, as pytest-timeout has it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know the marker of pytest-timeout."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): as pytest-timeout has it")
+
+
 class DeprecationRecorder(logging.Handler):
     """Keeps what a library's loggers say about deprecation."""
 

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import hf_ckpt
+from hf_ckpt.regions.value_proof import Prove
 from tests import traces, zoo
 
 POLICIES: dict[str, tuple[object, dict[str, object]]] = {
@@ -47,10 +48,10 @@ def lora(case: zoo.Case, **options: object) -> zoo.Case:
     return zoo.Case(case.model_type, get_peft_model(case.model, config), case.inputs)
 
 
-def apply(model: nn.Module, policy: str) -> hf_ckpt.patch.Applied:
+def apply(model: nn.Module, policy: str, prove: Prove = "first_step") -> hf_ckpt.patch.Applied:
     """Put one of `POLICIES` in force."""
     mode, options = POLICIES[policy]
-    return hf_ckpt.apply(model, mode, **options)
+    return hf_ckpt.apply(model, mode, prove=prove, **options)
 
 
 def step(case: zoo.Case, seed: int = 0) -> Result:

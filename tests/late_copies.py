@@ -65,7 +65,7 @@ class Late:
 
     Attributes:
         faults: memory that was gone when a copy got to it.
-        log: who waited for whom, and which stream copied.
+        log: who waited for whom, which stream copied, and which was lent memory of another.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,9 @@ class Late:
         self.compute = Stream("compute", self.log, computes=True)
         self._in_force = self.compute
         self._names = iter(("out", "into"))
+
+    def is_capturing(self, device: torch.device) -> bool:
+        return False
 
     def current_stream(self, device: torch.device) -> Stream:
         return self._in_force
@@ -103,11 +106,17 @@ class Late:
 
         self._in_force.give(run)
 
+    def lend(self, tensor: Tensor, stream: Stream) -> None:
+        self.log.append(f"{stream.name} has memory lent")
+
     def allocate(self, num_bytes: int) -> PlainMemory:
         return PlainMemory(num_bytes)
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         return None
+
+    def forget_peak(self, device: torch.device) -> None:
+        raise AssertionError("there is none")
 
 
 class _Weak:

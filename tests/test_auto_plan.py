@@ -17,14 +17,14 @@ def recipe_with(*overrides: str) -> Recipe:
 
 
 def test_plan_for_the_budget_takes_the_place_of_the_policy() -> None:
-    recipe = recipe_with("checkpointing.policy=auto", "checkpointing.memory_budget=60MiB")
+    recipe = recipe_with("checkpointing.policy=auto", "checkpointing.memory_budget=70MiB")
     planned, notes = with_auto_plan(recipe)
     assert planned.checkpointing is not None
     plan = planned.checkpointing["policy"]
     assert isinstance(plan, Plan)
     assert len({layer.mode for stack in plan.stacks for layer in stack.layers}) > 1
     assert "memory_budget" not in planned.checkpointing
-    assert notes[0].startswith("policy auto: the plan for 60.0 MiB of ")
+    assert notes[0].startswith("policy auto: the plan for 70.0 MiB of ")
 
 
 def test_other_policies_stay_as_they_are() -> None:

@@ -43,6 +43,8 @@ def recipe(folder: Path, checkpointing: dict[str, Any], **training: Any) -> Path
         ({"policy": "auto", "memory_budget": -0.5}, 'memory_budget is "-0.5". It must be above 0'),
         ({"policy": "full", "memory_budget": "22GiB"}, "checkpointing.memory_budget"),
         ({"policy": "full", "micro_batch": "auto"}, "checkpointing.micro_batch"),
+        ({"policy": "full", "exact": True}, "checkpointing.exact"),
+        ({**AUTO, "exact": "always"}, 'checkpointing.exact = "always": expected'),
         ({**AUTO, "micro_batch": 4}, "checkpointing.micro_batch = 4: expected"),
         ({**AUTO, "nested": True}, "checkpointing.nested"),
         ({"policy": "not_there.json"}, "no plan can be read there"),

@@ -8,6 +8,7 @@ import gc
 import itertools
 import logging
 import pickle
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import TrainerCallback, TrainingArguments
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.figures import recomputed_share
+from hf_ckpt.regions.offload.plain import PlainWire
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
 from tests.training import During, changed, counted, llama, lora, losses, trainer, weights
@@ -143,6 +145,58 @@ def test_strict_resume_refuses_a_checkpoint_without_a_plan(checkpoint: Path) -> 
         run.train(resume_from_checkpoint=str(checkpoint))
 
 
+def _is_cut_short(written: Path) -> None:
+    written.write_text(written.read_text()[:200])
+
+
+def _is_of_a_later_version(written: Path) -> None:
+    written.write_text('{"format": 99, "layers": "in another layout"}')
+
+
+def _is_endless(written: Path) -> None:
+    written.unlink()
+    written.symlink_to("/dev/zero")
+
+
+BAD_PLANS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda written: written.write_text(""), "This is not a plan: "),
+    "truncated": (_is_cut_short, "This is not a plan: "),
+    "foreign": (lambda written: written.write_text('{"epoch": 1.0}'), "This is not a plan: format is missing"),
+    "no text": (lambda written: written.write_bytes(b"\xff\xfe\x00"), "no plan can be read there: 'utf-8' codec"),
+    "future": (_is_of_a_later_version, "The plan has format 99, this version reads up to 2."),
+    "endless": (_is_endless, "no plan can be read there: it holds more than 1 MiB"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PLANS)
+def test_resuming_beside_a_file_that_is_no_plan_ends_the_run_only_if_strict(
+    checkpoint: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil, message = BAD_PLANS[kind]
+    written = checkpoint / PLAN_FILE
+    spoil(written)
+    model = llama()
+    before = snapshot(model)
+    run = trainer(model, checkpoint.parent, callback("full", strict_resume=True), max_steps=4)
+    with pytest.raises(PlanMismatchError, match=re.escape(f"{written}: {message}")):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    assert [trace for trace in differences(before, snapshot(model)) if trace != ": _is_accelerate_prepared"] == []
+    run = trainer(model, checkpoint.parent, callback("full"), max_steps=4)
+    with caplog.at_level(logging.WARNING, logger="hf_ckpt"):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    assert caplog.messages[0].startswith(f"{written}: {message}")
+    assert len(losses(run)) == 4
+
+
+def test_no_plan_is_left_where_its_file_cannot_be_written(tmp_path: Path) -> None:
+    model = llama()
+    before = snapshot(model)
+    (tmp_path / PLAN_FILE).mkdir()
+    with pytest.raises(OSError, match=PLAN_FILE):
+        trainer(model, tmp_path, callback("mixed")).train()
+    assert [trace for trace in differences(before, snapshot(model)) if trace != ": _is_accelerate_prepared"] == []
+
+
 def test_strict_resume_reads_the_plan_of_the_folder_named_in_the_arguments(checkpoint: Path, tmp_path: Path) -> None:
     named = {"resume_from_checkpoint": str(checkpoint), "max_steps": 4}
     run = trainer(llama(), tmp_path / "elsewhere", callback("attention", strict_resume=True), **named)
@@ -247,6 +301,22 @@ def test_figures_of_offload_are_reported(tmp_path: Path, kind: str) -> None:
     assert report["ckpt/host_peak_gib"] * 2**30 == pytest.approx(num_bytes)
     assert report["ckpt/offloaded_share"] == 1
     assert report["ckpt/offload_wait_s"] >= 0
+
+
+def test_buffers_are_made_for_the_longest_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    found = PlainWire.allocate
+    monkeypatch.setattr(PlainWire, "allocate", lambda wire, size: (made.append(size), found(wire, size))[1])
+    used = HFCkptCallback("full", offload=OFFLOAD)
+    run = trainer(llama(), tmp_path, used, max_steps=6, per_device_train_batch_size=1)
+    run.train_dataset = [{"input_ids": [1] * length, "labels": [1] * length} for length in (4, 5, 6, 7, 8, 16)]
+    run.train()
+    # The first layer says what all of them need, of whichever text comes first; its own buffer alone is made anew.
+    longest = 16 * 16 * 4
+    first, *rest = made
+    assert first < longest
+    assert rest == [longest] * 3
+    assert used.report()["ckpt/host_peak_gib"] * 2**30 == pytest.approx(3 * longest)
 
 
 def test_offload_that_moves_nothing_is_told(tmp_path: Path) -> None:
@@ -511,3 +581,48 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
 
 def test_callback_is_a_trainer_callback() -> None:
     assert isinstance(callback("full"), TrainerCallback)
+
+
+# --- Two callbacks. ---
+
+TWO = (
+    'Two HFCkptCallbacks are on this Trainer, with policies [{mode: "full"}] and [{mode: "ffn"}], but one plan governs '
+    "a model. Pass one of them; different layers are different rules of one policy: "
+)
+
+
+def test_two_callbacks_are_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
+    model = llama()
+    found = snapshot(model)
+    with pytest.raises(PolicyError) as raised:
+        trainer(model, tmp_path, HFCkptCallback("full"), HFCkptCallback("ffn"))
+    assert str(raised.value).startswith(TWO)
+    assert differences(found, snapshot(model)) == []
+
+
+def test_callback_that_is_added_beside_another_is_refused_and_leaves_no_plan(tmp_path: Path) -> None:
+    model = llama()
+    run = trainer(model, tmp_path, HFCkptCallback("full"))
+    run.add_callback(HFCkptCallback("ffn"))
+    with pytest.raises(PolicyError) as raised:
+        run.train()
+    assert str(raised.value).startswith(TWO)
+    assert hf_ckpt.patch.plan_of(model) is None
+    assert [name for module in model.modules() for name in vars(module) if name.startswith("_hf_ckpt")] == []
+    assert model.config.use_cache is True
+
+
+def test_callback_that_takes_the_place_of_another_governs(tmp_path: Path) -> None:
+    run = trainer(llama(), tmp_path, HFCkptCallback("full"))
+    run.train()
+    run.pop_callback(HFCkptCallback)
+    run.add_callback(second := HFCkptCallback("ffn"))
+    run.train()
+    assert second.plan is not None
+    assert second.plan.summary() == "model.layers: 4 layers\n  0 to 3       ffn"
+
+
+@pytest.mark.parametrize("name", ["strict_resume", "input_require_grads"])
+def test_flags_that_are_text_are_refused(name: str) -> None:
+    with pytest.raises(PolicyError, match=f'^{name} is "yes"\\. Use true or false\\.$'):
+        HFCkptCallback("full", **{name: "yes"})

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +21,13 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import errors
+from safetensors import SafetensorError
+from transformers import TrainingArguments
 
-from hf_ckpt.finetune import train
+from hf_ckpt.finetune import full_disk, train
 from hf_ckpt.finetune.command import main
+from hf_ckpt.finetune.failure import RunWatch
+from hf_ckpt.finetune.termination import sigterm_as_interrupt
 from tests import small_recipes, twins
 
 pytestmark = pytest.mark.core
@@ -113,6 +124,85 @@ def test_interrupted_run_says_how_to_go_on(
     assert f"Stopped. --resume goes on from {run / 'checkpoint-1'}.\n" in capsys.readouterr().out
 
 
+def send_sigterm(*_args: object, **_kwargs: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_ends_a_run_as_an_interruption_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = small_recipes.write(tmp_path, training={"save_strategy": "steps", "save_steps": 1})
+    found: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    ours = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("hf_ckpt.callback.HFCkptCallback.on_save", send_sigterm)
+    try:
+        assert main([str(recipe)]) == 143
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    # The handler that was there is called too.
+    assert found == [signal.SIGTERM]
+    assert f"Stopped. --resume goes on from {tmp_path / 'run' / 'checkpoint-1'}.\n" in capsys.readouterr().out
+    # Nothing is left that would end this process in the end.
+    assert not any(
+        isinstance(thread, threading.Timer) and not thread.finished.is_set() for thread in threading.enumerate()
+    )
+
+
+def test_handler_of_the_trainer_governs_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "enable_jit_checkpoint" not in {field.name for field in dataclasses.fields(TrainingArguments)}:
+        pytest.skip("this transformers has none")
+    recipe = small_recipes.write(tmp_path, training={"enable_jit_checkpoint": True})
+    monkeypatch.setattr("transformers.trainer_jit_checkpoint.CheckpointManager.__init__.__defaults__", (0,))
+    seen: list[int] = []
+
+    def send_once(_callback: object, _args: object, state: Any, _control: object, **_kwargs: object) -> None:
+        seen.append(state.global_step)
+        if state.global_step == 1:
+            send_sigterm()
+            # The handler asks for a checkpoint from a thread.
+            time.sleep(1)
+
+    monkeypatch.setattr(RunWatch, "on_step_begin", send_once)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main([str(recipe)]) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert seen == [0, 1]
+    # One checkpoint, though the recipe asks for none, and no further step.
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
+
+
+def test_sigterm_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with sigterm_as_interrupt():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# Of Python 3.12: the child does nothing but end.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_child_ends_by_sigterm_as_any_other() -> None:
+    with sigterm_as_interrupt():
+        child = os.fork()
+        if not child:
+            send_sigterm()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_run_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time; from hf_ckpt.finetune import termination; termination._DEADLINE_S = 0.5\n"
+        "with termination.sigterm_as_interrupt():\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n    finally:\n        time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=50)
+    assert done.returncode == 143
+
+
 # --- How it refuses. ---
 
 
@@ -204,6 +294,72 @@ def test_output_folder_that_is_a_file(tmp_path: Path, refused: Callable[..., str
     assert refused(str(recipe)) == (
         f"training.output_dir is {tmp_path / 'run'}, but {tmp_path / 'run'} is a file. Name another folder.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("/proc/none/run", "No such file or directory"), ("x" * 300, "File name too long")],
+    ids=["no place for folders", "long name"],
+)
+def test_output_folder_that_cannot_be_made_is_told_before_the_data_is_read(
+    folder: str, why: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    recipe = small_recipes.write(tmp_path, data={"path": "none.jsonl"})
+    message = refused(str(recipe), f"training.output_dir={folder}")
+    assert message.startswith("training.output_dir is ")
+    assert why in message
+
+
+def test_output_folder_that_cannot_be_written_to_is_told_before_the_data_is_read(
+    tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    recipe = small_recipes.write(tmp_path, data={"path": "none.jsonl"})
+    assert refused(str(recipe)) == (
+        f"training.output_dir is {tmp_path / 'run'}, but it cannot be made and written to: No space left on device. "
+        "Name another folder, or mend this one.\n"
+    )
+
+
+def full(*_args: object, **_kwargs: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_for_safetensors(*_args: object, **_kwargs: object) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def full_for_torch(*_args: object, **_kwargs: object) -> None:
+    # As torch says it when it opens a file itself: not a word of space.
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+
+WRITERS: dict[str, tuple[str, Callable[..., None]]] = {
+    "weights": ("transformers.modeling_utils.safe_save_file", full_for_safetensors),
+    "optimizer": ("torch.save", full_for_torch),
+    "plan": ("hf_ckpt.callback._write_plan", full),
+    "data": ("hf_ckpt.finetune.train.prepare", full),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_full_disk_is_named(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = small_recipes.write(tmp_path, training={"save_strategy": "steps", "save_steps": 1})
+    monkeypatch.setattr(*WRITERS[what])
+    if what == "optimizer":
+        monkeypatch.setattr(full_disk, "_free_bytes", lambda _: 0)
+    assert main([str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if line.startswith("The disk is full: ")]
+    assert "Free space, or name another folder" in line
+    if what != "data":
+        assert f"The disk is full: {tmp_path / 'run'} cannot be written (" in line
 
 
 def test_vocabulary_with_too_little_room(tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import CHATML, EOS_AFTER_TURNS, byte_tokenizer, learned_text
+from byte_tokenizer import CHATML, EOS_AFTER_TURNS, MARKED_TURNS, byte_tokenizer, learned_text
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_ckpt.errors import DataError
@@ -293,3 +293,49 @@ def test_built_in_data_set_is_prepared() -> None:
     assert (prepared.counts.num_examples, prepared.counts.num_empty, prepared.counts.num_without_loss) == (50, 0, 0)
     assert 0.5 < prepared.counts.num_loss_tokens / prepared.counts.num_tokens < 0.8
     assert 0 < prepared.counts.share_truncated < 1
+
+
+# --- What is probably not meant so. ---
+
+MARKS_ALL = (
+    "{% for message in messages %}<{{ message['role'] }}>{% generation %}{{ message['content'] }}{% endgeneration %}|"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("max_length", "warned"), [(100, False), (7, False), (5, True)])
+def test_rows_that_are_mostly_truncated_are_warned_of(section_of: Any, max_length: int, warned: bool) -> None:
+    prepared = prepare(section_of([PAIRS[0], PAIRS[3]], max_length=max_length), byte_tokenizer())
+    text = (
+        "100% of the training rows are longer than data.max_length 5 and are cut there: what follows is not seen, nor "
+        "is how an example ends. Raise data.max_length (hf-ckpt estimate says what fits), or split the rows."
+    )
+    assert prepared.warnings == ((text,) if warned else ())
+
+
+@pytest.mark.parametrize(
+    ("template", "loss_on", "roles"),
+    [
+        (MARKED_TURNS, "assistant", ""),
+        (CHATML, "assistant", ""),
+        (MARKS_ALL, "all", ""),
+        (MARKS_ALL, "assistant", "system and user"),
+        (
+            MARKS_ALL.replace("{% generation %}", "{% if message.role != 'system' %}{% generation %}").replace(
+                "{% endgeneration %}", "{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+            ),
+            "assistant",
+            "user",
+        ),
+    ],
+)
+def test_generation_block_around_the_turns_of_others_is_warned_of(
+    section_of: Any, template: str, loss_on: str, roles: str
+) -> None:
+    turns = [{"role": "system", "content": "Be kind"}, *CHAT[0]["messages"]]
+    section = section_of([{"messages": turns}], chat_template=template, loss_on=loss_on)
+    prepared = prepare(section, byte_tokenizer())
+    starts = (
+        [f"The chat template's {{% generation %}} block takes in the turns of {roles}, so that they"] if roles else []
+    )
+    assert [warning[: len(start)] for warning, start in zip(prepared.warnings, starts, strict=True)] == starts

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.memory.devices import CPU, DEVICES, GIB, MIB, Device, find_device, reserve, this_device, workspace_bytes
+from hf_ckpt.memory import devices
+from hf_ckpt.memory.devices import (
+    CPU,
+    DEVICES,
+    GIB,
+    MIB,
+    Device,
+    _own_workspace,
+    find_device,
+    reserve,
+    this_device,
+    workspace_bytes,
+)
 
 pytestmark = pytest.mark.core
 
 CARDS = [device for device in DEVICES.values() if device.is_cuda]
+# Without what was measured of some.
+DATA_SHEETS = devices._TABLE
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))
@@ -27,7 +42,7 @@ def test_every_device_is_whole(device: Device) -> None:
     assert find_device(device.title) is device
 
 
-@pytest.mark.parametrize("device", CARDS, ids=[device.name for device in CARDS])
+@pytest.mark.parametrize("device", DATA_SHEETS, ids=[device.name for device in DATA_SHEETS])
 def test_rates_of_a_card_are_of_dense_products_with_float32_accumulation(device: Device) -> None:
     tensor, plain = device.matmul_flops["float16"], device.matmul_flops["float32"]
     # GeForce: 2 x float32; others 4 to 8 x, Hopper 15 x, A100 16 x, B200 30 x. With sparsity GeForce would have 4 x.
@@ -99,7 +114,7 @@ def test_cpu_has_the_memory_of_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("name", "workspace"),
-    [("rtx4090", 8 * MIB + 128 * 1024), ("h200", 32 * MIB), ("b200", 32 * MIB), ("rtx5090", 8 * MIB + 128 * 1024)],
+    [("rtx4090", 8 * MIB + 128 * 1024), ("h200", 32 * MIB), ("b200", 32 * MIB), ("rtx5090", 32 * MIB)],
 )
 def test_reserve_is_a_range_with_reasons(name: str, workspace: int) -> None:
     device = find_device(name)
@@ -107,13 +122,13 @@ def test_reserve_is_a_range_with_reasons(name: str, workspace: int) -> None:
     assert [item.name for item in kept.items] == ["context", "workspaces", "fragmentation"]
     assert all(item.reason and item.low_bytes < item.high_bytes for item in kept.items)
     assert workspace_bytes(device) == workspace
-    assert kept.low_bytes == int(0.3 * GIB) + 2 * workspace + int(0.01 * device.memory_bytes)
-    assert kept.high_bytes == int(0.7 * GIB) + 4 * workspace + int(0.05 * device.memory_bytes)
+    assert kept.low_bytes == int(0.3 * GIB) + int(0.01 * device.memory_bytes)
+    assert kept.high_bytes == int(0.7 * GIB) + 2 * workspace + int(0.05 * device.memory_bytes)
 
 
 def test_reserve_is_described_on_one_line() -> None:
     assert reserve(find_device("rtx4090")).describe() == (
-        "565.1 MiB to 1.9 GiB: context 307.2 MiB to 716.8 MiB, workspaces 16.2 MiB to 32.5 MiB, "
+        "548.9 MiB to 1.9 GiB: context 307.2 MiB to 716.8 MiB, workspaces 0 B to 16.2 MiB, "
         "fragmentation 241.7 MiB to 1.2 GiB"
     )
     assert reserve(CPU).describe() == "256.0 MiB to 1.0 GiB: process 256.0 MiB to 1.0 GiB"
@@ -132,7 +147,60 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, found: SimpleNamespace) -> Device:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found)
+    monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 3 * MIB, raising=False)
     return this_device()
+
+
+@pytest.mark.parametrize(("choice", "prefers"), [(1, False), (3, True)])
+def test_own_card_is_asked_which_attention_it_runs(choice: int, prefers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: (device, shape))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **options: (asked.append(given), choice)[1])
+    ada = on_cuda(monkeypatch, properties("NVIDIA GeForce RTX 4090"))
+    assert (ada.prefers_cudnn, ada.tries_cudnn_first, ada.describe_attention(), asked) == (None, False, None, [])
+    hopper = on_cuda(monkeypatch, properties("NVIDIA H200", major=9, minor=0))
+    assert (hopper.prefers_cudnn, hopper.tries_cudnn_first) == (prefers, prefers)
+    assert asked == [(("cuda", (1, 1, 128, 128)),) * 3]
+    first = "cuDNN" if prefers else "FlashAttention-2"
+    assert hopper.describe_attention() == f"sdpa tries {first} first (as torch chooses here)"
+
+
+def test_own_card_is_asked_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_cuda(monkeypatch, properties("NVIDIA GeForce RTX 4090"))
+    assert workspace_bytes(found) == found.cublas_workspace == 3 * MIB
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "expected"),
+    [
+        ((9, 0), None, 32 * MIB),
+        ((10, 0), None, 8 * MIB + 128 * 1024),
+        ((8, 0), None, 8 * MIB + 128 * 1024),
+        ((9, 0), ":4096:8", 32 * MIB),
+        ((8, 0), ":4096:2:16:8", 8 * MIB + 128 * 1024),
+        ((8, 0), ":16:8", 128 * 1024),
+        ((8, 0), "nonsense", 8 * MIB + 128 * 1024),
+    ],
+)
+def test_workspaces_of_a_torch_that_does_not_tell_are_read_as_it_reads_them(
+    capability: tuple[int, int], config: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
+    if config is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    assert _own_workspace(capability) == expected
+
+
+def test_what_is_assumed_of_a_card_that_is_not_here_is_said() -> None:
+    assert find_device("h100").tries_cudnn_first
+    assert find_device("h100").describe_attention() == (
+        "sdpa tries cuDNN first (assumed: torch 2.11 or later with a cuDNN above 9.15, and no "
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED)"
+    )
+    assert not find_device("rtx5090").tries_cudnn_first
+    assert find_device("a100-80gb").describe_attention() is None
 
 
 def test_own_device_without_cuda_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +236,7 @@ def test_own_card_has_the_rates_of_the_table_and_the_memory_that_it_reports(monk
 def test_card_that_is_not_in_the_table_is_derived_from_its_clocks(
     name: str, fields: dict[str, object], tflops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hf_ckpt.memory.devices._prefers_cudnn", lambda: True)
     found = on_cuda(monkeypatch, properties("NVIDIA Prototype 1", **fields))
     known = find_device(name)
     assert found.name == "prototype1"

@@ -118,7 +118,7 @@ def commands_of(block: Block) -> Iterator[list[str]]:
 
 def make_targets() -> set[str]:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    phony = re.search(r"^\.PHONY: (.*)$", text.replace("\\\n", ""), re.MULTILINE)
     assert phony is not None
     return set(phony[1].split())
 

@@ -19,9 +19,11 @@ from hf_ckpt.finetune.estimate.ledger import ledger, outside
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
+from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
 from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.memory.timeline import Category, StepMemory
+from hf_ckpt.modifiers import Offload
 from hf_ckpt.policy import Mode
 from tests import small_recipes, steps_by_hand
 from tests.steps_by_hand import GIB, MIB
@@ -145,20 +147,20 @@ def test_table_says_what_fills_memory_when_and_for_how_long() -> None:
     lines = report.table(by_hand(CARD)).splitlines()
     assert lines[0] == "hf-ckpt estimate recipe.yaml"
     assert lines[3].startswith(
-        "  device  GeForce RTX 4090, 23.6 GiB, of which 565.1 MiB to 1.9 GiB are left for context"
+        "  device  GeForce RTX 4090, 23.6 GiB, of which 548.9 MiB to 1.9 GiB are left for context"
     )
     assert lines[5].split() == [*("plan", "peak", "most", "of", "it", "when", "step", "fits")]
     rows = {line.split()[0]: " ".join(line.split()) for line in lines[6:10]}
     assert rows == {
         "recipe": "recipe 5.3 GiB parameters 4.0 GiB, recomputation 921.6 MiB recomputation of layer 3 3 s yes",
         "none": "none 28.5 GiB saved activations 24.0 GiB, parameters 4.0 GiB forward, _log_softmax 2 s "
-        "no, 5.5 GiB too much",
+        "no, 5.4 GiB too much",
         "ffn": "ffn - no",
         "auto": "auto 8.5 GiB parameters 4.0 GiB, saved activations 4.0 GiB forward, _log_softmax 2.5 s yes",
     }
     assert 'ffn: Rule {mode: ffn} asks for "ffn".' in lines
     assert lines[-1] == (
-        "The recipe, which has no plan, fits on rtx4090: 5.3 GiB and 565.1 MiB to 1.9 GiB beside it, of 23.6 GiB."
+        "The recipe, which has no plan, fits on rtx4090: 5.3 GiB and 548.9 MiB to 1.9 GiB beside it, of 23.6 GiB."
     )
 
 
@@ -167,9 +169,18 @@ def test_table_of_several_devices_has_a_column_for_each() -> None:
     header = next(line for line in lines if line.startswith("  plan"))
     assert header.endswith("step, rtx4090  rtx4090               a6000")
     none = next(line for line in lines if line.startswith("  none"))
-    assert none.endswith("no, 5.5 GiB too much  yes")
+    assert none.endswith("no, 5.4 GiB too much  yes")
     assert [line.split("  ")[1] for line in lines if line.startswith("  auto")] == ["auto, rtx4090", "auto, a6000"]
     assert sum(" fits on " in line for line in lines) == 2
+
+
+def test_the_attention_that_is_assumed_has_a_line_where_there_is_a_choice() -> None:
+    hopper = find_device("h100")
+    words = " ".join(report.table(by_hand(CARD, hopper)).split())
+    assert words.count(" attention h100: ") == words.count(f" attention h100: {hopper.describe_attention()} ") == 1
+    assert " attention rtx4090" not in words
+    devices = report.as_json(by_hand(CARD, hopper))["devices"]
+    assert [device["attention"] for device in devices] == [None, hopper.describe_attention()]
 
 
 def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +198,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
     assert lines[-1] == "It needs 3.0 GiB of host memory beside rtx4090."
     # On this machine it is known what is free.
     monkeypatch.setattr(report, "this_device", lambda: CARD)
-    monkeypatch.setattr(report.host_memory, "available_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(report.host_memory, "available_bytes", lambda *, trusts: None if trusts else 2 * GIB)
     assert report.table(found).splitlines()[-1] == (
         "It needs 3.0 GiB of host memory; 2.0 GiB are free here: it does not fit: offload fewer layers (fraction), or "
         "to disk."
@@ -195,6 +206,9 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
     assert report.as_json(found)["host"] == [
         {"device": "rtx4090", "needed_bytes": 3 * GIB, "free_bytes": 2 * GIB},
     ]
+    allowed = Allowed(offload=Offload(trust_host_memory=True))
+    trusted = replace(found, subject=replace(found.subject, allowed=allowed))
+    assert report.table(trusted).splitlines()[-1] == "It needs 3.0 GiB of host memory beside rtx4090."
 
 
 def test_json_has_every_figure() -> None:
@@ -380,7 +394,9 @@ def test_what_is_added_to_a_policy_is_simulated_with_it(tmp_path: Path) -> None:
     full = questions.simulate(path, plan="full", device="rtx4090", **long)
     added: dict[str, Any] = {"offload": {"to": "cpu", "min_bytes": 0}, "tiles": "auto", "head": "chunked"}
     least = questions.simulate(path, plan="full", device="rtx4090", **added, **long)
-    assert least.peak_bytes < 0.7 * full.peak_bytes
+    # Those of a model of this size are most of its peak.
+    workspaces = full.by_category[Category.WORKSPACES]
+    assert least.peak_bytes - workspaces < 0.7 * (full.peak_bytes - workspaces)
     # The inputs of three of four layers: 2,048 tokens of 32 numbers in float32.
     assert least.host_bytes == 3 * 2048 * 32 * 4
     with pytest.raises(PolicyError, match="tiles was given without a policy that it belongs to"):

@@ -68,11 +68,12 @@ def test_json_stands_alone_on_standard_output(
 def test_options_reach_the_estimate(estimated: Estimates, tmp_path: Path) -> None:
     asked = estimated(1.0)
     words = ["--device", "rtx4090", "--device", "h100", "--engine", "fsdp2", "--processes", "4", "data.max_length=32"]
-    assert main(["estimate", str(small_recipes.write(tmp_path)), *words]) == 0
+    assert main(["estimate", str(small_recipes.write(tmp_path)), *words, "--exact", "true"]) == 0
     ((subject, devices),) = asked
     assert [device.name for device in devices] == ["rtx4090", "h100"]
     assert (subject.step.sharding.engine, subject.step.sharding.world_size) == ("fsdp2", 4)
     assert subject.step.seq_length == 32
+    assert (subject.allowed.exact, subject.command_options) == (True, {"exact": "--exact"})
 
 
 def test_plot_writes_three_pictures(

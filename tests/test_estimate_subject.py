@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from hf_ckpt import RecipeError, load_recipe
+from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
 from hf_ckpt.finetune.estimate.subject import Subject, describe_batch, subject_of
 from hf_ckpt.finetune.estimate.training_step import step_of
@@ -103,6 +103,19 @@ def test_plan_of_the_recipe_is_resolved_for_its_model(tmp_path: Path) -> None:
     plan = subject(tmp_path).plan
     assert plan is not None
     assert [str(layer.mode) for layer in plan.stacks[0].layers] == ["full", "full", "ffn", "none"]
+
+
+def test_plan_that_was_made_for_another_adapter_or_depth_is_refused(tmp_path: Path) -> None:
+    plain, adapted = subject(tmp_path), subject(tmp_path, lora=small_recipes.LORA)
+    assert plain.plan is not None
+    assert adapted.plan is not None
+    with pytest.raises(PolicyError, match=r"made with LoRA or another adapter .* has none: .*`hf-ckpt plan` again"):
+        plain.resolve(adapted.plan)
+    with pytest.raises(PolicyError, match=r"made without an adapter .* has an adapter \(LORA\): "):
+        adapted.resolve(plain.plan)
+    deeper = replace(plain.plan, stacks=(replace(plain.plan.stacks[0], layers=plain.plan.stacks[0].layers * 2),))
+    with pytest.raises(PolicyError, match=r"with 8 layers in model\.layers, but LlamaForCausalLM has 4 layers"):
+        plain.resolve(deeper)
 
 
 def test_trainers_own_checkpointing_is_full(tmp_path: Path) -> None:

@@ -117,9 +117,13 @@ def test_bf16_autocast_is_exact(model_type: str, policy: str) -> None:
 def test_use_cache_is_exact(model_type: str, policy: str) -> None:
     # sdpa hides a cache that was filled twice; eager with padding fails on its mask.
     case = exactness.build(model_type, attn_implementation="eager")
-    case.inputs["use_cache"] = True
     assert not case.inputs["attention_mask"].all()
-    assert exactness.check(case, policy) == []
+    # Under a plan training steps have no cache. With one, convolutions of bamba and jamba round otherwise on some CPUs.
+    case.inputs["use_cache"] = False
+    expected = exactness.step(case)
+    case.inputs["use_cache"] = True
+    with exactness.apply(case.model, policy):
+        assert exactness.differences(expected, exactness.step(case)) == []
 
 
 # --- Steps of another form. ---

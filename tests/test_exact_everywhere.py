@@ -33,6 +33,7 @@ CACHE = "was handed a key/value cache"
 NO_FFN = "no ffn was found"
 NO_ATTENTION = "no attention was found"
 TWO_MODES = "two modes"
+ONE_LAYER = "segments of"
 ALL = tuple(exactness.POLICIES)
 # A whole layer, each of its parts, and a segment: what all others are made of. Where one is refused all are tried.
 SOME = ("full", "attention", "ffn", "nested")
@@ -44,7 +45,7 @@ REFUSED = {
     "mamba2": {"ffn": NO_FFN},
     "nemotron_h": {"mixed": NO_ATTENTION},
     "fnet": {"attention": NO_ATTENTION, "ffn": NO_FFN, "mixed": NO_ATTENTION},
-    "albert": {"mixed": TWO_MODES},
+    "albert": {"mixed": TWO_MODES, "segments_2": ONE_LAYER, "nested": ONE_LAYER},
     "florence2": {"mixed": TWO_MODES},
     "vibevoice_asr": {"mixed": TWO_MODES},
     "reformer": dict.fromkeys(RECOMPUTING, REVERSIBLE),

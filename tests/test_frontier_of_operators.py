@@ -27,7 +27,8 @@ from hf_ckpt.policy import Mode, Policy
 from tests import zoo
 from tests.following import Run
 
-A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
+# Without what the host needs beside, which depends on the number of outputs alone (`costs.chain_of` adds it).
+A100 = replace(next(device for device in DEVICES.values() if device.capability == (8, 0)), selective_seconds=0.0)
 STEP = Step(batch_size=2, seq_length=512, optim=None)
 SELECTIVE = LayerPlan(Mode.SELECTIVE)
 MIDDLE = (0, 1)
@@ -94,6 +95,12 @@ def test_every_list_of_a_chain_can_be_applied_and_there_are_few() -> None:
     assert 2 <= len(lists) <= 6
     for option in lists:
         assert make_plan(built, Policy.parse("selective", save=option.save)).stacks[0].layers[0] == option
+
+
+def test_chain_keeps_attention_only_in_the_layers_that_have_it() -> None:
+    chain = chain_of(zoo.build("lfm2_moe", num_layers=2).model, Step(batch_size=1, seq_length=4, optim=None), A100)
+    assert [LayerPlan(Mode.SELECTIVE_ATTENTION) in layer.costs for layer in chain.layers] == [False, True]
+    assert [LayerPlan(Mode.FULL) in layer.costs for layer in chain.layers] == [True, True]
 
 
 def test_planner_moves_in_small_steps_between_full_and_none() -> None:

@@ -22,7 +22,9 @@ MAY_IMPORT = {
     "amounts": {"errors"},
     "modifiers": {"errors", "amounts"},
     "policy": {"errors", "modifiers"},
-    "plans": {"errors", "modifiers", "policy"},
+    "text_file": set(),
+    "plan_fields": {"errors", "policy"},
+    "plans": {"errors", "modifiers", "policy", "plan_fields", "text_file"},
     "shapes": set(),
     "host_memory": {"amounts"},
     "parts": {"shapes"},
@@ -31,22 +33,24 @@ MAY_IMPORT = {
     "fsdp": {"errors", "layers"},
     "position_wise": {"errors", "shapes", "parts", "layers", "fsdp"},
     "heads": {"errors", "shapes", "layers"},
-    "exchange": {"errors"},
-    "ranks": {"errors", "policy", "plans", "patch", "exchange"},
-    "watch": {"exchange"},
+    "exchange": {"errors", "watch"},
+    "ranks": {"errors", "modifiers", "policy", "plans", "patch", "regions", "exchange"},
+    "watch": {"errors"},
     "deepspeed": {"errors", "policy", "plans", "layers"},
     "refusals": {"errors", "policy", "plans", "layers", "fsdp", "deepspeed", "position_wise", "regions"},
-    "stack_patch": {"errors", "plans", "layers", "regions", "fsdp", "deepspeed"},
+    "train_call": set(),
+    "stack_patch": {"errors", "plans", "layers", "regions", "fsdp", "deepspeed", "train_call"},
     "settings": {*("modifiers", "policy", "plans", "layers", "regions", "fsdp"), *("position_wise", "stack_patch")},
+    "use_cache": set(),
     "patch": {
         *("errors", "modifiers", "policy", "plans", "layers", "shapes", "regions", "fsdp", "deepspeed", "refusals"),
-        *("heads", "stack_patch", "settings"),
+        *("heads", "stack_patch", "settings", "train_call", "use_cache"),
     },
+    "leftover": {"patch", "train_call"},
     "memory": {
         *("errors", "amounts", "modifiers", "policy", "plans", "shapes", "parts", "layers"),
         *("position_wise", "host_memory", "heads", "regions", "refusals", "patch"),
     },
-    "use_cache": set(),
     "input_gradients": {"layers"},
     "first_step": {"policy", "plans", "layers", "position_wise", "regions"},
     "figures": {"policy", "plans", "layers", "shapes", "position_wise", "input_gradients", "regions"},
@@ -58,18 +62,19 @@ MAY_IMPORT = {
     },
     "callback": {
         *("errors", "amounts", "modifiers", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks"),
-        *("watch", "auto", "memory"),
+        *("watch", "auto", "memory", "regions"),
         *("use_cache", "input_gradients", "first_step", "figures", "reporters", "saved_files"),
+        *("train_call", "stack_patch", "leftover"),
     },
     "finetune": {
         *("errors", "amounts", "modifiers", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
         *("position_wise", "heads", "host_memory"),
-        *("callback", "saved_files", "watch", "memory", "auto", "input_gradients", "ranks"),
+        *("callback", "saved_files", "watch", "memory", "auto", "input_gradients", "ranks", "text_file"),
     },
     "commands": {"errors", "amounts", "plans", "finetune", "memory"},
     "cli": {"errors", "commands", "finetune"},
 }
-PURE_PYTHON = {"errors", "amounts", "modifiers", "policy", "plans"}
+PURE_PYTHON = {"errors", "amounts", "modifiers", "policy", "text_file", "plan_fields", "plans"}
 CORE = set(MAY_IMPORT) - {"finetune", "commands", "cli"}
 # Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
 WITH_OPTIONAL = {"memory"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -366,3 +368,95 @@ def test_policy_for_a_part_that_was_not_found_names_the_argument() -> None:
         'Rule {mode: "ffn"} asks for "ffn", but no ffn was found in the layers of Decoder that it reaches. Name it '
         'with ffn="<attribute of the layer>", or use mode "full".',
     )
+
+
+# --- Attention that can be kept. ---
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", [True] * 4),
+        ("gpt2", [True] * 4),
+        ("t5", [True] * 8),
+        ("bert", [True] * 4),
+        # Attention in windows, and in the decoder whole.
+        ("led", [True] * 8),
+        # Mixers of states and convolutions, whatever they are called.
+        ("mamba", [False] * 4),
+        ("rwkv", [False] * 4),
+        ("minimax", [True, False] * 2),
+        ("bamba", [False, True] * 2),
+        ("jamba", [False, True] * 2),
+        # Routers of experts have a softmax too.
+        ("mixtral", [True] * 4),
+    ],
+)
+def test_layers_that_compute_attention(model_type: str, expected: list[bool]) -> None:
+    layers = [layer for stack in find_layers(exactness.build(model_type).model) for layer in stack.layers]
+    assert [layer.computes_attention for layer in layers] == expected
+
+
+def mixed(hidden: Tensor) -> Tensor:
+    return attended(hidden, hidden)
+
+
+def attended(query: Tensor, value: Tensor) -> Tensor:
+    return (query @ value.mT).softmax(-1) @ value
+
+
+class Mixer(nn.Module):
+    """Averages positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(plain_models.WIDTH, plain_models.WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.value(hidden).mean(1, keepdim=True).expand_as(hidden)
+
+
+class Attending(Mixer):
+    """Attention by way of a function that calls another."""
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        return mixed(self.value(hidden))
+
+
+def test_attention_in_a_function_and_in_the_forward_of_an_instance_is_seen() -> None:
+    case = plain_models.case()
+    for block, attention in zip(case.model.blocks, (Mixer(), Attending(), Mixer()), strict=False):
+        block.attention = attention
+    case.model.blocks[2].attention.forward = partial(plain_models.Attention.forward, case.model.blocks[2].attention)
+    (stack,) = find_layers(case.model)
+    assert [layer.computes_attention for layer in stack.layers] == [False, True, True, True]
+
+
+# --- What is no model, and no path. ---
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [("meta-llama/Llama-2-7b-hf", '"meta-llama/Llama-2-7b-hf"'), (None, "a NoneType")]
+)
+def test_what_is_no_model_is_refused(given: Any, shown: str) -> None:
+    for call in (find_layers, lambda model: hf_ckpt.apply(model, "full")):
+        with pytest.raises(StructureError) as raised:
+            call(given)
+        assert str(raised.value) == (
+            f"The model is {shown}, and a torch.nn.Module is needed. Load it first: "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+
+
+@pytest.mark.parametrize("layers", [3, [0, 1]])
+def test_numbers_are_no_paths_of_layers(layers: Any) -> None:
+    with pytest.raises(StructureError) as raised:
+        find_layers(plain_models.case().model, layers=layers)
+    assert str(raised.value).startswith(
+        f"layers is {layers}. Use the dotted path of a list of layers, or several. Lists"
+    )
+
+
+def test_model_in_the_place_of_the_policy_is_named_by_its_type() -> None:
+    with pytest.raises(PolicyError, match=r"^Policy of type Decoder cannot be read\. Use a mode name"):
+        hf_ckpt.apply("full", plain_models.case().model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import mmap
@@ -27,6 +28,7 @@ from hf_ckpt.regions.offload import Link, Offloader, announced, cuda, offloaded,
 from hf_ckpt.regions.offload.cuda import CudaArrival, CudaTrip, CudaWire
 from hf_ckpt.regions.offload.host import HostLink
 from hf_ckpt.regions.offload.limits import HostLimits
+from hf_ckpt.regions.offload.link import DeviceMemory
 from hf_ckpt.regions.offload.pace import Pace
 from hf_ckpt.regions.offload.pinned import PinnedPages
 from hf_ckpt.regions.offload.plain import PlainMemory, PlainWire
@@ -35,7 +37,7 @@ from hf_ckpt.regions.offload.schedule import Group, Order, is_offloaded, num_off
 from hf_ckpt.regions.offload.tensors import Layout, why_left_alone
 from hf_ckpt.regions.recompute import recompute
 from tests import exactness, plain_models, traces, training, zoo
-from tests.late_copies import Late
+from tests.late_copies import Late, Stream
 
 pytestmark = pytest.mark.core
 
@@ -259,7 +261,7 @@ def late_link(case: zoo.Case, mode: str, fraction: float | None = None) -> tuple
     """Step twice over copies that come as late as they may; return what differs, and the device."""
     expected = exactness.step(case)
     late = Late()
-    with hf_ckpt.apply(case.model, mode, offload=Offload(min_bytes=0, fraction=fraction)) as applied:
+    with hf_ckpt.apply(case.model, mode, offload=Offload(min_bytes=0, fraction=fraction), prove="off") as applied:
         engine(applied).use_link(HostLink(CudaWire(late), HostLimits(None)))
         changed = [name for _ in range(2) for name in exactness.differences(expected, exactness.step(case))]
         assert engine(applied).stats.num_tensors > 0
@@ -345,6 +347,30 @@ def test_a_tensor_that_is_fetched_for_nothing_is_let_go_behind_its_copy() -> Non
     del first, second
     assert is_empty(offloader)
     assert late.log[-1].startswith("compute waits for into")
+    assert late.faults == []
+
+
+def test_streams_are_those_in_force_when_a_tensor_is_sent_and_when_it_is_asked_for() -> None:
+    late, offloader = Late(), Offloader(TO_HOST, 2)
+    offloader.use_link(HostLink(CudaWire(late), HostLimits(None)))
+    weight = torch.randn(64, 64, requires_grad=True)
+    other = Stream("other", late.log, computes=True)
+    # As autograd does, each backward has the stream of its forward; the second's foresees the first.
+    with late.on(other):
+        first = offloaded(offloader, 0, recompute, lambda x: torch.tanh(x @ weight), torch.randn(8, 64))
+    second = offloaded(offloader, 1, recompute, lambda x: torch.tanh(x @ weight), first.detach())
+    forward = [line.rstrip(" 0123456789") for line in late.log]
+    assert forward == [
+        *("out waits for other", "out copies", "other waits for out"),
+        *("out waits for compute", "out copies", "compute waits for out"),
+    ]
+    second.sum().backward()
+    late.log.clear()
+    with late.on(other):
+        first.sum().backward()
+    # Its memory was made on the stream that foresaw it, and must not go back there while the other uses it.
+    assert [line.rstrip(" 0123456789") for line in late.log] == ["other waits for into", "other has memory lent"]
+    assert is_empty(offloader)
     assert late.faults == []
 
 
@@ -446,6 +472,66 @@ def test_a_write_into_what_is_being_copied_is_refused() -> None:
     hidden = torch.randn(8, 64, requires_grad=True) * 1
     with pytest.raises(UnsupportedError, match="writes into a tensor that it is given"):
         offloaded(offloader, 0, recompute, lambda x: torch.tanh(x.add_(1)), hidden)
+
+
+class _Captured(Late):
+    """Asks torch, as the real device does, whether a graph is captured."""
+
+    def is_capturing(self, device: torch.device) -> bool:
+        return cuda.Cuda().is_capturing(device)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+    def set_to(is_on: bool) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_on)
+
+    set_to(False)
+    return set_to
+
+
+def test_a_captured_forward_is_refused_before_anything_is_copied(
+    case: zoo.Case, capture: Callable[[bool], None]
+) -> None:
+    expected = exactness.step(case)
+    device = _Captured()
+    with hf_ckpt.apply(case.model, "full", offload=TO_HOST) as applied:
+        engine(applied).use_link(HostLink(CudaWire(device), HostLimits(None)))
+        capture(True)
+        with pytest.raises(UnsupportedError) as error:
+            exactness.step(case)
+        said = str(error.value)
+        del error
+        pool = engine(applied)._link.pool
+        assert (device.log, pool.num_made) == ([], 0)
+        assert is_empty(engine(applied))
+        capture(False)
+        assert exactness.differences(expected, exactness.step(case)) == []
+    assert said == (
+        "A layer with offload runs while a CUDA graph is captured on cpu, but a graph replays its copies without "
+        "asking which buffers are free. Leave offload out of the policy, or capture no graph around the step "
+        '(torch.cuda.graph, make_graphed_callables, torch.compile with mode="reduce-overhead").'
+    )
+
+
+def test_a_captured_backward_is_refused_before_anything_is_copied(
+    case: zoo.Case, capture: Callable[[bool], None]
+) -> None:
+    device = _Captured()
+    with hf_ckpt.apply(case.model, "full", offload=TO_HOST) as applied:
+        engine(applied).use_link(HostLink(CudaWire(device), HostLimits(None)))
+        loss = zoo.loss(case.model, case.inputs)
+        copied = list(device.log)
+        capture(True)
+        with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+            loss.backward()
+        assert device.log == copied
+        capture(False)
+        case.model.zero_grad()
+        del loss
+        assert is_empty(engine(applied))
 
 
 def test_threads_share_an_engine() -> None:
@@ -580,6 +666,43 @@ def test_backward_is_foreseen() -> None:
     assert order.next_items(items[2][1], groups[2], 1) == items[0]
 
 
+class _Foreseen(Link):
+    """Keeps what is sent, and notes what is foreseen."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def send(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def prefetch(self, parcel: Tensor) -> None:
+        self.log.append(f"{parcel.device.type} starts")
+
+    def cancel(self, parcel: Tensor) -> None:
+        self.log.append(f"{parcel.device.type} was for nothing")
+
+    def receive(self, parcel: Tensor) -> Tensor:
+        self.log.append(f"{parcel.device.type} is asked for")
+        return parcel
+
+
+def test_backwards_of_two_devices_do_not_cancel_each_other() -> None:
+    offloader, link = Offloader(TO_HOST, 2), _Foreseen()
+    offloader.use_link(link)
+    ends = []
+    for device in ("cpu", "meta"):
+        weight = torch.randn(64, 64, requires_grad=True, device=device)
+        hidden = torch.randn(8, 64, device=device)
+        for position in range(2):
+            hidden = offloaded(offloader, position, recompute, partial(torch.matmul, other=weight), hidden.detach())
+            ends.append(hidden)
+    # Both second layers, then both first ones, as two threads of autograd can come to them.
+    for end in (ends[1], ends[3], ends[0], ends[2]):
+        end.sum().backward()
+    foreseen = ["cpu is asked for", "cpu starts", "meta is asked for", "meta starts"]
+    assert link.log == [*foreseen, "cpu is asked for", "meta is asked for"]
+
+
 class _Marks(Link):
     """Regions of one second, copies of `copying` seconds."""
 
@@ -619,7 +742,7 @@ def run_passes(pace: Pace, link: Link, num_passes: int, num_bytes: int = 100) ->
 
 
 def test_the_share_follows_the_link() -> None:
-    plenty = hf_ckpt.regions.offload.link.DeviceMemory(capacity=10**6, allocated=0, peak=0)
+    plenty = DeviceMemory(capacity=10**6, allocated=0, peak=0)
     assert run_passes(Pace(None, 10), _Marks(0.5, plenty), 4) == [1.0, 1.0, 1.0, 1.0]
     assert run_passes(Pace(None, 10), _Marks(2.0, plenty), 4) == [1.0, 1.0, 0.475, 0.475]
     assert run_passes(Pace(0.25, 10), _Marks(2.0, plenty), 4) == [0.25] * 4
@@ -627,12 +750,51 @@ def test_the_share_follows_the_link() -> None:
 
 def test_the_share_leaves_room_on_the_device() -> None:
     # 950 - 600 - 0 bytes are free: 3.5 of 10 layers of 100 bytes may stay.
-    tight = hf_ckpt.regions.offload.link.DeviceMemory(capacity=1000, allocated=600, peak=600)
+    tight = DeviceMemory(capacity=1000, allocated=600, peak=600)
     assert run_passes(Pace(None, 10), _Marks(2.0, tight), 4)[-1] == pytest.approx(0.65)
 
 
+class _Counting(_Marks):
+    """A device of 1,000 bytes, 100 of them in use between passes and `step` at most in a pass; loading took 900."""
+
+    def __init__(self, copying: float, step: int) -> None:
+        super().__init__(copying, None)
+        self._step = step
+        self._peak = 900
+        self.num_forgotten = 0
+
+    def memory(self, device: torch.device) -> Any:
+        # A pass lies behind each question.
+        self._peak = max(self._peak, self._step)
+        return DeviceMemory(capacity=1000, allocated=100, peak=self._peak)
+
+    def forget_peak(self, device: torch.device) -> None:
+        self._peak = 100
+        self.num_forgotten += 1
+
+
+def test_what_loading_took_is_not_taken_for_a_step() -> None:
+    link = _Counting(2.0, step=200)
+    pace = Pace(None, 10)
+    # 950 - 900 bytes would let half a layer of 100 stay; 950 - 200 let seven, and the link asks for half of them.
+    assert run_passes(pace, link, 5, num_bytes=100) == [1.0, 1.0, 1.0, 0.475, 0.475]
+    assert (link.num_forgotten, pace.forgotten_peak) == (1, 900)
+
+
+def test_the_count_of_the_device_is_left_alone_where_nothing_depends_on_it() -> None:
+    fast, roomy = _Counting(0.5, step=200), _Counting(2.0, step=200)
+    roomy._peak = 300
+    assert run_passes(Pace(None, 10), fast, 4)[-1] == 1.0
+    assert run_passes(Pace(None, 10), roomy, 4)[-1] == 0.475
+    assert (fast.num_forgotten, roomy.num_forgotten) == (0, 0)
+
+
+def test_a_step_that_fills_the_device_keeps_all_layers_sending() -> None:
+    assert run_passes(Pace(None, 10), _Counting(2.0, step=950), 5) == [1.0] * 5
+
+
 def test_longer_batches_are_measured_anew() -> None:
-    plenty = hf_ckpt.regions.offload.link.DeviceMemory(capacity=10**6, allocated=0, peak=0)
+    plenty = DeviceMemory(capacity=10**6, allocated=0, peak=0)
     pace, link = Pace(None, 10), _Marks(2.0, plenty)
     assert run_passes(pace, link, 4)[-1] == 0.475
     run_passes(pace, link, 1, num_bytes=1000)
@@ -682,6 +844,43 @@ def test_a_machine_without_room_is_refused() -> None:
     HostLimits(None, lambda: HostMemory(None, None)).check(2**50, held_bytes=0)
 
 
+LOW = HostMemory(machine_bytes=2**30, group_bytes=None, total_bytes=2**31)
+TRUST = (
+    " Where the machine's figures are too low (a virtual machine that is given memory when it is touched), set "
+    "trust_host_memory: true."
+)
+
+
+def test_the_figures_of_a_machine_can_be_left_out() -> None:
+    for num_bytes, held_bytes in ((2**30, 0), (2**29, 2**31)):
+        with pytest.raises(HostMemoryError) as error:
+            HostLimits(None, lambda: LOW).check(num_bytes, held_bytes)
+        assert str(error.value).endswith(TRUST)
+        HostLimits(None, lambda: LOW, trusts=True).check(num_bytes, held_bytes)
+
+
+def test_a_machine_that_is_trusted_keeps_to_the_cap_and_to_its_control_groups() -> None:
+    with pytest.raises(HostMemoryError, match=r"host_memory allows 1\.0 GiB"):
+        HostLimits(2**30, lambda: LOW, trusts=True).check(2**31, held_bytes=0)
+    grouped = HostMemory(2**40, group_bytes=2**30, total_bytes=2**32, group_total_bytes=2**32)
+    for limits in (HostLimits(None, lambda: grouped), HostLimits(None, lambda: grouped, trusts=True)):
+        for num_bytes, held_bytes in ((2**30, 0), (2**29, 2**32)):
+            with pytest.raises(HostMemoryError) as error:
+                limits.check(num_bytes, held_bytes)
+            assert "trust_host_memory" not in str(error.value)
+
+
+def test_a_plan_says_that_the_machine_is_trusted(case: zoo.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    low = HostMemory(machine_bytes=0, group_bytes=None, total_bytes=1)
+    monkeypatch.setattr(HostLimits.__init__, "__defaults__", (lambda: low, None))
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, "full", offload=TO_HOST), pytest.raises(HostMemoryError, match="trust_host_memory"):
+        exactness.step(case)
+    case.model.zero_grad()
+    with hf_ckpt.apply(case.model, "full", offload={"to": "cpu", "min_bytes": 0, "trust_host_memory": True}):
+        assert exactness.differences(expected, exactness.step(case)) == []
+
+
 def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = HostMemory(2**40, None, total_bytes=2**34)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -705,13 +904,97 @@ def test_the_pool_makes_no_more_buffers_than_are_out_at_once() -> None:
     assert pool.num_free == 0
 
 
+def lend_all(pool: Pool, num_buffers: int, num_bytes: int, most_bytes: int | None = None) -> int:
+    """Take and give back so many buffers; return the bytes that were made anew."""
+    made: list[int] = []
+    found = pool._allocate
+    pool._allocate = lambda size: (made.append(size), found(size))[1]
+    for buffer in [pool.take(num_bytes, most_bytes) for _ in range(num_buffers)]:
+        pool.give_back(buffer)
+    pool._allocate = found
+    return sum(made)
+
+
+def test_slightly_longer_batches_find_room_in_the_buffers_that_there_are() -> None:
+    pool = Pool(PlainMemory, lambda num_bytes: None)
+    assert lend_all(pool, 3, 1000) == 3 * 1000
+    # Those that were too small are replaced, one for one, by some that are a quarter larger.
+    assert lend_all(pool, 3, 1001) == pool.held_bytes == 3 * 1250
+    for num_bytes in range(1010, 1260, 10):
+        assert lend_all(pool, 3, num_bytes) == 0
+    assert lend_all(pool, 3, 5000) == pool.held_bytes == 3 * 5000
+
+
+@pytest.mark.parametrize("cap", [3300, 3500, 3700])
+def test_room_to_grow_is_taken_from_nobody(cap: int) -> None:
+    limits = HostLimits(cap, lambda: HostMemory(None, None))
+    pool = Pool(PlainMemory, lambda num_bytes: limits.check(num_bytes, pool.held_bytes))
+    lend_all(pool, 3, 1000)
+    for num_bytes in (1010, 1060, 1099):
+        lend_all(pool, 3, num_bytes)
+        assert pool.held_bytes <= cap
+
+
+def test_buffers_are_made_for_the_longest_batch_at_once() -> None:
+    pool = Pool(PlainMemory, lambda num_bytes: None)
+    assert lend_all(pool, 3, 100, most_bytes=1000) == 3000
+    assert lend_all(pool, 3, 1000, most_bytes=1000) == 0
+    # What was not foreseen is made as it comes.
+    assert lend_all(pool, 1, 1200, most_bytes=1000) == 1200
+
+
+def run_batches(offloader: Offloader, most_tokens: int, lengths: list[int]) -> list[int]:
+    """Run forward and backward of four layers for each length; return how many buffers were made so far after each."""
+    weight = torch.randn(16, 16, requires_grad=True)
+    made = []
+    for length in lengths:
+        offloader.foresee(length, most_tokens)
+        hidden = torch.randn(1, length, 16)
+        for position in range(4):
+            hidden = offloaded(offloader, position, recompute, lambda x: torch.tanh(x @ weight), hidden)
+        hidden.sum().backward()
+        made.append(offloader._link.pool.num_made)
+    return made
+
+
+def test_layers_behind_the_first_reserve_for_the_longest_batch() -> None:
+    offloader = Offloader(TO_HOST, 4)
+    offloader.use_link(HostLink(PlainWire(), HostLimits(None, lambda: HostMemory(None, None))))
+    # The first layer says what all of them need; its own buffer alone is made anew.
+    assert run_batches(offloader, 100, [10, 40, 100, 70, 100]) == [4, 5, 5, 5, 5]
+    assert offloader.stats.host_bytes == offloader.stats.peak_host_bytes == 4 * 100 * 16 * 4
+    assert is_empty(offloader)
+
+
+def test_nothing_is_reserved_that_there_is_no_room_for() -> None:
+    cap = 4 * 60 * 16 * 4
+    offloader = Offloader(TO_HOST, 4)
+    offloader.use_link(HostLink(PlainWire(), HostLimits(cap, lambda: HostMemory(None, None))))
+    run_batches(offloader, 100, [10])
+    assert offloader.stats.host_bytes == 4 * 10 * 16 * 4
+    run_batches(offloader, 100, [60])
+    with pytest.raises(HostMemoryError, match="host_memory allows"):
+        run_batches(offloader, 100, [100])
+
+
 def test_memory_that_the_system_does_not_give_is_said() -> None:
     offloader = Offloader(TO_HOST, 1)
-    link = HostLink(PlainWire(), HostLimits(None))
-    link.pool._allocate = lambda num_bytes: PlainMemory(2**62)
-    offloader.use_link(link)
-    with pytest.raises(HostMemoryError, match="which the system does not give"):
+    wire = PlainWire()
+    wire.allocate = lambda num_bytes: PlainMemory(2**62)
+    offloader.use_link(HostLink(wire, HostLimits(None, lambda: LOW, trusts=True)))
+    with pytest.raises(HostMemoryError) as error:
         offloaded(offloader, 0, recompute, torch.tanh, torch.randn(5, 64, requires_grad=True) * 1)
+    said = str(error.value)
+    del error
+    assert said.startswith(
+        "Offloading to the host needs 1.2 KiB more of host memory beside the 0 B that it holds, which the system does "
+        "not give: "
+    )
+    assert said.endswith(
+        "; 1.0 GiB are free (MemAvailable of the machine), which trust_host_memory says not to look at. "
+        "Raise the limit of locked memory (ulimit -l), set host_memory to what there is, lower fraction, shorten the "
+        "sequence, offload fewer layers, or write to disk with offload: {to: disk, path: /scratch}."
+    )
     assert is_empty(offloader)
 
 
@@ -763,6 +1046,22 @@ def test_pages_are_pinned_whole_and_unpinned_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are pinned on Linux")
+def test_pages_that_nobody_freed_wait_for_every_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, waited = _Driver(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 2**20 if index in (0, 2) else 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index=3: waited.append((index, len(driver.pinned))))
+    dropped = PinnedPages(5)
+    assert len(driver.pinned) == 1
+    del dropped
+    # Device 1 has no memory, and so no context: to wait for it would make one.
+    assert waited == [(0, 1), (2, 1), (3, 1)]
+    assert driver.pinned == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are pinned on Linux")
 def test_pages_that_are_not_pinned_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver(told=2))
     monkeypatch.setattr(pinned, "_take_error_away", lambda: None)
@@ -782,5 +1081,12 @@ def test_memory_that_nobody_pins_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Driver(told=2))
     monkeypatch.setattr(pinned, "_take_error_away", lambda: None)
     monkeypatch.setattr(cuda, "PinnedByTorch", refuse)
-    with pytest.warns(UserWarning, match="pinned"), pytest.raises(HostMemoryError, match=r"1\.0 MiB of pinned memory"):
-        CudaWire().allocate(2**20)
+    link = HostLink(CudaWire(), HostLimits(None, lambda: LOW))
+    with (
+        pytest.warns(UserWarning, match="pinned"),
+        pytest.raises(
+            HostMemoryError, match=r"1\.0 MiB more .* does not give: CUDA error: out of memory; 1\.0 GiB are free"
+        ),
+    ):
+        link.pool.take(2**20)
+    assert (link.pool.held_bytes, link.pool.num_lent) == (0, 0)

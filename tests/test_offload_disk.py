@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,120 @@ def test_a_forked_process_does_not_remove_its_parents_files(tmp_path: Path) -> N
     killed(tmp_path, lambda path: directory.remove())
     assert Path(directory.path).exists()
     directory.remove()
+
+
+# --- Processes that are forked from one that offloads. ---
+
+
+def exit_code_of_fork(act: Callable[[], object], timeout_s: float = 60.0) -> int:
+    """Run `act` in a forked process, and return 0 if it returns in time; -9 if it hangs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            # Nothing of the tests' own runs there.
+            os._exit(code)
+    deadline = time.monotonic() + timeout_s
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            ended = os.waitpid(child, 0)
+            break
+        time.sleep(0.05)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+@pytest.mark.parametrize("to", ["disk", "cpu"])
+def test_a_forked_process_takes_steps_of_its_own(case: zoo.Case, to: str, tmp_path: Path) -> None:
+    offload = to_disk(tmp_path) if to == "disk" else Offload(min_bytes=0)
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, "full", offload=offload) as applied:
+        exactness.step(case)
+
+        def act() -> None:
+            assert exactness.differences(expected, exactness.step(case)) == []
+            assert engine(applied).stats.num_live == 0
+            # Each process has a directory of its own.
+            assert len(list(tmp_path.iterdir())) == 2 * (to == "disk")
+
+        assert exit_code_of_fork(act) == 0
+        assert exactness.differences(expected, exactness.step(case)) == []
+
+
+def test_what_was_sent_before_a_fork_stays_with_the_process_that_sent_it(case: zoo.Case, tmp_path: Path) -> None:
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, "full", offload=to_disk(tmp_path)) as applied:
+        case.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        loss = zoo.loss(case.model, case.inputs)
+
+        def go_on() -> None:
+            with pytest.raises(OffloadError, match=r"^This process was forked from another one between .* fork before"):
+                loss.backward()
+
+        def drop() -> None:
+            nonlocal loss
+            del loss
+            gc.collect()
+            assert engine(applied).stats.num_live == 0
+
+        assert exit_code_of_fork(go_on) == 0
+        assert exit_code_of_fork(drop) == 0
+        loss.backward()
+        assert exactness.differences(expected, (loss.detach(), exactness.gradients(case.model))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_waits_in_ordinary_memory_is_also_the_forked_processs(case: zoo.Case) -> None:
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, "full", offload=Offload(min_bytes=0)) as applied:
+        case.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        loss = zoo.loss(case.model, case.inputs)
+        sent = engine(applied).stats.num_live
+
+        def act() -> None:
+            loss.backward()
+            assert exactness.differences(expected, (loss.detach(), exactness.gradients(case.model))) == []
+
+        assert exit_code_of_fork(act) == 0
+        assert engine(applied).stats.num_live == sent > 0
+        act()
+
+
+@pytest.mark.parametrize("to", ["disk", "cpu"])
+def test_a_lock_that_another_thread_held_does_not_stop_a_forked_process(
+    case: zoo.Case, to: str, tmp_path: Path
+) -> None:
+    offload = to_disk(tmp_path) if to == "disk" else Offload(min_bytes=0)
+    expected = exactness.step(case)
+    with hf_ckpt.apply(case.model, "full", offload=offload) as applied:
+        exactness.step(case)
+        is_held, is_done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with engine(applied)._lock:
+                is_held.set()
+                is_done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        is_held.wait()
+        try:
+            code = exit_code_of_fork(lambda: _assert_exact(expected, case))
+        finally:
+            is_done.set()
+            thread.join()
+        assert code == 0
+
+
+def _assert_exact(expected: exactness.Result, case: zoo.Case) -> None:
+    assert exactness.differences(expected, exactness.step(case)) == []
 
 
 def test_files_are_not_followed_through_links(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ def qkv(
         (HOPPER, {}, {"dropout": 0.1}, Kernel.FLASH),
         (HOPPER, {"head_dim": 256}, {}, Kernel.FLASH),
         (HOPPER, {"dtype": FP32}, {}, Kernel.EFFICIENT),
+        (HOPPER, {}, {"prefers_cudnn": False}, Kernel.FLASH),
+        (HOPPER, {}, {"prefers_cudnn": False, "mask": True}, Kernel.EFFICIENT),
         ((12, 0), {}, {}, Kernel.FLASH),
         (TURING, {"dtype": FP16}, {}, Kernel.EFFICIENT),
         (TURING, {}, {}, Kernel.MATH),
@@ -157,7 +159,8 @@ def test_the_kernel_is_the_one_that_torch_chooses(
     capability: tuple[int, int], options: dict[str, object], call: dict[str, object], kernel: Kernel
 ) -> None:
     mask = torch.empty(2, 1, 32, 32, dtype=torch.bool, device="meta") if call.pop("mask", False) else None
-    assert choose_kernel(capability, *qkv(**options), mask, **call) is kernel
+    prefers_cudnn = call.pop("prefers_cudnn", capability == HOPPER)
+    assert choose_kernel(capability, *qkv(**options), mask, prefers_cudnn=prefers_cudnn, **call) is kernel
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:

@@ -249,9 +249,27 @@ def test_small_operators_keep_a_device_busy_for_a_moment_and_free_ones_not() -> 
 def test_fused_attention_has_a_rate_of_its_own() -> None:
     cost = OperatorCost(2 * 10**12, 0, "bfloat16", 10**12, is_attention=True)
     assert seconds_of(cost, H200) == pytest.approx(1e12 / (0.35 * 989e12) + 3e-6)
-    assert [attention_efficiency(find_device(name)) for name in ("a100-80gb", "rtx4090", "h100")] == [0.6, 0.6, 0.35]
-    assert attention_efficiency(CPU) == CPU.matmul_efficiency
-    assert attention_efficiency(replace(H200, attention_efficiency=0.5)) == 0.5
+    of_cudnn = OperatorCost(2 * 10**12, 0, "bfloat16", 10**12, is_attention=True, is_cudnn=True)
+    assert seconds_of(of_cudnn, H200) == pytest.approx(1e12 / (0.50 * 989e12) + 3e-6)
+    for name, share, of_cudnn_share in (("a100-80gb", 0.6, 0.6), ("rtx4090", 0.6, 0.6), ("h100", 0.35, 0.5)):
+        device = find_device(name)
+        assert attention_efficiency(device, is_cudnn=False) == share
+        assert attention_efficiency(device, is_cudnn=True) == of_cudnn_share
+    for is_cudnn in (False, True):
+        assert attention_efficiency(CPU, is_cudnn=is_cudnn) == CPU.matmul_efficiency
+        assert attention_efficiency(replace(H200, attention_efficiency=0.45), is_cudnn=is_cudnn) == 0.45
+
+
+def test_the_rate_is_that_of_the_kernel_that_runs() -> None:
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 16, 8, dtype=torch.bfloat16)
+        given = (query, query, query, None, True, 0.0, True)
+        cost = operator_cost(cudnn, given, {}, cudnn(*given))
+        assert (cost.is_attention, cost.is_cudnn) == (True, True)
+        cost = operator_cost(flash, (query, query, query), {}, flash(query, query, query))
+        assert (cost.is_attention, cost.is_cudnn) == (True, False)
 
 
 def test_copies_take_the_time_of_the_link() -> None:

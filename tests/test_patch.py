@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
 import hf_ckpt
@@ -229,6 +230,41 @@ def test_refused_policy_leaves_the_model_alone(policy: object) -> None:
 
 
 # --- Plans as policies, and what is refused. ---
+
+
+def with_adapter(kind: str) -> nn.Module:
+    model = llama().model
+    if kind == "LORA":
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    if kind == "PROMPT_TUNING":
+        return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("planned", "there", "message"),
+    [
+        (
+            "LORA",
+            "",
+            "The plan was made with LoRA or another adapter (PeftModel), and this model (LlamaForCausalLM) has none: "
+            "what it needs is not what was planned for. Run `hf-ckpt plan` again, or train what the plan was made for.",
+        ),
+        (
+            "",
+            "LORA",
+            "The plan was made without an adapter (LlamaForCausalLM), and this model (PeftModel) has an adapter (LORA)",
+        ),
+        ("", "PROMPT_TUNING", "The plan was made without an adapter (LlamaForCausalLM), and this model (PeftModelForC"),
+        ("PROMPT_TUNING", "LORA", "The plan was made with LoRA or another adapter (PeftModelForCausalLM), and this "),
+    ],
+)
+def test_plan_for_another_adapter_says_so(planned: str, there: str, message: str) -> None:
+    with hf_ckpt.apply(with_adapter(planned), "full") as applied:
+        plan = Plan.from_json(applied.plan.to_json())
+    with pytest.raises(PolicyError) as raised:
+        hf_ckpt.apply(with_adapter(there), plan)
+    assert str(raised.value).startswith(message)
 
 
 def test_plan_is_a_policy() -> None:

@@ -69,9 +69,9 @@ def test_a_budget_below_every_plan_says_what_would_fit() -> None:
     message = str(error.value)
     assert "No plan fits memory_budget=260.0 MiB. Lowest predicted peak is" in message
     assert "logits and loss" in message
-    assert "Each of these would fit, as simulated: " in message
+    assert "With each of these lines one fits, as simulated:\n  memory_budget=" in message
     assert "per_device_train_batch_size" in message
-    assert re.search(r"; head: chunked \([\d.]+ MiB\)", message)
+    assert re.search(r"\n  head=\"chunked\" +# [\d.]+ MiB", message)
 
 
 def test_a_chunked_head_is_chosen_where_nothing_fits_without() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -452,12 +451,13 @@ def test_equal_chains_get_equal_choices() -> None:
 
 @pytest.mark.parametrize("is_fine", [False, True])
 @pytest.mark.parametrize("spread", [0.0, 0.3])
-def test_126_layers_take_less_than_five_seconds(spread: float, is_fine: bool) -> None:
-    start = time.process_time()
+def test_the_frontier_of_126_layers_stays_small(spread: float, is_fine: bool) -> None:
+    # The planner's time goes with the number of plans that it keeps, which is the same on every machine.
     planner = Planner(decoder(126, spread, is_fine=is_fine))
+    assert len(planner.peaks) < 60_000
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
-        planner.choose(int(planner.peaks[0] + share * (planner.peaks[-1] - planner.peaks[0])))
-    assert time.process_time() - start < 5
+        budget = int(planner.peaks[0] + share * (planner.peaks[-1] - planner.peaks[0]))
+        assert planner.peaks[0] <= planner.choose(budget).peak_bytes <= budget
 
 
 def test_segments_are_as_long_as_the_next_one_where_that_is_as_good() -> None:

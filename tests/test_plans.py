@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.modifiers import HeadMode, Offload
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan, resolve
+from hf_ckpt.plans import LayerPlan, Plan, StackPlan, parse, resolve
 from hf_ckpt.policy import Mode, Policy
 
 pytestmark = pytest.mark.core
@@ -23,6 +25,7 @@ class Layer:
     layer_type: str | None = None
     parts: frozenset[str] = BOTH
     needs_gradient: bool = True
+    computes_attention: bool = True
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,7 @@ def test_layer_type_that_is_not_in_the_range_raises() -> None:
         ({"segment_size": 2}, 6, "002244"),
         ({"segment_size": 1}, 3, "012"),
         ({"segment_size": 4}, 6, "000044"),
-        ({"segment_size": 100}, 4, "0000"),
+        ({"segment_size": 4}, 4, "0000"),
         # The square root of the layers reached, rounded up.
         ({"segment_size": "sqrt"}, 9, "000333666"),
         ({"segment_size": "sqrt"}, 8, "00033366"),
@@ -242,8 +245,8 @@ def test_layer_type_that_is_not_in_the_range_raises() -> None:
         ({"segment_size": "sqrt", "layers": "4:"}, 8, "nnnn4466"),
         # Gaps end a segment.
         ({"segment_size": 3, "layers": [0, 1, 3, 4, 5, 6]}, 8, "00n3336n"),
-        ({"segment_size": 8, "layers": [0, 1, 3, 4]}, 8, "00n33nnn"),
-        ({"segment_size": 2, "layers": "::2"}, 4, "0n2n"),
+        ({"segment_size": 2, "layers": [0, 2, 3, 5]}, 8, "0n22n5nn"),
+        ({"segment_size": 1, "layers": "::2"}, 4, "0n2n"),
     ],
 )
 def test_segments_are_runs_of_consecutive_layers(rule: dict[str, object], num_layers: int, expected: str) -> None:
@@ -259,6 +262,42 @@ def test_segments_of_a_layer_type_end_where_the_type_changes() -> None:
 
 def test_sqrt_is_taken_of_each_stack() -> None:
     assert letters(plan_of("full", two_towers(4, 9), segment_size="sqrt")) == ["0022", "000333666"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_layers", "longest"),
+    [
+        ({"segment_size": 5}, 4, 4),
+        ({"segment_size": 100}, 4, 4),
+        # Gaps end a segment.
+        ({"segment_size": 3, "layers": [0, 1, 3, 4]}, 8, 2),
+        ({"segment_size": 2, "layers": "::2"}, 4, 1),
+    ],
+)
+def test_segments_that_no_layers_in_a_row_fill_raise(rule: dict[str, object], num_layers: int, longest: int) -> None:
+    message = message_of({"mode": "full", **rule}, decoder(num_layers))
+    assert (
+        f"asks for segments of {rule['segment_size']} layers, but of the layers of TinyForCausalLM that it " in message
+    )
+    assert message.endswith(
+        f"reaches fewer follow one another: {longest} in model.layers. Use segment_size: {longest} or less, or "
+        "segment_size: sqrt."
+    )
+
+
+def test_each_rule_has_segments_that_its_own_layers_fill() -> None:
+    rules = [{"layers": "0:2", "mode": "full", "segment_size": 2}, {"layers": "2:5", "mode": "full", "segment_size": 4}]
+    assert "model.layers" in message_of(rules, decoder(8))
+    assert letters(plan_of([rules[0], {**rules[1], "segment_size": 3}], decoder(8))) == ["00222nnn"]
+
+
+def test_segments_have_to_be_filled_in_one_of_several_stacks() -> None:
+    plan = plan_of("full", two_towers(2, 6), segment_size=3)
+    assert letters(plan) == ["00", "000333"]
+    assert "  0 to 1       full, segments of 2" in plan.summary()
+    assert "2 in model.visual.blocks, 6 in model.layers. Use segment_size: 6 or less" in message_of(
+        "full", two_towers(2, 6), segment_size=7
+    )
 
 
 def test_nested_marks_the_layers_of_segments() -> None:
@@ -342,6 +381,25 @@ def test_part_that_no_layer_of_the_range_has_raises() -> None:
 def test_part_that_one_of_two_stacks_has_is_enough() -> None:
     stacks = [Stack([Layer(parts=frozenset())], "model.other"), *decoder(1)]
     assert letters(plan_of("ffn", stacks)) == ["n", "f"]
+
+
+def test_selective_attention_is_full_where_there_is_no_attention_to_keep() -> None:
+    stacks = [Stack([Layer(), Layer(computes_attention=False), Layer(computes_attention=False)])]
+    assert plan_of("selective_attention", stacks, offload="cpu").summary().splitlines()[1:] == [
+        "  0            selective_attention, offload to cpu",
+        "  1            full, offload to cpu (it has no attention to keep)",
+        "  2            full (it has no attention to keep; the last layer, needed again at once)",
+    ]
+    assert letters(plan_of("selective", stacks)) == ["sss"]
+
+
+def test_selective_attention_without_any_attention_raises() -> None:
+    stacks = [Stack([Layer(), Layer(computes_attention=False)])]
+    assert message_of({"mode": "selective_attention", "layers": 1}, stacks) == (
+        'Rule {mode: "selective_attention", layers: 1} keeps what attention returns, but no layer of TinyForCausalLM '
+        'that it reaches computes attention: nothing could be kept. Use mode "selective", which keeps the outputs of '
+        'matrix products, or "full".'
+    )
 
 
 # --- Frozen layers. ---
@@ -499,6 +557,85 @@ def test_entry_that_no_policy_could_have_made_raises(entry: dict[str, object], m
     stacks = [{"path": "model.layers", "layers": [entry]}]
     with pytest.raises(PolicyError, match=re.escape(message)):
         Plan.from_json(json.dumps({"format": 2, "model_class": "M", "stacks": stacks}))
+
+
+def _of(*entries: dict[str, object], **changes: object) -> str:
+    """The JSON of a plan with one stack."""
+    stacks = [{"path": "model.layers", "layers": entries}]
+    return json.dumps({"format": 2, "model_class": "M", "stacks": stacks, **changes})
+
+
+NUMBER, FLAG, PLAIN = "a whole number of 0 or more", "true or false", "text without control characters"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (_of({"mode": "full", "segment": "a"}), f'stacks.0.layers.0.segment is "a". Use {NUMBER}'),
+        (_of({"mode": "full", "segment": math.nan}), f"stacks.0.layers.0.segment is NaN. Use {NUMBER}"),
+        (_of({"mode": "full", "segment": 1e300}), f"stacks.0.layers.0.segment is 1e+300. Use {NUMBER}"),
+        (_of({"mode": "full", "segment": True}), f"stacks.0.layers.0.segment is true. Use {NUMBER}"),
+        (_of({"mode": "full", "segment": -1}), f"stacks.0.layers.0.segment is -1. Use {NUMBER}"),
+        (_of({"mode": "full", "segment": 3}), "stacks.0.layers.0.segment is 3. Use a number below 1"),
+        (
+            _of({"mode": "full", "segment": 0}, {"mode": "none"}, {"mode": "full", "segment": 0}),
+            "stacks.0.layers.2.segment is 0. Use a number below 3, the layers of the stack, and one number for layers "
+            "that follow each other",
+        ),
+        (_of({"mode": "full", "segment": 0, "nested": 1}), f"stacks.0.layers.0.nested is 1. Use {FLAG}"),
+        (_of({"mode": "full", "why": 3}), f"stacks.0.layers.0.why is 3. Use {PLAIN}"),
+        (_of({"mode": "full", "why": "\x1b[31m"}), rf'stacks.0.layers.0.why is "\u001b[31m". Use {PLAIN}'),
+        (_of({"mode": "ful"}), 'stacks.0.layers.0.mode is "ful". Use one of "none", "full"'),
+        (_of({"mode": ["full"]}), 'stacks.0.layers.0.mode is ["full"]. Use one of'),
+        (
+            _of({"mode": "full", "tile": 2}),
+            '"stacks.0.layers.0.tile" is unknown. Did you mean "tiles"? Fields are mode',
+        ),
+        (_of({"mode": "full", "tiles": True}), "stacks.0.layers.0: tiles is true. Use a whole number of 1 or more"),
+        (_of({"mode": "full", "tiles": math.nan}), "stacks.0.layers.0: tiles is nan. Use a whole number of 1 or more"),
+        (_of({"mode": "full", "tiles": 1e300}), "stacks.0.layers.0: tiles is 1e+300. Use a whole number of 1 or more"),
+        (_of({"mode": "selective", "save": [1]}), "stacks.0.layers.0: save is [1]. Use a list"),
+        (
+            _of({"mode": "full", "offload": {"to": "cpu", "fraction": math.nan}}),
+            "stacks.0.layers.0: fraction of offload is nan. Use a number above 0",
+        ),
+        (
+            _of({"mode": "full", "offload": {"to": "cpu", "host_memory": 10**400}}),
+            "stacks.0.layers.0: host_memory of offload is more than any machine has. Write an amount",
+        ),
+        (
+            _of({"mode": "full", "offload": {"to": "cpu", "min_bytes": 1e300}}),
+            "stacks.0.layers.0: min_bytes of offload is 1e+300. Write an amount",
+        ),
+        (
+            _of({"mode": "full", "offload": {"to": "cpu", "host_memory": "1e300GiB"}}),
+            'stacks.0.layers.0: host_memory is "1e300GiB", more than any machine has. Write',
+        ),
+        (_of({"mode": "full", "offload": {"too": "cpu"}}), 'stacks.0.layers.0: Unknown key "too" in offload'),
+        (_of({"mode": "full"}, format=True), "format is true. Use a whole number, 1 to 2"),
+        (_of({"mode": "full"}, format="2"), 'format is "2". Use a whole number, 1 to 2'),
+        (_of({"mode": "full"}, model_class=None), f"model_class is null. Use {PLAIN}"),
+        (_of({"mode": "full"}, heads="chunked"), '"heads" is unknown. Did you mean "head"? Fields are format'),
+        (_of({"mode": "full"})[:-1] + ', "head": "plain", "head": "chunked"}', '"head" is given twice. Keep one'),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"format": ' + "9" * 5000 + "}", "Exceeds the limit"),
+    ],
+)
+def test_each_field_of_a_plan_file_is_checked(tmp_path: Path, text: str, says: str) -> None:
+    written = tmp_path / "plan.json"
+    written.write_text(text)
+    with pytest.raises(PolicyError, match=re.escape(says)) as raised:
+        parse(str(written))
+    assert str(raised.value).startswith(f"{written}: ")
+    assert len(str(raised.value)) < 1200
+
+
+def test_plan_file_has_a_largest_size(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(" " * 2**20 + "{}")
+    (tmp_path / "endless.json").symlink_to("/dev/zero")
+    for name in ("plan.json", "endless.json"):
+        with pytest.raises(PolicyError, match=rf"{name}: no plan can be read there: it holds more than 1 MiB\."):
+            parse(str(tmp_path / name))
 
 
 def test_unknown_head_raises() -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.core
 
 MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
 KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, save, offload, tiles"
-OFFLOAD_KEYS = "to, path, fraction, host_memory, min_bytes"
+OFFLOAD_KEYS = "to, path, fraction, host_memory, trust_host_memory, min_bytes"
 SAVE_ADVICE = "Use a list of operators (aten.mm) and of modules below the layer (mlp.down_proj, *.q_proj)."
 GIB = 2**30
 LAYERS_ADVICE = 'Use a Python slice as text ("0:24", "-4:", "::2"), one index, or a list of indices.'
@@ -114,6 +114,8 @@ def test_layers_are_read(written: object, read: object) -> None:
         ({"fraction": 1}, Offload(fraction=1.0)),
         ({"fraction": 0.25, "host_memory": "64GiB"}, Offload(fraction=0.25, host_memory=64 * GIB)),
         ({"host_memory": 2**20}, Offload(host_memory=2**20)),
+        ({"trust_host_memory": True}, Offload(trust_host_memory=True)),
+        ({"trust_host_memory": False}, Offload()),
         ({"min_bytes": "2MiB"}, Offload(min_bytes=2**21)),
         ({"min_bytes": 0}, Offload(min_bytes=0)),
         ({"path": None, "fraction": None, "host_memory": None, "min_bytes": None}, Offload()),
@@ -174,7 +176,11 @@ def test_to_dict_is_read_back() -> None:
 
 def test_to_dict_with_modifiers_is_read_back() -> None:
     rules = [
-        rule(layers="0:2", offload={"to": "disk", "path": "/scratch", "min_bytes": 0}, tiles=4),
+        rule(
+            layers="0:2",
+            offload={"to": "disk", "path": "/scratch", "trust_host_memory": True, "min_bytes": 0},
+            tiles=4,
+        ),
         {"layers": "2:", "mode": "selective", "save": ["aten.mm"], "offload": "cpu"},
     ]
     policy = Policy.parse(rules, head="chunked")
@@ -184,7 +190,7 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
             {
                 "mode": "full",
                 "layers": "0:2",
-                "offload": {"to": "disk", "path": "/scratch", "min_bytes": 0},
+                "offload": {"to": "disk", "path": "/scratch", "trust_host_memory": True, "min_bytes": 0},
                 "tiles": 4,
             },
             {"mode": "selective", "layers": "2:", "save": ["aten.mm"], "offload": {"to": "cpu"}},
@@ -359,6 +365,10 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
         (
             rule(offload={"host_memory": 0.9}),
             'host_memory of offload is 0.9. Write an amount, such as "64GiB".',
+        ),
+        (
+            rule(offload={"trust_host_memory": "yes"}),
+            'trust_host_memory of offload is "yes". Use true or false.',
         ),
         (
             rule(offload={"min_bytes": 0.5}),

@@ -12,6 +12,7 @@ PUBLIC_NAMES = [
     "AlreadyAppliedError",
     "BudgetError",
     "DataError",
+    "DiskFullError",
     "HFCkptCallback",
     "HFCkptError",
     "HostMemoryError",
@@ -72,6 +73,7 @@ def test_error_is_an_hf_ckpt_error(name: str) -> None:
     [
         ("AlreadyAppliedError", RuntimeError),
         ("DataError", ValueError),
+        ("DiskFullError", OSError),
         ("PlanMismatchError", RuntimeError),
         ("PolicyError", ValueError),
         ("RecipeError", ValueError),

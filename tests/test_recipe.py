@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune import upstream
+from hf_ckpt.finetune import document, upstream
 from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.recipe import load_recipe
 
@@ -95,6 +96,12 @@ def broken(text: str, *says: str) -> Broken:
     return Broken(text, says)
 
 
+def _alias_bomb() -> str:
+    """Ten levels of nine aliases each: three thousand million values in a few hundred bytes."""
+    levels = (f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(10))
+    return f"a: &a [{', '.join('x' * 9)}]\n" + "".join(levels)
+
+
 BROKEN = [
     # What is no YAML, or no recipe.
     broken("", "a recipe is a mapping with the sections model, data and training"),
@@ -116,6 +123,25 @@ BROKEN = [
     ),
     broken(training("run_name: "), "training.run_name: has no value. Write null"),
     broken(training(r'run_name: "a\0"'), "training.run_name: holds a null character"),
+    # What would take long to read, or for ever.
+    broken(_alias_bomb(), "more than 5,000 keys and values, which no recipe has"),
+    broken(text_of(**{f"k{n:x}": "1" for n in range(200_000)}), "it holds more than 1 MiB"),
+    broken(text_of(lora="{" + ",".join(f"{n:x}" for n in range(150_000)) + "}"), ":4: more than 5,000 keys and values"),
+    broken("model: " + "[" * 500_000, ":1: nested deeper than 64, which no recipe is"),
+    broken("- " * 500_000, ":1: nested deeper than 64"),
+    broken("".join(" " * depth + "a:\n" for depth in range(1000)), ":65: nested deeper than 64"),
+    broken(text_of(lora='{? "' + "k" * 201 + '" : 1}'), ":4: lora: a key has to be a plain word"),
+    broken("%FOO bar\n" * 100_000 + "--- x\n", ":1: not valid YAML: found unknown directive name"),
+    broken('model: "' + " " * 500_000, ":1: not valid YAML"),
+    broken("extends: " + "x" * 5_000 + "\n", ":1: extends = ", "no file has this name: File name too long"),
+    broken(
+        checkpointed("policy: full, prove: 0"), 'checkpointing.prove = 0: prove is 0. Use "first_step", "off", or a'
+    ),
+    broken(checkpointed("policy: full, prove: -3"), "checkpointing.prove = -3: prove is -3"),
+    # Words that would steer a terminal.
+    broken(text_of(**{r'"\e[31mx\u009b"': "1"}), r":4: \u001b[31mx\u009b = 1: unknown section"),
+    broken(lora(r'"r\e]0;x\a": 8'), r"lora.r\u001b]0;x\u0007 = 8: unknown key of LoraConfig"),
+    broken(training(r'"\u202ekey": 1'), r"training.\u202ekey = 1: unknown key of TrainingArguments"),
     # Sections.
     broken(text_of(dta="{}"), ":4: dta: unknown section", 'Did you mean "data"?'),
     broken(text_of(learning_rate="1e-4"), "learning_rate = 0.0001: unknown section", '"training.learning_rate"'),
@@ -322,6 +348,21 @@ BROKEN = [
     broken(checkpointed("policy: auto, tiles: 8"), "checkpointing.tiles = 8", '"auto" to allow tiles'),
     broken(checkpointed("policy: auto, offload: {to: cpu, fraction: 0.5}"), "Leave fraction out."),
 ]
+
+
+@pytest.mark.skipif(not hasattr(yaml, "CSafeLoader"), reason="libyaml is not installed")
+@pytest.mark.parametrize("text", ["# a comment\n", "\n", "%FOO bar\n", "x\n"])
+def test_long_text_is_read_by_libyaml_alone(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "_Reader", None)
+    path = write(tmp_path, text * 200_000)
+    assert len(mistakes_in(path)) == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "null\0.yaml"])
+def test_name_that_no_file_can_have_is_one_message(name: str) -> None:
+    (line,) = mistakes_in(Path(name))
+    assert "no file can be read by this name: " in line
+    assert len(line) < 400
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=str)

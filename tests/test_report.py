@@ -119,3 +119,15 @@ def test_table_tells_the_engine_and_that_the_files_are_whole(tmp_path: Path) -> 
         f"Adapter          {folder} (adapter_model.safetensors, 1.0 MiB)",
         "                 all 56 tensors are there",
     ]
+
+
+def test_small_adapter_has_a_size(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file({"weight": torch.zeros(3000, dtype=torch.uint8)}, folder / "adapter_model.safetensors")
+    assert rows(summary(folder).table())[-1] == f"Adapter          {folder} (adapter_model.safetensors, 3.0 KiB)"
+
+
+def test_loss_that_is_the_same_did_not_rise(tmp_path: Path) -> None:
+    history = [{"eval_loss": 7.749, "step": 0}, {"eval_loss": 7.749, "step": 1}]
+    assert "Evaluation loss  7.749 -> 7.749 (unchanged)" in rows(summary(tmp_path, log_history=history).table())

@@ -20,6 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, PolicyError, UnsupportedError
+from hf_ckpt.plans import LayerPlan, StackPlan
+from hf_ckpt.policy import Mode
 from hf_ckpt.regions.selective import Saves, Selection, check_saves, recompute_selectively
 from hf_ckpt.regions.selective.operators import Role, kind_of
 from tests import exactness, live_storages, plain_models, traces, zoo
@@ -61,7 +63,7 @@ class Recomputed(TorchDispatchMode):
 
 
 def recomputed(case: zoo.Case, mode: str, **options: Any) -> Counter[str]:
-    with hf_ckpt.apply(case.model, mode, **options), Recomputed() as seen:
+    with hf_ckpt.apply(case.model, mode, prove="off", **options), Recomputed() as seen:
         exactness.step(case)
     return seen.counts
 
@@ -651,3 +653,39 @@ def test_compiled_layers_are_exact(model_type: str, policy: str, num_graphs: int
         for _ in range(3):
             assert exactness.differences(expected, exactness.step(case)) == []
     assert counter.frame_count == num_graphs or is_inside
+
+
+# --- Layers without attention. ---
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("led", ["selective_attention"] * 8),
+        ("longformer", ["selective_attention"] * 4),
+        ("bamba", ["full", "selective_attention"] * 2),
+        ("jamba", ["full", "selective_attention"] * 2),
+    ],
+)
+def test_selective_attention_is_exact_on_local_attention_and_hybrids(model_type: str, expected: list[str]) -> None:
+    case = exactness.build(model_type)
+    without = exactness.step(case)
+    with hf_ckpt.apply(case.model, "selective_attention") as applied:
+        assert exactness.differences(without, exactness.step(case)) == []
+    assert [str(entry.mode) for stack in applied.plan.stacks for entry in stack.layers] == expected
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
+def test_selective_attention_on_a_model_without_attention_is_refused_when_it_is_applied(model_type: str) -> None:
+    model = exactness.build(model_type).model
+    found = traces.snapshot(model)
+    with pytest.raises(PolicyError, match="computes attention: nothing could be kept"):
+        hf_ckpt.apply(model, "selective_attention")
+    assert traces.differences(found, traces.snapshot(model)) == []
+
+
+def test_plan_that_keeps_attention_where_there_is_none_is_refused() -> None:
+    model = exactness.build("bamba").model
+    stacks = (StackPlan("model.layers", (LayerPlan(Mode.SELECTIVE_ATTENTION),) * 4),)
+    with pytest.raises(PolicyError, match=r'sets layer 0 of model\.layers to "selective_attention", but that layer of'):
+        hf_ckpt.apply(model, hf_ckpt.Plan("BambaForCausalLM", stacks))

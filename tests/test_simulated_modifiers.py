@@ -238,7 +238,7 @@ def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_f
     assert found.memory.host_bytes > 0
     with pytest.raises(BudgetError) as error:
         plan_for(built, STEP, A100, budget, allowed=replace(allowed, offload=None), chain=without)
-    assert re.search(r"offload: cpu, with [\d.]+ MiB of host memory \(", str(error.value))
+    assert re.search(r"\n  offload=\"cpu\" +# [\d.]+ MiB, with [\d.]+ MiB of host memory", str(error.value))
 
 
 # --- All of it together. ---

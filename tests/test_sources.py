@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,20 @@ def test_what_cannot_be_loaded_is_one_message(
     with pytest.raises(DataError, match=message) as raised:
         load_splits(section)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "content"), [("bad.jsonl", '{"text": "a"}\n{"text": oops}\n'), ("bad.parquet", "no")])
+def test_what_is_wrong_with_a_file_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    # The loggers of datasets do not propagate to the root.
+    logger = logging.getLogger("datasets")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(DataError, match="cannot be loaded: "):
+            load_splits({"path": str(tmp_path / name)})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert logging.getLogger("datasets.packaged_modules").level == logging.NOTSET

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import TCPStore
 
+from hf_ckpt import watch
 from hf_ckpt.errors import OtherProcessError, RecipeError
 from hf_ckpt.finetune import together as module
 from hf_ckpt.finetune.together import Together
@@ -141,3 +144,68 @@ def test_different_values_are_refused_in_all(monkeypatch: pytest.MonkeyPatch) ->
         "runs/base is there in process 0, but not there in process 2. All machines of a run need the same recipe, data "
         "and folders; a folder that they share is simplest."
     }
+
+
+# --- While they are watched. ---
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes with which watches wanted to end this process."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(watch, "_GRACE_S", 0.1)
+    monkeypatch.setattr(watch, "_LAST_WORD_S", 0.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return codes
+
+
+def watched_outcomes(run: list[Together], body: Body) -> list[Exception | None]:
+    def watched(process: Together) -> Exception | None:
+        try:
+            with process:
+                if (error := outcome(process, body)) is not None:
+                    raise error
+        except Exception as raised:  # noqa: BLE001
+            return raised
+        return None
+
+    with ThreadPoolExecutor(len(run)) as pool:
+        found = list(pool.map(watched, run))
+    for process in run:
+        process._watch._thread.join(20)
+    return found
+
+
+def test_process_that_is_watched_is_waited_for_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch, ended: list[int]
+) -> None:
+    run = processes(2, monkeypatch)
+    for process in run:
+        process.wait_for(0.1)
+    assert watched_outcomes(run, lambda rank: time.sleep(2 * rank)) == [None, None]
+    assert ended == []
+
+
+def test_error_that_all_know_of_ends_nobody_else(monkeypatch: pytest.MonkeyPatch, ended: list[int]) -> None:
+    errors = watched_outcomes(processes(2, monkeypatch), fail_in(1))
+    assert [type(error) for error in errors] == [OtherProcessError, RecipeError]
+    assert ended == []
+
+
+def test_error_that_another_is_too_busy_to_hear_of_ends_it(
+    monkeypatch: pytest.MonkeyPatch, ended: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_GRACE", datetime.timedelta(seconds=0.2))
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            raise RecipeError("wrong")
+        # As in a collective that waits for the other one.
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    watched_outcomes(processes(2, monkeypatch), body)
+    assert ended == [1]
+    assert caplog.messages == ["Process 1 has stopped: wrong. Process 0 cannot train on without it, and ends too."]

@@ -11,9 +11,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import hf_ckpt
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.use_cache import UseCache
-from tests import zoo
+from tests import exactness, zoo
 from tests.training import During, llama, lora, rows, trainer
 
 pytestmark = pytest.mark.core
@@ -170,3 +171,74 @@ def test_value_that_somebody_sets_while_it_is_off_is_not_overwritten() -> None:
     model.config.use_cache = True
     values.restore()
     assert model.config.use_cache is True
+
+
+# --- Without a Trainer. ---
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [config for config in found.values() if hasattr(config, "use_cache")]
+
+
+def caching(model_type: str) -> zoo.Case:
+    """A model whose configs ask for a cache, as most do when they are loaded."""
+    case = exactness.build(model_type)
+    for config in configs_of(case.model):
+        # An encoder refuses one.
+        config.use_cache = config is case.model.config or getattr(config, "is_decoder", True)
+    return case
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("model_type", ["llama", "t5", "qwen2_vl", "gpt2"])
+def test_applied_plan_lets_training_forwards_make_no_cache(model_type: str, policy: str) -> None:
+    case = caching(model_type)
+    values = [config.use_cache for config in configs_of(case.model)]
+    assert case.model(**case.inputs).past_key_values is not None
+    with hf_ckpt.apply(case.model, policy):
+        assert case.model(**case.inputs).past_key_values is None
+        assert [config.use_cache for config in configs_of(case.model)] == values
+        with torch.no_grad():
+            assert case.model(**case.inputs).past_key_values is not None
+        assert case.model.eval()(**case.inputs).past_key_values is not None
+        case.model.train()
+    assert case.model(**case.inputs).past_key_values is not None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bamba", "jamba"])
+def test_step_under_an_applied_plan_is_that_without_a_cache(model_type: str) -> None:
+    case = exactness.build(model_type)
+    expected = exactness.step(case)
+    case = caching(model_type)
+    with hf_ckpt.apply(case.model, "full"):
+        assert exactness.differences(expected, exactness.step(case)) == []
+
+
+def test_config_saved_while_a_plan_is_applied_has_the_users_value(tmp_path: Path) -> None:
+    case = caching("llama")
+    with hf_ckpt.apply(case.model, "full"):
+        hook = case.model.model.register_forward_pre_hook(lambda *_: case.model.save_pretrained(tmp_path))
+        case.model(**case.inputs)
+        hook.remove()
+    assert saved(tmp_path) == [True]
+
+
+def test_cache_that_the_caller_asks_for_is_made() -> None:
+    case = caching("llama")
+    with hf_ckpt.apply(case.model, "none"):
+        assert case.model(**case.inputs, use_cache=True).past_key_values is not None
+        ids = case.inputs["input_ids"]
+        # By position: attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache.
+        assert case.model(ids, None, None, None, None, None, True).past_key_values is not None
+        assert case.model(ids, None, None, None, None, None, None).past_key_values is None
+
+
+def test_generation_under_an_applied_plan_in_training_mode_has_its_cache() -> None:
+    model = llama(attention_dropout=0.0)
+    prompt = torch.tensor([[5, 6, 7]])
+    lengths: list[int] = []
+    with hf_ckpt.apply(model, "full"):
+        model.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+        model.train().generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert lengths == [3, 1, 1]

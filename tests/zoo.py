@@ -325,6 +325,7 @@ def build(
     attn_implementation: str = "sdpa",
     num_layers: int | None = None,
     dropout: float = 0.1,
+    num_key_value_heads: int | None = None,
 ) -> Case:
     """Build a tiny random model in train mode with a batch; the same after the same `torch.manual_seed`.
 
@@ -335,6 +336,7 @@ def build(
         attn_implementation: replaced by "eager" where the model does not support it.
         num_layers: layers of each stack, 4 by default.
         dropout: value of every dropout field of the config, attention dropout included.
+        num_key_value_heads: half of the heads by default.
 
     Raises:
         CannotBuild: with the reason.
@@ -343,6 +345,8 @@ def build(
         raise CannotBuild(f"{model_type}: {CANNOT[model_type]}")
     task = task or next((name for name in TASKS if model_type in names(name)), "causal")
     shrunk = config(model_type, task, num_layers=num_layers, dropout=dropout)
+    if num_key_value_heads is not None:
+        shrunk.num_key_value_heads = num_key_value_heads
     try:
         model = _model(shrunk, task, attn_implementation)
     except ImportError as error:

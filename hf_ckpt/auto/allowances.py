@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_ckpt.errors import PolicyError, as_written
-from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.errors import PolicyError, as_written, did_you_mean
+from hf_ckpt.memory.allowed import PREFER, Allowed, Exact
 from hf_ckpt.modifiers import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
 from hf_ckpt.plans import Plan
 from hf_ckpt.policy import AUTO
 
-ALLOWANCES = ("offload", "tiles", "head")
-"""Options of a policy that beside `auto` allow or forbid."""
+ALLOWANCES = ("offload", "tiles", "head", "exact")
+"""Options that beside `auto` allow or forbid; `exact` belongs to no other policy."""
 
 
 def allowed_by(options: Mapping[str, Any]) -> Allowed:
@@ -28,10 +28,28 @@ def allowed_by(options: Mapping[str, Any]) -> Allowed:
     Raises:
         PolicyError: one of them cannot be read, or says what only the planner can say.
     """
+    head = parse_head(options.get("head"))
     return Allowed(
         offload=_offload(options.get("offload")),
         tiles=_tiles(options.get("tiles")),
-        head=parse_head(options.get("head")) is not HeadMode.PLAIN,
+        head=None if head is None else head is HeadMode.CHUNKED,
+        exact=parse_exact(options.get("exact")),
+    )
+
+
+def parse_exact(value: object) -> Exact:
+    """Read what a user writes for `exact`: `prefer`, true or false. None is `prefer`.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if value is None or value == PREFER:
+        return PREFER
+    if isinstance(value, bool):
+        return value
+    raise PolicyError(
+        f'exact is {as_written(value)}. Use "prefer" (a plan that changes no bit, if one fits), true (such a plan or '
+        f"none) or false (the fastest one; sums may be added in another order).{did_you_mean(value, [PREFER])}"
     )
 
 
@@ -75,7 +93,11 @@ def granted_by(plan: Plan) -> Allowed:
     """
     entries = [entry for stack in plan.stacks for entry in stack.layers]
     offload = next((entry.offload for entry in entries if entry.offload is not None), None)
-    return Allowed(offload=offload, tiles=True if any(entry.tiles is not None for entry in entries) else None)
+    return Allowed(
+        offload=offload,
+        tiles=True if any(entry.tiles is not None for entry in entries) else None,
+        head=True if plan.head is HeadMode.CHUNKED else None,
+    )
 
 
 def _offload(value: object) -> Offload | None:

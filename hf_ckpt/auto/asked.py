@@ -32,10 +32,17 @@ class Auto:
         max_length: tokens that no example exceeds; None looks at the data.
         structure: `layers`, `attention` and `ffn` of `apply`.
         allowed: what a plan may hold beside modes.
+        is_proven: whether the first step under each plan is proven, and has to stay within the budget too.
     """
 
     def __init__(
-        self, memory_budget: Budget | None, max_length: int | None, structure: dict[str, Any], allowed: Allowed
+        self,
+        memory_budget: Budget | None,
+        max_length: int | None,
+        structure: dict[str, Any],
+        allowed: Allowed,
+        *,
+        is_proven: bool,
     ) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise PolicyError(f"max_length is {max_length}. Write the tokens of the longest example, padding included.")
@@ -43,6 +50,7 @@ class Auto:
         self._max_length = max_length
         self._structure = structure
         self._allowed = allowed
+        self._is_proven = is_proven
         self._before_sharding: nn.Module | None = None
 
     def see(self, model: nn.Module) -> None:
@@ -82,7 +90,8 @@ class Auto:
 
         def look() -> _Seen:
             batch = largest_batch(getattr(dataloader, "dataset", None), collator, num_rows, self._max_length)
-            return _Seen(budget_bytes(self._memory_budget, device, model, optimizer), batch, free_host_bytes())
+            free = free_host_bytes(self._allowed.offload)
+            return _Seen(budget_bytes(self._memory_budget, device, model, optimizer), batch, free)
 
         seen = _agreed(look)
         batch = seen.batch
@@ -93,7 +102,7 @@ class Auto:
             InputGradients(shape, is_on)
         planning = Planning(
             shape,
-            partial(step_of, args, sharding=sharding_of(args, model)),
+            partial(step_of, args, sharding=sharding_of(args, model), is_proven=self._is_proven),
             device,
             seen.budget_bytes,
             self._structure,

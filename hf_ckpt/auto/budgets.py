@@ -13,7 +13,8 @@ from hf_ckpt import host_memory
 from hf_ckpt.amounts import Budget
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.memory import quantized
-from hf_ckpt.memory.devices import Device, reserve
+from hf_ckpt.memory.devices import Device, reserve, workspace_bytes
+from hf_ckpt.modifiers import Offload
 
 _HOST_LEFT_FREE = 2**30
 """Bytes of host memory that are no plan's, whatever is free."""
@@ -54,12 +55,15 @@ def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimi
     return _usable(_free_on_cuda(), device, sum(tensor.nbytes for tensor in _of_step(model, optimizer)))
 
 
-def free_host_bytes() -> int | None:
+def free_host_bytes(offload: Offload | None) -> int | None:
     """Return the bytes of host memory that this process may plan with; None where it cannot be told.
 
     Processes of one machine share what is free there.
+
+    Args:
+        offload: what the user grants; it may say to trust the machine.
     """
-    available = host_memory.available_bytes()
+    available = host_memory.available_bytes(trusts=offload is not None and offload.trust_host_memory)
     if available is None:
         return None
     return max(0, available - _HOST_LEFT_FREE) // host_memory.num_processes()
@@ -82,7 +86,8 @@ def check_budget(budget: Budget | None, device: Device) -> None:
 
 def _usable(found: Free, device: Device, step_bytes: int) -> int:
     """Return what a step may use of what is free, if `step_bytes` of what is allocated are its own."""
-    of_others = max(0, found.allocated - step_bytes)
+    # The workspaces of an earlier run in this process are part of the step too.
+    of_others = max(0, found.allocated - step_bytes - 2 * workspace_bytes(device))
     kept_free = sum(item.high_bytes for item in reserve(device).items if item.name != _CONTEXT)
     return found.free + found.reserved - of_others - kept_free
 

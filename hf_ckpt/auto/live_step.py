@@ -50,13 +50,14 @@ def check_can_be_simulated(args: TrainingArguments, model: nn.Module) -> None:
         )
 
 
-def step_of(args: TrainingArguments, batch: Batch, sharding: Sharding) -> Step:
+def step_of(args: TrainingArguments, batch: Batch, sharding: Sharding, *, is_proven: bool = False) -> Step:
     """Return the step that a Trainer runs.
 
     Args:
         args: the Trainer's.
         batch: its largest micro-batch.
         sharding: the engine, and how many ranks share.
+        is_proven: see `Step`.
     """
     optim = getattr(args.optim, "value", args.optim)
     return Step(
@@ -70,6 +71,7 @@ def step_of(args: TrainingArguments, batch: Batch, sharding: Sharding) -> Step:
         optim=str(optim),
         optim_arguments={name: getattr(args, name) for name in OPTIMIZER_FIELDS if hasattr(args, name)},
         sharding=sharding,
+        is_proven=is_proven,
     )
 
 

@@ -103,6 +103,11 @@ class Planning:
         self._evaluated: list[Batch] = []
         self._has_warned = False
 
+    @property
+    def bound(self) -> Batch | None:
+        """The largest batch that can come; None where that is not known."""
+        return self.batch if self._is_bounded else None
+
     def start(self, batch: Batch) -> None:
         """Plan for a batch. On several ranks rank 0 does, and tells the others.
 
@@ -238,16 +243,20 @@ class Planning:
                 self._device,
                 self.budget_bytes,
                 allowed=within_host(self._allowed, self._host_bytes),
+                compare=True,
                 **self._structure,
             )
             self._plans[batch] = as_granted(found.plan, self._allowed), found.memory
+            if found.exactness is not None:
+                logger.info("The plan for %s is %s.", batch.describe(), found.exactness.describe())
         return self._plans[batch]
 
 
 def _before_forward(
-    planning: Planning, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: dict[str, Any]
+    planning: Planning, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: Any = None
 ) -> None:
-    if torch.compiler.is_compiling():
+    # torch calls a hook without keywords that another hook of the same call has just removed.
+    if kwargs is None or torch.compiler.is_compiling():
         return
     batch = batch_of(args, kwargs)
     if batch is None:

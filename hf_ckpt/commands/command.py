@@ -12,11 +12,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hf_ckpt.finetune.estimate.subject import Subject
     from hf_ckpt.finetune.recipe import Recipe
+    from hf_ckpt.memory.allowed import Exact
 
 HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C."""
@@ -60,6 +62,26 @@ def read_recipe(options: argparse.Namespace) -> Recipe:
     from hf_ckpt.finetune.recipe import load_recipe
 
     return load_recipe(options.recipe, options.overrides)
+
+
+def add_exact_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--exact` to the parser of a command that chooses a plan."""
+    parser.add_argument(
+        "--exact",
+        choices=("prefer", "true", "false"),
+        help="prefer: a plan that changes no bit of loss and gradients, if one fits; true: such a plan or none; false: "
+        "the fastest plan, which may add sums in another order. The recipe's checkpointing.exact, or prefer, if left "
+        "out",
+    )
+
+
+def with_exact(subject: Subject, options: argparse.Namespace) -> Subject:
+    """Return what a plan is chosen for, with `--exact` in place of the recipe's."""
+    if options.exact is None:
+        return subject
+    exact: Exact = "prefer" if options.exact == "prefer" else options.exact == "true"
+    given = {**subject.command_options, "exact": "--exact"}
+    return replace(subject, allowed=replace(subject.allowed, exact=exact), command_options=given)
 
 
 def count(text: str) -> int:

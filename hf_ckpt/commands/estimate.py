@@ -6,7 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.commands.command import FAILS, HOLDS, Command, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.commands.command import (
+    FAILS,
+    HOLDS,
+    Command,
+    add_exact_option,
+    quiet,
+    read_recipe,
+    recipe_parser,
+    say,
+    with_exact,
+)
 from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_of
 
 if TYPE_CHECKING:
@@ -35,6 +45,7 @@ examples:
         help="such as rtx4090 or a100-80gb; may be given again. This machine's GPU if left out, or, where there is "
         "none, one card each with 24, 48 and 80 GB",
     )
+    add_exact_option(parser)
     add_launch_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version, and no table")
     parser.add_argument(
@@ -60,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         from hf_ckpt.finetune.estimate.where import devices_for
 
         devices = devices_for(recipe, options.device or ())
-        subject = subject_of(recipe, launch_of(options))
+        subject = with_exact(subject_of(recipe, launch_of(options)), options)
     if options.grid:
         return _grid(subject, devices[0], options)
     if options.max_length or options.max_batch:

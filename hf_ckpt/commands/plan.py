@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_ckpt.commands.command import HOLDS, Command, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.commands.command import (
+    HOLDS,
+    Command,
+    add_exact_option,
+    quiet,
+    read_recipe,
+    recipe_parser,
+    say,
+    with_exact,
+)
 from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_of
 from hf_ckpt.errors import RecipeError
 
@@ -33,6 +42,7 @@ examples:
         "device's memory less a reserve, if left out",
     )
     parser.add_argument("--device", metavar="NAME", help="such as rtx4090; this machine's GPU if left out")
+    add_exact_option(parser)
     add_launch_options(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write the plan, for checkpointing.policy=FILE.json"
@@ -57,9 +67,8 @@ def _run(options: argparse.Namespace) -> int:
         from hf_ckpt.finetune.estimate.subject import subject_of
 
         device = planned.device_for(recipe, options.device, budget)
-        found = planned.plan_recipe(
-            subject_of(recipe, launch_of(options)), device, budget, say, with_fixed=options.plot is not None
-        )
+        subject = with_exact(subject_of(recipe, launch_of(options)), options)
+        found = planned.plan_recipe(subject, device, budget, say, with_fixed=options.plot is not None)
         if options.plot is not None:
             _plot(found, options.plot)
     if options.out is not None:

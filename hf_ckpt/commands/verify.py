@@ -54,6 +54,8 @@ def _run(options: argparse.Namespace) -> int:
     setup = _setup(options.setup)
     if options.processes == 1:
         return _show(_verified(recipe, options, setup, say), options)
+    if not recipe.path.is_file():
+        raise RecipeError(f"--processes {options.processes}: {recipe.path} can be read once. Write it to a file.")
     answer = ask(_for_others(options), num_processes=options.processes, say=say)
     if answer.refusal:
         raise RecipeError(answer.refusal)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +42,36 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     return args
 
 
+def check_can_be_written(folder: Path) -> None:
+    """Make a run's output folder and write to it, and leave no trace of that.
+
+    Raises:
+        RecipeError: one of the two cannot be done.
+    """
+    made: list[Path] = []
+    try:
+        for path in reversed([path for path in (folder, *folder.absolute().parents) if not path.exists()]):
+            path.mkdir()
+            made.append(path)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise RecipeError(
+            f"training.output_dir is {folder}, but it cannot be made and written to: {error.strerror}. Name another "
+            "folder, or mend this one."
+        ) from error
+    finally:
+        for path in reversed(made):
+            # Somebody may have put something there in the meantime.
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def _check_folder(folder: Path) -> None:
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise RecipeError(f"training.output_dir is {folder}: {error.strerror}. Name another folder.") from error
     if not nearest.is_dir():
         raise RecipeError(f"training.output_dir is {folder}, but {nearest} is a file. Name another folder.")
     if not os.access(nearest, os.W_OK):

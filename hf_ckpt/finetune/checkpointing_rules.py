@@ -10,7 +10,7 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.finetune.checks import Draft
 from hf_ckpt.finetune.document import beside
 from hf_ckpt.finetune.schema import OF_AUTO, POLICY_OPTIONS
-from hf_ckpt.modifiers import parse_head, parse_offload, parse_save, parse_tiles
+from hf_ckpt.modifiers import parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.plans import PLAN_SUFFIX, parse
 from hf_ckpt.policy import AUTO
 
@@ -30,18 +30,26 @@ def _policy_can_be_read(draft: Draft) -> None:
     options = {name: value for name in POLICY_OPTIONS if (value := draft.get(f"checkpointing.{name}")) is not None}
     readable = {name: value for name, value in options.items() if _can_be_read(draft, name, value)}
     if policy == AUTO:
-        _check_auto(draft, [name for name in options if name not in ALLOWANCES])
+        _check_auto(draft, [name for name, value in options.items() if name not in ALLOWANCES and value is not False])
         _check_allowances(draft, readable)
         return
     for name in OF_AUTO:
         if draft.has(f"checkpointing.{name}"):
             draft.refuse(
-                f"checkpointing.{name}", "belongs to policy: auto, which plans for it. Remove it, or use that."
+                f"checkpointing.{name}", "belongs to policy: auto, which plans for a budget. Remove it, or use that."
             )
     try:
         parse(_with_whole_path(draft, policy), **readable)
     except PolicyError as error:
         draft.refuse("checkpointing.policy", str(error))
+
+
+def _prove_can_be_read(draft: Draft) -> None:
+    prove = draft.get("checkpointing.prove")
+    try:
+        parse_prove("first_step" if prove is None else prove)
+    except PolicyError as error:
+        draft.refuse("checkpointing.prove", str(error))
 
 
 def _can_be_read(draft: Draft, name: str, value: object) -> bool:
@@ -101,5 +109,5 @@ def _one_plan_governs(draft: Draft) -> None:
             )
 
 
-CHECKPOINTING_RULES: tuple[Callable[[Draft], None], ...] = (_policy_can_be_read, _one_plan_governs)
+CHECKPOINTING_RULES: tuple[Callable[[Draft], None], ...] = (_policy_can_be_read, _prove_can_be_read, _one_plan_governs)
 """The rules; each notes what is wrong in the draft."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.recipe import load_recipe
+from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.finetune.together import Together
 
 _FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
@@ -20,30 +21,45 @@ _FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code in every process of a run.
 
-    That is 0; 1 where the device's memory was not enough; 2 for wrong input; 130 after Ctrl-C.
+    That is 0; 1 where the device's memory was not enough; 2 for wrong input or a full disk; 130 after Ctrl-C, 143 after
+    SIGTERM.
     """
     options = _parser().parse_intermixed_args(arguments)
+    try:
+        with sigterm_as_interrupt():
+            return _run(options)
+    except Terminated:
+        print("Stopped by SIGTERM.", file=sys.stderr)
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
     together = Together()
     try:
-        with together.stage("reading the recipe"):
-            recipe = load_recipe(options.recipe, options.overrides)
-        if options.print:
-            if together.rank == 0:
-                print(recipe.to_yaml(), end="")
-            return 0
-        _quieten(is_first=together.rank == 0)
-        # Only now: a wrong recipe is refused before torch is loaded.
-        from hf_ckpt.finetune.train import finetune
-
-        finetune(recipe, is_resumed=options.resume, is_merged=options.merge, together=together)
+        with together:
+            _carry_out(options, together)
     except HFCkptError as error:
         if together.rank == 0 or not _is_said_by_another(together, error):
             print(f"{_process(together)}{error}", file=sys.stderr)
         return _FAILED if isinstance(error, OutOfMemoryError) else _WRONG_INPUT
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    _leave(together)
     return 0
+
+
+def _carry_out(options: argparse.Namespace, together: Together) -> None:
+    with together.stage("reading the recipe"):
+        recipe = load_recipe(options.recipe, options.overrides)
+    if options.print:
+        if together.rank == 0:
+            print(recipe.to_yaml(), end="")
+        return
+    _quieten(is_first=together.rank == 0)
+    # Only now: a wrong recipe is refused before torch is loaded.
+    from hf_ckpt.finetune.train import finetune
+
+    finetune(recipe, is_resumed=options.resume, is_merged=options.merge, together=together)
+    _leave(together)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,10 +24,9 @@ from hf_ckpt.errors import DataError
 from hf_ckpt.finetune.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode
 from hf_ckpt.finetune.layouts import find_layout
 from hf_ckpt.finetune.packing import packing_collator
+from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.tokenizer import complete_tokenizer
-
-DEFAULT_MAX_LENGTH = 1024
 
 _FEATURES = Features(
     {
@@ -41,6 +40,8 @@ _FEATURES = Features(
 _SHOWN_LINES = 24
 _NUM_PROMPTS_LOOKED_AT = 100
 _SHORTEST_PROMPT = 8
+_MANY_TRUNCATED = 0.5
+_NUM_CONVERSATIONS_LOOKED_AT = 20
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class PreparedData:
             `attention_mask` [B, S]; or packed, `input_ids`, `labels` and `position_ids` [1, S].
         counts: of the training rows.
         evaluation_counts: of the evaluation rows, or None.
+        warnings: what is probably not meant so, a sentence or two each.
     """
 
     train: Dataset
@@ -112,6 +114,7 @@ class PreparedData:
     collator: Callable[[list[Any]], dict[str, Any]]
     counts: Counts
     evaluation_counts: Counts | None
+    warnings: tuple[str, ...] = ()
 
 
 def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -131,12 +134,15 @@ def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> P
     """
     complete_tokenizer(tokenizer, section)
     raw = load_splits(section)
-    train, counts = _tokenise(raw.train, "training", section, tokenizer)
+    encoder = _encoder(raw.train.column_names, section, tokenizer)
+    train, counts = _tokenise(raw.train, "training", section, encoder)
     evaluation, evaluation_counts = None, None
     if raw.evaluation is not None:
-        evaluation, evaluation_counts = _tokenise(raw.evaluation, "evaluation", section, tokenizer)
+        of_evaluation = _encoder(raw.evaluation.column_names, section, tokenizer)
+        evaluation, evaluation_counts = _tokenise(raw.evaluation, "evaluation", section, of_evaluation)
     collator = packing_collator() if section.get("packing", False) else padding_collator(tokenizer)
-    return PreparedData(train, evaluation, collator, counts, evaluation_counts)
+    warnings = (*_of_length(counts, encoder), *_of_template(raw.train, encoder))
+    return PreparedData(train, evaluation, collator, counts, evaluation_counts, warnings)
 
 
 def describe_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -181,12 +187,9 @@ def _given(row: Mapping[str, list[int]]) -> list[int]:
     return ids[: given if given > 1 else max(1, len(ids) // 4)]
 
 
-def _tokenise(
-    rows: Dataset, split: str, section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset, Counts]:
-    encoder = _encoder(rows.column_names, section, tokenizer)
+def _tokenise(rows: Dataset, split: str, section: Mapping[str, Any], encoder: Encoder) -> tuple[Dataset, Counts]:
     # `datasets` finds cached rows by a hash of the tokenizer; this call undoes the padding that an earlier use left.
-    tokenizer.encode("")
+    encoder.tokenizer.encode("")
     encoded = rows.map(
         encoder,
         with_indices=True,
@@ -237,6 +240,26 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f'The data set holds conversations, and the tokenizer "{tokenizer.name_or_path}" has no chat template. '
             "Set data.chat_template to a template or the path of one, or use the tokenizer of a chat model."
         ) from error
+
+
+def _of_length(counts: Counts, encoder: Encoder) -> Iterator[str]:
+    if counts.share_truncated > _MANY_TRUNCATED:
+        yield (
+            f"{counts.share_truncated:.0%} of the training rows are longer than data.max_length {encoder.max_length} "
+            "and are cut there: what follows is not seen, nor is how an example ends. Raise data.max_length "
+            "(hf-ckpt estimate says what fits), or split the rows."
+        )
+
+
+def _of_template(rows: Dataset, encoder: Encoder) -> Iterator[str]:
+    looked_at = rows.select(range(min(len(rows), _NUM_CONVERSATIONS_LOOKED_AT)))
+    roles = dict.fromkeys(role for row in looked_at for role in encoder.learned_roles(row))
+    if roles:
+        yield (
+            f"The chat template's {{% generation %}} block takes in the turns of {' and '.join(roles)}, so that they "
+            "are learned like the assistant's. Set data.chat_template to one whose block holds nothing but what the "
+            "assistant writes; or, if all is to be learned, data.loss_on to all."
+        )
 
 
 def _nothing_to_learn(split: str, counts: Counts, encoder: Encoder) -> str:

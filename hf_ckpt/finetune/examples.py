@@ -105,6 +105,27 @@ class Encoder:
             "is_truncated": len(ids) < len(tokens.ids),
         }
 
+    def learned_roles(self, row: Mapping[str, Any]) -> list[str]:
+        """Return who else than the assistant is learned from, in a row where the chat template marks what is.
+
+        What they say is replaced by words that stand nowhere else, and those are looked for in what is learned.
+        """
+        example = self.layout.read(row)
+        if not isinstance(example, Conversation) or self.loss_on == "all" or not self._marks_turns():
+            return []
+        roles = {message["role"] for message in example.messages} - {"assistant"}
+        words = {role: f"zebras count {number} clouds" for number, role in enumerate(sorted(roles))}
+        said = [{**message, "content": words.get(message["role"], "yes")} for message in example.messages]
+        try:
+            tokens = self._encode_conversation(Conversation(said))
+        except DataError:
+            # A template that looks into what is said.
+            return []
+        learned = decode(
+            self.tokenizer, [id_ for id_, is_learned in zip(tokens.ids, tokens.is_learned, strict=True) if is_learned]
+        )
+        return [role for role, text in words.items() if text in learned]
+
     def _encode(self, example: Example) -> Tokens:
         if isinstance(example, Text):
             return self._encode_text(example)
@@ -133,8 +154,10 @@ class Encoder:
             messages = messages[:-1]
         if not messages:
             return _NONE
-        marks_turns = _GENERATION_BLOCK.search(self.tokenizer.get_chat_template())
-        return self._end((self._marked_turns if marks_turns else self._grown_turns)(messages))
+        return self._end((self._marked_turns if self._marks_turns() else self._grown_turns)(messages))
+
+    def _marks_turns(self) -> bool:
+        return _GENERATION_BLOCK.search(self.tokenizer.get_chat_template()) is not None
 
     def _marked_turns(self, messages: list[dict[str, Any]]) -> Tokens:
         encoded = self._apply_template(messages, return_dict=True, return_assistant_tokens_mask=True)

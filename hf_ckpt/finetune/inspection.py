@@ -123,7 +123,7 @@ def _again(full: FullSize, stacks: Sequence[Stack], mode: Mode) -> str:
     try:
         plan = resolve(Policy.parse(mode.value), stacks, full.class_name)
     except PolicyError:
-        return f"; no layer has an {mode}"
+        return f"; no layer has an {'attention' if mode is Mode.SELECTIVE_ATTENTION else mode}"
     left_out = sum(bool(layer.why) for stack in plan.stacks for layer in stack.layers)
     without = f"; {left_out} layers have none" if left_out else ""
     share = recomputed_share(plan, stacks)

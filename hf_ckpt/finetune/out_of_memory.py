@@ -26,7 +26,7 @@ from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
 from hf_ckpt.plans import Plan
 
-_STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER)
+_STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -
     draft = check_keys(read_document(path, overrides, mistakes), mistakes)
     if mistakes.is_whole:
         check_rules(draft)
-    _check_base(draft, (*needed_by, path.resolve()))
+    _check_base(draft, (*needed_by, path))
     if mistakes.lines:
         raise RecipeError("\n".join(mistakes.lines))
     return Recipe(path=path, **{name: MappingProxyType(values) for name, values in draft.sections.items()})
@@ -88,9 +88,15 @@ def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:
     if written is None:
         return
     path = beside(draft.place("model.base_recipe"), written)
-    if path.resolve() in needed_by:
+    try:
+        is_file = path.is_file()
+    # A name that is too long.
+    except OSError as error:
+        draft.refuse("model.base_recipe", f"no file has this name: {error.strerror}.")
+        return
+    if path.resolve() in map(Path.resolve, needed_by):
         draft.refuse("model.base_recipe", "recipes wait for each other's weights. Break the circle.")
-    elif not path.is_file():
+    elif not is_file:
         draft.refuse("model.base_recipe", there_is_no(path))
     else:
         draft.sections["model"]["base_recipe"] = str(path.resolve())

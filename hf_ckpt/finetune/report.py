@@ -90,10 +90,11 @@ class RunSummary:
         elif losses:
             first, last = losses[0], losses[-1]
             change = abs(last - first) / first if first else 0.0
-            yield name, f"{first:.3f} -> {last:.3f} ({'fell' if last < first else 'rose'} by {change:.1%})"
+            how = f"{'fell' if last < first else 'rose'} by {change:.1%}" if last != first else "unchanged"
+            yield name, f"{first:.3f} -> {last:.3f} ({how})"
 
 
 def _weights(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    return f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, {size / 2**20:,.1f} MiB"
+    return f"{files[0].name if len(files) == 1 else f'{len(files)} files'}, {format_bytes(size)}"

@@ -62,11 +62,15 @@ _DATA = {
     "seed": "int",
     "num_proc": "int | None",
 }
+DEFAULT_MAX_LENGTH = 1024
+"""Of `data.max_length`, in tokens."""
+
 _COLUMNS = {"text": "str", "prompt": "str", "completion": "str", "messages": "str"}
 _CHECKPOINTING = {
     "policy": "str | dict | list[dict]",
     "memory_budget": "str | float | None",
     "max_length": "int | None",
+    "exact": "bool | Literal['prefer'] | None",
     "micro_batch": "Literal['auto'] | None",
     "every_n_layers": "int | None",
     "segment_size": "int | Literal['sqrt'] | None",
@@ -82,8 +86,9 @@ _CHECKPOINTING = {
     "input_require_grads": "bool | None",
     "on_mismatch": "Literal['error', 'warn']",
     "strict_resume": "bool",
+    "prove": "int | Literal['first_step', 'off']",
 }
-OF_AUTO = ("memory_budget", "max_length", "micro_batch")
+OF_AUTO = ("memory_budget", "max_length", "exact", "micro_batch")
 """The keys of `checkpointing` that belong to policy `auto`."""
 OF_RECIPES = ("micro_batch",)
 """The keys of `checkpointing` that a run reads, and `HFCkptCallback` does not take."""

@@ -17,11 +17,11 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
-from hf_ckpt import watch
 from hf_ckpt.auto.lengths import Batch
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.errors import HFCkptError, RecipeError
-from hf_ckpt.finetune.arguments import training_arguments
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.finetune import full_disk
+from hf_ckpt.finetune.arguments import check_can_be_written, training_arguments
 from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt_ids
 from hf_ckpt.finetune.engine import (
     check_engine_runs,
@@ -72,13 +72,16 @@ def finetune(
 
     Raises:
         RecipeError: the recipe does not suit this machine, its engine, its model or its output folder.
+        DiskFullError: a disk is full.
         DataError: the data cannot be used.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
         SavedFilesError: what was saved is not the whole adapter or model.
         OutOfMemoryError: the device's memory was not enough; says what would fit.
         OtherProcessError: one of these was raised in another process.
     """
-    together = together or Together()
+    if together is None:
+        with Together() as together:
+            return finetune(recipe, is_resumed=is_resumed, is_merged=is_merged, together=together)
     with together.stage("checking the recipe"):
         args = _checked_arguments(recipe, is_merged=is_merged)
         checkpoint = _checkpoint_to_resume(args) if is_resumed else None
@@ -94,14 +97,14 @@ def finetune(
             recipe = with_micro_batch(recipe, args, data, lambda text: _say(args, f"  {text}"))
             args = training_arguments(recipe)
     _say(args, f"Batch: {describe_batch(args)}")
-    with together.stage("building the model"):
+    with together.stage("building the model"), full_disk.named(Path(HF_HOME)):
         trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
     # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
-    with _failing_gracefully(args), _explaining(trainer, recipe, callback):
+    with _failing_gracefully(args), _explaining(trainer, recipe, callback), full_disk.named(_output_dir(args)):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    with together.stage("saving the model"):
+    with together.stage("saving the model"), full_disk.named(_output_dir(args)):
         _save(trainer, expected)
-    with together.stage("merging the adapter"):
+    with together.stage("merging the adapter"), full_disk.named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
     summary = RunSummary(
         title=_shown(recipe.path),
@@ -137,6 +140,8 @@ def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
         )
     args = training_arguments(recipe)
     check_engine_suits(recipe, args)
+    if _is_main(args):
+        check_can_be_written(_output_dir(args))
     if recipe.checkpointing is not None:
         # The callback asks too, but only once the Trainer has made its folder.
         check_engine(args)
@@ -231,12 +236,14 @@ def _prepare(
     prepared: tuple[PreTrainedTokenizerBase, PreparedData] | None = None
     # One process of each machine fills the caches, the others read them.
     for is_turn in (is_first, not is_first):
-        with together.stage("preparing the data"):
+        with together.stage("preparing the data"), full_disk.named(Path(HF_HOME)):
             if is_turn:
                 tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
                 prepared = tokenizer, prepare(recipe.data, tokenizer)
     assert prepared is not None, "it is every process's turn once"
     tokenizer, data = prepared
+    for warning in data.warnings:
+        _say(args, f"Warning: {warning}")
     _say(args, f"Training data: {data.counts.summary()}")
     _say(args, describe_example(data, tokenizer))
     return prepared
@@ -288,10 +295,6 @@ def _failing_gracefully(args: TrainingArguments) -> Iterator[None]:
         checkpoint = _newest_checkpoint(args)
         how = "There is no checkpoint to go on from." if checkpoint is None else f"--resume goes on from {checkpoint}."
         _say(args, f"\nStopped. {how}")
-        raise
-    except HFCkptError as error:
-        # The command ends with an exit code, which tells the other processes nothing.
-        watch.tell(error)
         raise
 
 

@@ -1,17 +1,17 @@
-"""What to say when no plan fits: the smallest peak there is, where it lies, and the changes that would fit.
+"""What to say when no plan fits: the smallest peak there is, where it lies, and lines to copy of what would fit.
 
-Nothing is advised that was not simulated. Knows the step; what else can be changed, such as the weights' precision, is
-handed in by whoever knows the model's origin.
+Nothing is advised that was not simulated. Knows the step; how the user writes an option, in a recipe or in Python, is
+handed in by whoever knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from hf_ckpt.amounts import format_bytes
+from hf_ckpt.amounts import as_budget, format_bytes
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.memory.largest import largest
 from hf_ckpt.memory.step import Step
@@ -27,9 +27,16 @@ _SHARES = {
         *(Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER),
     ),
     "saved activations": (Category.SAVED,),
-    "recomputation and temporary tensors": (Category.RECOMPUTED, Category.TEMPORARY),
+    "recomputation and temporary tensors": (Category.RECOMPUTED, Category.TEMPORARY, Category.WORKSPACES),
     "logits and loss": (Category.LOSS,),
 }
+
+
+Write = Callable[[Mapping[str, object]], str]
+"""Puts options, by the names of `HFCkptCallback` and `TrainingArguments`, into what the user would write.
+
+`row_length` is the length of a row of packed examples; it has no name of its own there.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,26 @@ class Change:
     """Something that could be done, and what the step would need then.
 
     Args:
-        text: what to do, in the user's words, such as `4-bit weights (quantization: {load_in_4bit: true})`.
+        options: what to set, by name.
         peak: simulates it, and returns the smallest peak in bytes; an `HFCkptError` means that it cannot be done.
+        host_bytes: host memory that it takes.
     """
 
-    text: str
+    options: Mapping[str, object]
     peak: Callable[[], int]
+    host_bytes: int = 0
+
+
+def as_keywords(options: Mapping[str, object]) -> str:
+    """Return options as keyword arguments, such as `memory_budget="22GiB"`."""
+    return ", ".join(
+        f"rows of {value} tokens"
+        if name == "row_length"
+        else f'{name}="{value}"'
+        if isinstance(value, str)
+        else f"{name}={value}"
+        for name, value in options.items()
+    )
 
 
 def nothing_fits(
@@ -51,6 +72,10 @@ def nothing_fits(
     step: Step,
     peak: Callable[[Step], int],
     changes: Sequence[Change] = (),
+    *,
+    write: Write = as_keywords,
+    device_bytes: int | None = None,
+    is_exact: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> BudgetError:
     """Return the error for a budget that no plan fits.
@@ -61,15 +86,47 @@ def nothing_fits(
         step: the step that was asked for.
         peak: simulates another step, and returns its smallest peak in bytes.
         changes: what could be done besides changing the step.
+        write: puts options into the user's words.
+        device_bytes: what the device has; a budget above it is no advice. None where that is not known.
+        is_exact: only bitwise plans were looked at.
         say: is told what is being simulated.
     """
-    search = _Search(budget_bytes, step, peak, say or (lambda text: None))
-    fitting = [*search.smaller_batches(), *search.other_optimizers(smallest), *search.among(changes)]
-    if fitting:
-        advice = f"Each of these would fit, as simulated: {'; '.join(fitting)}. Or raise the budget."
-    else:
-        advice = f"{search.floor_text()}Raise the budget."
-    return BudgetError(f"No plan fits memory_budget={format_bytes(budget_bytes)}. {where_it_lies(smallest)} {advice}")
+    search = _Search(budget_bytes, step, peak, write, say or (lambda text: None))
+    lines = list(_larger_budget(smallest, device_bytes))
+    lines += [*search.smaller_batches(), *search.other_optimizers(smallest), *search.among(changes)]
+    which = "bitwise plan" if is_exact else "plan"
+    asked = f"memory_budget={format_bytes(budget_bytes)}{' with exact: true' if is_exact else ''}"
+    advice = "Use shorter rows, fewer weights, or a larger device."
+    if lines:
+        width = max(len(write(line.options)) for line in lines)
+        rows = [f"  {write(line.options):<{width}}  # {line.comment()}" for line in lines]
+        advice = "\n".join(["With each of these lines one fits, as simulated:", *rows])
+    return BudgetError(f"No {which} fits {asked}. {where_it_lies(smallest)} {search.floor_text()}{advice}")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Options that would make a plan fit.
+
+    Args:
+        options: by name.
+        peak_bytes: with them, simulated.
+        host_bytes: host memory that they take.
+    """
+
+    options: Mapping[str, object]
+    peak_bytes: int
+    host_bytes: int = 0
+
+    def comment(self) -> str:
+        host = f", with {format_bytes(self.host_bytes)} of host memory" if self.host_bytes else ""
+        return f"{format_bytes(self.peak_bytes)}{host}"
+
+
+def _larger_budget(smallest: StepMemory, device_bytes: int | None) -> Iterator[_Line]:
+    budget, num_bytes = as_budget(smallest.peak_bytes)
+    if device_bytes is None or num_bytes <= device_bytes:
+        yield _Line({"memory_budget": budget}, smallest.peak_bytes)
 
 
 def where_it_lies(smallest: StepMemory) -> str:
@@ -91,79 +148,88 @@ class _Search:
         budget_bytes: the budget.
         step: the step that does not fit.
         peak: simulates another one.
+        write: puts options into the user's words.
         say: is told what is being simulated.
     """
 
-    def __init__(self, budget_bytes: int, step: Step, peak: Callable[[Step], int], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        step: Step,
+        peak: Callable[[Step], int],
+        write: Write,
+        say: Callable[[str], None],
+    ) -> None:
         self._budget = budget_bytes
         self._step = step
         self._peak_of = peak
+        self._write = write
         self._say = say
         self._known: dict[tuple[int, int], int] = {}
         self._floor = _with_rows(replace(step, seq_length=min(step.seq_length, LENGTH_MULTIPLE)), 1)
 
-    def smaller_batches(self) -> Iterator[str]:
+    def smaller_batches(self) -> Iterator[_Line]:
         """Yield the longest rows that fit, and the largest micro-batch; where neither does alone, both together."""
         step = self._step
-        if self._floor == step or self._floor_peak() > self._budget:
+        if not self._floor_fits():
             return
-        found = [text for text in (self._shorter(step), self._fewer_rows()) if text]
-        if not found and (both := self._shorter(_with_rows(step, 1))):
-            found = [f"{_rows_text(_with_rows(step, 1))} and {both}"]
+        found = [line for line in (self._shorter(step), self._fewer_rows()) if line]
+        if not found and (both := self._shorter(single := _with_rows(step, 1))):
+            found = [replace(both, options={**_rows_of(single), **both.options})]
         yield from found
 
-    def other_optimizers(self, smallest: StepMemory) -> Iterator[str]:
+    def other_optimizers(self, smallest: StepMemory) -> Iterator[_Line]:
         """Yield the first optimizer with less state on the device that fits."""
         optim = self._step.optim or ""
         if not smallest.by_category.get(Category.OPTIMIZER) or not optim.startswith("adamw") or "8bit" in optim:
             return
         steps = {name: replace(self._step, optim=name) for name in _SMALLER_OPTIMIZERS}
-        changes = [Change(f"optim={name}", partial(self._peak_of, step)) for name, step in steps.items()]
+        changes = [Change({"optim": name}, partial(self._peak_of, step)) for name, step in steps.items()]
         yield from islice(self.among(changes), 1)
 
-    def among(self, changes: Sequence[Change]) -> Iterator[str]:
+    def among(self, changes: Sequence[Change]) -> Iterator[_Line]:
         """Yield the changes that fit."""
         for change in changes:
-            self._say(f"Simulating {change.text} ...")
+            self._say(f"Simulating {self._write(change.options)} ...")
             try:
                 found = change.peak()
             except HFCkptError:
                 # What cannot be simulated, or not be done here, is no advice.
                 continue
             if found <= self._budget:
-                yield f"{change.text} ({format_bytes(found)})"
+                yield _Line(change.options, found, change.host_bytes)
 
     def floor_text(self) -> str:
         """Return that smaller batches are not enough, where that is so."""
-        if self._floor == self._step:
+        if self._floor == self._step or self._floor_fits():
             return ""
         return (
             f"Shorter rows and smaller micro-batches are not enough: one row of {self._floor.seq_length} tokens needs "
-            f"{format_bytes(self._floor_peak())}. "
+            f"{format_bytes(self._peak(self._floor))}. "
         )
 
-    def _shorter(self, step: Step) -> str:
+    def _floor_fits(self) -> bool:
+        return self._floor != self._step and self._peak(self._floor) <= self._budget
+
+    def _shorter(self, step: Step) -> _Line | None:
         most = (step.seq_length - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
         if not most:
-            return ""
+            return None
 
         def peak(length: int) -> int:
             return self._peak(replace(step, seq_length=length))
 
         found = largest(peak, self._budget, start=step.seq_length // 2, most=most, multiple=LENGTH_MULTIPLE)
-        what = "rows of {} tokens" if step.is_packed else "max_length={}"
-        return f"{what.format(found.number)} ({format_bytes(found.peak_bytes)})" if found.number else ""
+        name = "row_length" if step.is_packed else "max_length"
+        return _Line({name: found.number}, found.peak_bytes) if found.number else None
 
-    def _fewer_rows(self) -> str:
+    def _fewer_rows(self) -> _Line | None:
         batch_size = self._step.batch_size
         for rows in range(batch_size - 1, 0, -1):
             # The global batch stays what it is.
             if batch_size % rows == 0 and (found := self._peak(step := _with_rows(self._step, rows))) <= self._budget:
-                return f"{_rows_text(step)} ({format_bytes(found)})"
-        return ""
-
-    def _floor_peak(self) -> int:
-        return self._peak(self._floor)
+                return _Line(_rows_of(step), found)
+        return None
 
     def _peak(self, step: Step) -> int:
         key = (step.batch_size, step.seq_length)
@@ -180,8 +246,8 @@ def _with_rows(step: Step, rows: int) -> Step:
     return replace(step, batch_size=rows, gradient_accumulation_steps=step.gradient_accumulation_steps * times)
 
 
-def _rows_text(step: Step) -> str:
-    return (
-        f"per_device_train_batch_size={step.batch_size} with "
-        f"gradient_accumulation_steps={step.gradient_accumulation_steps}"
-    )
+def _rows_of(step: Step) -> dict[str, object]:
+    return {
+        "per_device_train_batch_size": step.batch_size,
+        "gradient_accumulation_steps": step.gradient_accumulation_steps,
+    }

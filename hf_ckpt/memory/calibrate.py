@@ -25,6 +25,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _NUM_MEASUREMENTS = 8
 # Of the time, what goes before: allocations, loading of kernels, and clocks that rise.
 _WARM_UP = 0.25
+_NUM_ROWS = 5
 
 
 def calibrate(*, seconds: float = 4.0) -> Device:
@@ -169,6 +170,11 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def seconds_of_run(run: Callable[[], object], seconds: float, place: torch.device) -> float:
     """Return the time of one run, many issued in a row: the median of a few rows that take `seconds` in all."""
+    return statistics.median(rows_of_run(run, seconds, place))
+
+
+def rows_of_run(run: Callable[[], object], seconds: float, place: torch.device) -> list[float]:
+    """Return the time of one run in each of a few rows of many runs, which take `seconds` in all."""
     clock = Clock(place)
     clock.synchronize()
     run()
@@ -178,13 +184,12 @@ def seconds_of_run(run: Callable[[], object], seconds: float, place: torch.devic
         clock.synchronize()
         num_warm += 1
     once = (time.perf_counter() - start) / num_warm
-    num_rows = 5
-    num_runs = max(1, int((1 - _WARM_UP) * seconds / once / num_rows))
+    num_runs = max(1, int((1 - _WARM_UP) * seconds / once / _NUM_ROWS))
     rows = []
-    for _ in range(num_rows):
+    for _ in range(_NUM_ROWS):
         start = time.perf_counter()
         for _ in range(num_runs):
             run()
         clock.synchronize()
         rows.append((time.perf_counter() - start) / num_runs)
-    return statistics.median(rows)
+    return rows

@@ -21,10 +21,10 @@ from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.layer_costs import LayerKey, Reading
 from hf_ckpt.memory.offload_costs import offloaded
 from hf_ckpt.memory.operator_frontier import operator_points
+from hf_ckpt.memory.operators import is_kept_selectively
 from hf_ckpt.memory.simulate import trace_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.tape import Region
-from hf_ckpt.memory.timeline import Phase
 from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.patch import make_plan
 from hf_ckpt.plans import LayerPlan, Plan, StackPlan
@@ -84,12 +84,10 @@ def chain_of(model: nn.Module, step: Step, device: Device, *, allowed: Allowed =
 
 
 def _watched_seconds(full: Reading, key: LayerKey, device: Device) -> float:
-    """Return what it takes to look at each operator of a layer's forwards. See `Device.selective_seconds`."""
-    again = (Phase.FORWARD, Phase.RECOMPUTATION)
-    spans = (full.span(region, key) for region in Region)
-    events = (event for start, end in spans for event in full.events[start : end + 1])
-    count = sum(full.weight(event) for event in events if event.seconds and event.place.phase in again)
-    return count * device.selective_seconds
+    """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
+    start, end = full.span(Region.FORWARD, key)
+    events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event))
+    return sum(full.weight(event) for event in events) * device.selective_seconds
 
 
 def with_tiles(

@@ -8,15 +8,19 @@ in the same memory (T4, A10, A10G, L4, L40S). Matrix rates are dense, without sp
 which is what torch asks for; GeForce cards run that at half the rate of float16 accumulation. float32 is the rate
 without TF32, torch's default. Bandwidths and links are those of the data sheets, links one way; a card without NVLink
 reaches its peers over PCIe.
+
+`measured_devices.json` holds what was measured of a card, each figure with its source. A device's `source` names them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hf_ckpt.amounts import format_bytes
@@ -51,12 +55,17 @@ class Device:
         bandwidth_efficiency: share of `memory_bandwidth` that operators reach; 1 where it was measured.
         link_efficiency: share of the links that copies reach; 1 where it was measured.
         attention_efficiency: share of `matmul_flops` that fused attention kernels reach, causal work left out; None
-            for what is known of the architecture.
+            for what is known of the architecture and the kernel.
+        prefers_cudnn: whether torch tries cuDNN's attention before its own flash attention; None where no such
+            machine could be asked. See `tries_cudnn_first`.
+        cublas_workspace: bytes that torch gives cuBLAS for each thread and stream; None where it could not be asked.
+            See `workspace_bytes`.
         launch_seconds: what the host needs to issue an operator of a model's forward: modules, Python, autograd.
         backward_launch_seconds: the same for operators that autograd issues by itself, and for the optimizer.
         kernel_seconds: what a kernel takes beside its work, to fill the device and to drain it.
-        selective_seconds: what the host needs more for an operator of a layer in a selective mode, where each one is
-            looked at in Python. Not known of CUDA devices, where the host runs ahead of large layers.
+        selective_seconds: what the host needs more for each operator that a layer in a selective mode looks at in
+            Python: those whose outputs it keeps, to keep and to hand them out; all of them where it runs under a
+            dispatch mode (`regions.selective.kernels`).
     """
 
     name: str
@@ -77,12 +86,39 @@ class Device:
     # Headers and acknowledgements of PCIe take a part of what the line carries; a rule of thumb, not measured.
     link_efficiency: float = 0.80
     attention_efficiency: float | None = None
+    prefers_cudnn: bool | None = None
+    cublas_workspace: int | None = None
     # A Llama of transformers with next to nothing to compute takes 10 to 17 microseconds an operator forward and 7 to
     # 10 backward, views and all, on two slow shared cores.
     launch_seconds: float = 10e-6
     backward_launch_seconds: float = 6e-6
     kernel_seconds: float = 3e-6
-    selective_seconds: float = 0.0
+    # A guess, half of what a slow CPU takes: to be measured.
+    selective_seconds: float = 20e-6
+
+    @property
+    def tries_cudnn_first(self) -> bool:
+        """Whether torch tries cuDNN's attention before its own flash attention, as far as a call suits it.
+
+        Where nothing could be asked: on the data-centre cards of the Hopper and Blackwell generations, as torch 2.11
+        and later do with a cuDNN above 9.15, which their packages bring, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set
+        (`check_prefer_cudnn_attention` in `sdp_utils.cpp`).
+        """
+        if self.prefers_cudnn is not None:
+            return self.prefers_cudnn
+        return self.capability is not None and self.capability[0] in (9, 10)
+
+    def describe_attention(self) -> str | None:
+        """Return which attention is tried first and how that is known; None where only one can be meant."""
+        if self.prefers_cudnn is None and not self.tries_cudnn_first:
+            return None
+        first = "cuDNN" if self.tries_cudnn_first else "FlashAttention-2"
+        how = (
+            "assumed: torch 2.11 or later with a cuDNN above 9.15, and no TORCH_CUDNN_SDPA_DEPRIORITIZED"
+            if self.prefers_cudnn is None
+            else "as torch chooses here"
+        )
+        return f"sdpa tries {first} first ({how})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +172,10 @@ def reserve(device: Device) -> Reserve:
             ),
             ReserveItem(
                 "workspaces",
+                0,
                 2 * workspace,
-                4 * workspace,
-                f"cuBLAS gets {format_bytes(workspace)} from torch for each thread and stream: one for forward, one "
-                "for backward, further ones for side streams",
+                f"cuBLAS gets {format_bytes(workspace)} from torch for each thread and stream: those of forward and "
+                "backward are part of the step, further ones come with side streams",
             ),
             ReserveItem(
                 "fragmentation",
@@ -153,11 +189,21 @@ def reserve(device: Device) -> Reserve:
 
 
 def workspace_bytes(device: Device) -> int:
-    """Return the cuBLAS workspace that torch allocates for each thread and stream (`getChosenWorkspaceSize`)."""
+    """Return the cuBLAS workspace that torch allocates for each thread and stream.
+
+    Where it could not be asked: the default of torch 2.13. (`parseChosenWorkspaceSize` in `CublasHandlePool.cpp`; torch
+    2.11 gives the large one to 9.0 alone.)
+    """
     if not device.is_cuda:
         return 0
-    is_large = device.capability is not None and device.capability[0] in (9, 10)
-    return 32 * MIB if is_large else 2 * 4 * MIB + 8 * 16 * 1024
+    if device.cublas_workspace is not None:
+        return device.cublas_workspace
+    is_large = device.capability is not None and device.capability[0] in (9, 10, 12)
+    return _LARGE_WORKSPACE if is_large else _SMALL_WORKSPACE
+
+
+_LARGE_WORKSPACE = 32 * MIB
+_SMALL_WORKSPACE = 2 * 4 * MIB + 8 * 16 * 1024
 
 
 def find_device(name: str) -> Device:
@@ -183,9 +229,37 @@ def this_device() -> Device:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     known = _in_table(properties.name)
     capability = (int(properties.major), int(properties.minor))
-    if known is not None:
-        return replace(known, memory_bytes=int(properties.total_memory), capability=capability)
-    return _from_properties(properties, capability)
+    found = _from_properties(properties, capability) if known is None else known
+    prefers_cudnn = _prefers_cudnn() if replace(found, capability=capability).tries_cudnn_first else None
+    return replace(
+        found,
+        memory_bytes=int(properties.total_memory),
+        capability=capability,
+        prefers_cudnn=prefers_cudnn,
+        cublas_workspace=_own_workspace(capability),
+    )
+
+
+def _own_workspace(capability: tuple[int, int]) -> int:
+    """Return what torch gives cuBLAS on the current card: from 2.13 on it tells, before that as it reads it itself."""
+    import torch
+
+    tell = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    if tell is not None:
+        return int(tell())
+    pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(1024 * int(kib) * int(count) for kib, count in pairs)
+    return _LARGE_WORKSPACE if capability == (9, 0) else _SMALL_WORKSPACE
+
+
+def _prefers_cudnn() -> bool:
+    """Ask torch for the attention of a small call that cuDNN and flash attention both suit."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    query = torch.empty(1, 1, 128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    return bool(torch._fused_sdp_choice(query, query, query, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _in_table(name: str) -> Device | None:
@@ -249,7 +323,8 @@ def _cpu() -> Device:
         matmul_efficiency=0.7,
         bandwidth_efficiency=0.7,
         kernel_seconds=0.0,
-        # benchmarks/results/side_by_side_llama2_7b_lora_2048_cpu.json: forwards of `selective` beside those of `none`.
+        # benchmarks/results/host_time_cpu.json: forwards of `selective` beside those of `full`,
+        # for each of 8 or 22 outputs of a layer.
         selective_seconds=45e-6,
     )
 
@@ -360,7 +435,80 @@ _TABLE = (
     ),
 )
 
-DEVICES: Mapping[str, Device] = {device.name: device for device in (CPU, *_TABLE)}
+# --- What was measured. ---
+
+MEASURED = Path(__file__).with_name("measured_devices.json")
+"""By name of the card: `measured`, which has a `value` and its `source` for each figure, and `card`, the fields of a
+`Device`, where the table has none of that name."""
+
+RATES = {
+    "matmul_flops.bfloat16": "bfloat16 products",
+    "matmul_flops.float16": "float16 products",
+    "matmul_flops.float32": "float32 products",
+    "attention_flops": "attention",
+    "memory_bandwidth": "memory",
+    "kernel_seconds": "a kernel beside its work",
+}
+"""What can be measured of a card, in words: rates that it reaches, with nothing taken off, and seconds."""
+
+
+def with_measured(device: Device, measured: Mapping[str, Mapping[str, Any]]) -> Device:
+    """Return a device that reaches the rates which were measured of it.
+
+    The rates of its data sheet stay, so that efficiencies remain shares of them: of bfloat16 products, attention and
+    memory the efficiency is what the rate measured is of the nominal one. Other dtypes share the efficiency of
+    bfloat16, and get the nominal rate that makes theirs come out.
+
+    Args:
+        device: as the data sheet has it.
+        measured: `value` and `source` of some of `RATES`.
+    """
+    if not measured:
+        return device
+    value = {name: float(figure["value"]) for name, figure in measured.items()}
+    nominal, efficiency = device.matmul_flops["bfloat16"], device.matmul_efficiency
+    if "matmul_flops.bfloat16" in value:
+        efficiency = value["matmul_flops.bfloat16"] / nominal
+    flops = {
+        dtype: value.get(f"matmul_flops.{dtype}", rate * device.matmul_efficiency) / efficiency
+        for dtype, rate in device.matmul_flops.items()
+    }
+    attention, bandwidth = device.attention_efficiency, device.bandwidth_efficiency
+    if "attention_flops" in value:
+        attention = value["attention_flops"] / nominal
+    if "memory_bandwidth" in value:
+        bandwidth = value["memory_bandwidth"] / device.memory_bandwidth
+    sources = ", ".join(sorted({str(figure["source"]) for figure in measured.values()}))
+    names = ", ".join(words for name, words in RATES.items() if name in measured)
+    return replace(
+        device,
+        matmul_flops=flops | {"bfloat16": nominal},
+        matmul_efficiency=efficiency,
+        attention_efficiency=attention,
+        bandwidth_efficiency=bandwidth,
+        kernel_seconds=value.get("kernel_seconds", device.kernel_seconds),
+        source=f"{device.source}; measured ({sources}): {names}",
+    )
+
+
+def measured_devices(table: Iterable[Device], path: Path = MEASURED) -> dict[str, Device]:
+    """Return devices by name: those of a table, with what was measured of them, and those that only were measured.
+
+    Args:
+        table: as data sheets have them.
+        path: of a file like `MEASURED`.
+    """
+    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    devices = {device.name: device for device in table}
+    for name, found in known.items():
+        if name not in devices:
+            card = found["card"]
+            devices[name] = Device(**card | {"capability": tuple(card["capability"])})
+        devices[name] = with_measured(devices[name], found["measured"])
+    return devices
+
+
+DEVICES: Mapping[str, Device] = measured_devices((CPU, *_TABLE))
 """All devices, by name."""
 
 # Other names of the same cards, without vendor, family, blanks and dashes, as people and drivers write them.

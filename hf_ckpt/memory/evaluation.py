@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.devices import Device
+from hf_ckpt.memory.on_cuda.cublas import add_workspaces
 from hf_ckpt.memory.reading import read
 from hf_ckpt.memory.running import make_inputs, prepared
 from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
@@ -54,6 +55,7 @@ def simulate_evaluation(model: nn.Module, step: Step, device: Device, **structur
     with followed(twin.train(), mode, find_layers(twin, **structure), step, device, tracker):
         kept_bytes = _run_batch(twin.eval(), step, tracker)
     tape = on_one_rank(tracker.tape, weights_of(model, find_layers(model, **structure), step), step, device)
+    add_workspaces(tape, device, has_trained=True)
     memory = read(tape, device=device.name, plan=None, tokens=step.batch_size * step.seq_length)
     return Evaluation(memory, kept_bytes * step.sharding.world_size)
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.layers import find_layers
-from hf_ckpt.memory.devices import CPU
+from hf_ckpt.memory.devices import CPU, this_device
 from hf_ckpt.memory.offloaded import CountedLink, host_bytes_of
 from hf_ckpt.memory.on_cuda import as_on_cuda
+from hf_ckpt.memory.on_cuda.cublas import add_workspaces
 from hf_ckpt.memory.reading import read
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
@@ -115,6 +116,7 @@ class _Following(TrainerCallback):
         if self._tracker is not None:
             self._entered.close()
             device = self._trainer.args.device
+            add_workspaces(self._tracker.tape, this_device() if device.type == "cuda" else CPU)
             self.memory = read(
                 self._tracker.tape,
                 device=str(device),

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +23,12 @@ from numpy.typing import NDArray
 
 from hf_ckpt.memory.chain import Cost
 from hf_ckpt.memory.layer_costs import LayerKey, Reading
+from hf_ckpt.memory.operators import role_of_operator
 from hf_ckpt.memory.tape import Change, Event, Region, Storage
 from hf_ckpt.memory.timeline import Phase
 from hf_ckpt.plans import LayerPlan
 from hf_ckpt.policy import Mode
-from hf_ckpt.regions.selective.operators import Role, is_narrow, kind_of
+from hf_ckpt.regions.selective.operators import Role, is_narrow
 
 _MOST_POINTS = 6
 """Lists of outputs that are offered for one kind of layer, between `full` and all of them."""
@@ -193,7 +193,7 @@ def _outputs(reading: Reading, region: Region, key: LayerKey) -> Iterator[_Outpu
         place = event.place
         if not event.seconds or place.phase is not phase or place.layer_idx is None:
             continue
-        role = _role_of(place.operator)
+        role = role_of_operator(place.operator)
         made = [] if role is Role.CHEAP else list(_made_by(events, at))
         if not made or _is_narrow(event, events[made[0]].storage):
             continue
@@ -215,14 +215,6 @@ def _made_by(events: list[Event], at: int) -> Iterator[int]:
         if event.place.operator != events[at].place.operator or event.change is not Change.ALLOCATE:
             return
         yield number
-
-
-@lru_cache(maxsize=4096)
-def _role_of(operator: str) -> Role:
-    function: Any = torch.ops
-    for part in operator.split("."):
-        function = getattr(function, part, None)
-    return Role.CHEAP if function is None else kind_of(function).role
 
 
 def _is_narrow(event: Event, storage: Storage | None) -> bool:

@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OperatorBase
 from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt.memory.devices import Device
+from hf_ckpt.memory.tape import Event
+from hf_ckpt.memory.timeline import Phase
+from hf_ckpt.memory.tracker import is_without_memory
+from hf_ckpt.regions.selective.operators import Role
+from hf_ckpt.regions.selective.operators import kind_of as selective_kind_of
 
 Formula = Callable[[Any, Any, Any], int]
 """FLOPs of an operator's arguments, named arguments and output."""
@@ -33,6 +40,7 @@ class OperatorCost:
         dtype: of its products, such as `bfloat16`; empty where it has none.
         num_effective_flops: those that are really computed: a causal attention kernel leaves out half.
         is_attention: whether it is a fused attention kernel, which runs at a rate of its own.
+        is_cudnn: whether that is cuDNN's.
     """
 
     num_flops: int
@@ -40,6 +48,7 @@ class OperatorCost:
     dtype: str = ""
     num_effective_flops: int = 0
     is_attention: bool = False
+    is_cudnn: bool = False
 
 
 FREE = OperatorCost(0, 0)
@@ -56,7 +65,7 @@ def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> Operato
         output: what it returned.
     """
     kind = _kind(function)
-    if kind.traffic is None:
+    if kind.traffic is None or any(map(is_without_memory, _tensors((output,)))):
         return FREE
     num_bytes = kind.traffic(kind, args, kwargs, output)
     if kind.formula is None:
@@ -66,7 +75,7 @@ def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> Operato
     # Of a fake tensor each look at `dtype` costs: once, and only for products.
     first = next(_tensors(args), None)
     dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
-    return OperatorCost(num_flops, num_bytes, dtype, effective, kind.is_attention)
+    return OperatorCost(num_flops, num_bytes, dtype, effective, kind.is_attention, kind.is_cudnn)
 
 
 def seconds_of(cost: OperatorCost, device: Device) -> float:
@@ -78,7 +87,9 @@ def seconds_of(cost: OperatorCost, device: Device) -> float:
         return 0.0
     computing = 0.0
     if cost.num_effective_flops:
-        share = attention_efficiency(device) if cost.is_attention else device.matmul_efficiency
+        share = device.matmul_efficiency
+        if cost.is_attention:
+            share = attention_efficiency(device, is_cudnn=cost.is_cudnn)
         computing = cost.num_effective_flops / (_rate(cost.dtype, device) * share)
     moving = cost.num_bytes / (device.memory_bandwidth * device.bandwidth_efficiency)
     return device.kernel_seconds + max(computing, moving)
@@ -99,17 +110,17 @@ class Queue:
         self._device = device
         self._queued_seconds = 0.0
 
-    def take(self, busy: float, *, records_graph: bool, is_selective: bool = False) -> float:
+    def take(self, busy: float, *, records_graph: bool, is_looked_at: bool = False) -> float:
         """Return the seconds of the next operator.
 
         Args:
             busy: seconds of `seconds_of`.
             records_graph: whether it is issued by a forward, which records a graph, or by a backward or an optimizer.
-            is_selective: whether that forward is of a layer in a selective mode.
+            is_looked_at: whether a region in a selective mode looks at it.
         """
         device = self._device
         issued = device.launch_seconds if records_graph else device.backward_launch_seconds
-        if is_selective:
+        if is_looked_at:
             issued += device.selective_seconds
         if not device.is_cuda:
             return issued + busy
@@ -118,24 +129,45 @@ class Queue:
         return waited + busy
 
 
+@lru_cache(maxsize=4096)
+def role_of_operator(operator: str) -> Role:
+    """Return what an operator is for, by a name such as `aten.mm.default`."""
+    function: Any = torch.ops
+    for part in operator.split("."):
+        function = getattr(function, part, None)
+    return selective_kind_of(function).role if isinstance(function, OperatorBase) else Role.CHEAP
+
+
+def is_kept_selectively(event: Event) -> bool:
+    """Whether an event is an operator of a forward whose output, or that of its module, a selective region keeps."""
+    return event.place.phase is Phase.FORWARD and role_of_operator(event.place.operator) is not Role.CHEAP
+
+
 def copy_seconds(num_bytes: int, device: Device, *, between_ranks: bool = False) -> float:
     """Return the seconds of copying bytes between device and host, or between a device and its peers, one way."""
     link = device.rank_link if between_ranks else device.host_link
     return num_bytes / (link * device.link_efficiency) if link else 0.0
 
 
-def attention_efficiency(device: Device) -> float:
-    """Return the share of the dense matrix rate that torch's fused attention kernels reach, causal work left out.
+def attention_efficiency(device: Device, *, is_cudnn: bool) -> float:
+    """Return the share of the dense matrix rate that a fused attention kernel reaches, causal work left out.
 
-    Where it was not measured: they are FlashAttention-2, which reaches 50 to 73 % on an A100 (Dao 2023) and 35 % on an
-    H100 (Shah et al. 2024), whose own instructions it does not use.
+    Where it was not measured: torch's own is FlashAttention-2, which reaches 50 to 73 % on an A100 (Dao 2023) and 35 %
+    on an H100, whose own instructions it does not use. cuDNN's uses them: at rows of 2,048 to 16,384 and heads of 128
+    it reaches 49 to 55 % in a causal forward and 47 to 52 % in backward there (Shah et al. 2024, figures 5 and 6).
+
+    Args:
+        device: where it runs.
+        is_cudnn: whether it is cuDNN's kernel.
     """
     if device.attention_efficiency is not None:
         return device.attention_efficiency
     if not device.is_cuda:
         return device.matmul_efficiency
     major = 0 if device.capability is None else device.capability[0]
-    return 0.35 if major in (9, 10) else 0.60
+    if major in (9, 10):
+        return 0.50 if is_cudnn else 0.35
+    return 0.60
 
 
 def _rate(dtype: str, device: Device) -> float:
@@ -155,6 +187,7 @@ class _Kind:
         formula: FLOPs of its arguments and output.
         causal: place of its argument `is_causal`, or -1.
         is_attention: whether it is a fused attention kernel.
+        is_cudnn: whether that is cuDNN's.
         written: places and names of the arguments that it writes to.
         overwritten: whether it does so without reading them.
         returns_new: whether what it returns is new memory.
@@ -164,6 +197,7 @@ class _Kind:
     formula: Formula | None = None
     causal: int = -1
     is_attention: bool = False
+    is_cudnn: bool = False
     written: tuple[tuple[int, str], ...] = ()
     overwritten: bool = False
     returns_new: bool = True
@@ -220,6 +254,7 @@ def _kind(function: Any) -> _Kind:
         formula=_formula(schema.name, function),
         causal=names.index("is_causal") if "is_causal" in names else -1,
         is_attention=is_attention,
+        is_cudnn=is_attention and "cudnn" in name,
         written=written,
         overwritten=name in _OVERWRITING or name.endswith("out") or "out" in schema.overload_name.split("_"),
         returns_new=not aliases,

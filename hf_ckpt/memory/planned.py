@@ -1,7 +1,8 @@
 """The plan that suits a budget.
 
 The planner adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits. Tiles and
-the chunked head come in where a plan without them does not fit, or might be faster with them.
+the chunked head come in where a plan without them does not fit, or, if plans need not be bitwise, might be faster with
+them.
 """
 
 from __future__ import annotations
@@ -11,26 +12,27 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.memory.advice import Change, nothing_fits
-from hf_ckpt.memory.allowed import UNASKED, Allowed
+from hf_ckpt.memory.advice import Change, Write, as_keywords, nothing_fits
+from hf_ckpt.memory.allowed import PREFER, UNASKED, Allowed
 from hf_ckpt.memory.bounds import best_case
-from hf_ckpt.memory.chain import Chain
-from hf_ckpt.memory.choices import Choice, to_plan
+from hf_ckpt.memory.chain import NONE, Chain
+from hf_ckpt.memory.choices import Choice, predict, to_plan
 from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
 from hf_ckpt.memory.devices import Device
+from hf_ckpt.memory.exactness import TILES, Exactness, inexact_parts
 from hf_ckpt.memory.fixed import fixed_choices
 from hf_ckpt.memory.offload_costs import offloaded, with_gaps
 from hf_ckpt.memory.planner import Planner, smallest_peak
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.modifiers import HeadMode, Offload
 from hf_ckpt.patch import make_plan
 from hf_ckpt.plans import Plan
 from hf_ckpt.policy import Policy
@@ -51,6 +53,8 @@ _LITTLE = 0.999
 """Share of the time from which on another plan of the same chain is not worth a simulation."""
 _WORTH = 0.98
 """Share of the time that tiles or a chunked head must promise to be looked at where a plan fits without."""
+_MOST_SMALLEST = 3
+"""Of simulating plans that need least by the chain, of which one needs least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,14 @@ class Planned:
         memory: the step under it, simulated whole.
         chain: what the planner saw.
         choice: what it chose.
+        exactness: whether it is bitwise, and the time that takes; None where nobody asked.
     """
 
     plan: Plan
     memory: StepMemory
     chain: Chain
     choice: Choice
+    exactness: Exactness | None = None
 
 
 def plan_for(
@@ -78,11 +84,12 @@ def plan_for(
     *,
     allowed: Allowed = UNASKED,
     chain: Chain | None = None,
-    changes: Callable[[Plan], list[Change]] = lambda smallest: [],
+    compare: bool = False,
+    write: Write = as_keywords,
     say: Callable[[str], None] | None = None,
     **structure: Any,
 ) -> Planned:
-    """Return the fastest plan whose simulated step stays within a budget.
+    """Return the fastest plan whose simulated step stays within a budget, a bitwise one as far as that is asked for.
 
     Args:
         model: see `simulate_step`.
@@ -91,7 +98,8 @@ def plan_for(
         budget_bytes: device memory that the whole step may use.
         allowed: what the plan may hold beside modes.
         chain: of `chain_of` with the same arguments, where it is there already.
-        changes: what else could be done where nothing fits, of the plan that needs least.
+        compare: look, where the plan is bitwise, for a faster one that is not, and say so in `Planned.exactness`.
+        write: puts options into the words that the user would write, for the lines of what would fit.
         say: is told what goes on where nothing fits.
         structure: `layers`, `attention` and `ffn` of `apply`.
 
@@ -99,7 +107,7 @@ def plan_for(
         BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
     """
     plans = Plans(model, step, device, allowed=allowed, chain=chain, **structure)
-    return plans.within(budget_bytes, changes=changes, say=say)
+    return plans.within(budget_bytes, compare=compare, write=write, say=say)
 
 
 class Plans:
@@ -132,34 +140,53 @@ class Plans:
         self,
         budget_bytes: int,
         *,
-        changes: Callable[[Plan], list[Change]] = lambda smallest: [],
+        compare: bool = False,
+        write: Write = as_keywords,
         say: Callable[[str], None] | None = None,
     ) -> Planned:
         """Return the fastest plan whose simulated step stays within a budget. See `plan_for`.
 
         Args:
             budget_bytes: device memory that the whole step may use.
-            changes: see there.
+            compare: see there.
+            write: see there.
             say: see there.
 
         Raises:
             BudgetError: nothing fits.
         """
-        search = _Search(self._subject, budget_bytes, self._allowed, self._base)
-        found = search.found()
-        if found is not None:
-            return found
+        for allowed in self._allowed.in_turn:
+            search = _Search(self._subject, budget_bytes, allowed, self._base)
+            found = search.found() or search.smallest_within()
+            if found is not None:
+                return self._compared(found, budget_bytes, allowed) if compare else found
         smallest = search.smallest()
-        if smallest.memory.peak_bytes <= budget_bytes:
-            return smallest
         raise nothing_fits(
             budget_bytes,
             smallest.memory,
             self._subject.step,
             lambda other: self._subject.peak_of(smallest.plan, other),
-            [*search.further_modes(), *changes(smallest.plan)],
-            say,
+            search.further(self._allowed),
+            write=write,
+            device_bytes=self._subject.device.memory_bytes or None,
+            is_exact=self._allowed.exact is True,
+            say=say,
         )
+
+    def _compared(self, found: Planned, budget_bytes: int, allowed: Allowed) -> Planned:
+        inexact, fastest = inexact_parts(found.plan), found
+        if not inexact and self._allowed.can_be_faster:
+            search = _Search(self._subject, budget_bytes, self._allowed.widest, self._base)
+            fastest = search.found(found) or found
+        without = predict(self._base.chain, [NONE] * len(self._base.chain.layers)).seconds
+        exactness = Exactness(
+            inexact,
+            found.memory.time.total / without,
+            None if fastest is found else fastest.memory.time.total / without,
+            is_only_choice=allowed not in self._allowed.in_turn[:1],
+            is_same_step=self._allowed.tiles is not True or TILES not in inexact,
+        )
+        return replace(found, exactness=exactness)
 
 
 @dataclass(frozen=True)
@@ -171,8 +198,8 @@ class _Subject:
     device: Device
     structure: dict[str, Any]
     _known: dict[Plan, StepMemory] = field(default_factory=dict)
-    # By the id of a chain, which is kept beside so that no other one gets it, and by what tiles are allowed.
-    _grown: dict[tuple[int, Allowed | None], tuple[Chain, Planner | None]] = field(default_factory=dict)
+    # By the id of a chain, which is kept beside so that no other one gets it, and by what was added to it.
+    _grown: dict[tuple[int, str], tuple[Chain, Planner | None]] = field(default_factory=dict)
 
     _gapped: dict[int, tuple[Chain, tuple[Planner, ...]]] = field(default_factory=dict)
 
@@ -193,7 +220,8 @@ class _Subject:
 
     def tiled(self, planner: Planner, allowed: Allowed) -> Planner:
         """Return the planner with tiles among its options."""
-        key = id(planner.chain), allowed
+        # What may be offloaded is the same in all chains of a subject.
+        key = id(planner.chain), f"tiles {allowed.tiles}"
         if key not in self._grown:
             arguments = (planner.chain, self.model, self.step, self.device)
             chain = with_tiles(*arguments, allowed=allowed, **self.structure)
@@ -204,7 +232,7 @@ class _Subject:
 
     def chunked(self, planner: Planner) -> Planner | None:
         """Return the planner with the head in chunks; None where it cannot be."""
-        key = id(planner.chain), None
+        key = id(planner.chain), HeadMode.CHUNKED
         if key not in self._grown:
             chain = with_chunked_head(planner.chain, self.model, self.step, self.device, **self.structure)
             self._grown[key] = planner.chain, None if chain is None else Planner(chain)
@@ -225,7 +253,7 @@ class _Search:
     Args:
         subject: what is planned for.
         budget_bytes: the budget.
-        allowed: what the plan may hold.
+        allowed: what the plan may hold: one of `Allowed.in_turn`.
         base: of the chain without tiles, with the plain head.
     """
 
@@ -236,10 +264,15 @@ class _Search:
         self._planners = [base]
         self._gapped = list[Planner]()
 
-    def found(self) -> Planned | None:
-        """Return the fastest plan that fits; None where the chains show none."""
+    def found(self, found: Planned | None = None) -> Planned | None:
+        """Return the fastest plan that fits; None where the chains show none.
+
+        Args:
+            found: the fastest one without tiles, with the plain head, where that is known.
+        """
         planner = self._planners[0]
-        found = self._among_fixed(planner.chain, self._in(planner))
+        if found is None:
+            found = self._among_fixed(planner.chain, self._in(planner))
         self._extend(found)
         further = sorted(self._planners[1:], key=self._promise)
         for planner in further:
@@ -254,69 +287,104 @@ class _Search:
             found = self._faster(found, self._in(gapped))
         return found
 
-    def smallest(self) -> Planned:
-        """Return the plan with the smallest peak that there is."""
-        planner = min(self._planners, key=lambda planner: planner.smallest_peak().peak_bytes)
-        return self._subject.planned(planner.chain, planner.smallest_peak())
+    def smallest_within(self) -> Planned | None:
+        """Return the plan with the smallest peak if that fits; None where it does not, or cannot by far."""
+        self._extend_with_all()
+        least = min(planner.smallest_peak().peak_bytes for planner in self._planners)
+        if least > self._budget * (1 + _FAR):
+            return None
+        smallest = self.smallest()
+        return smallest if smallest.memory.peak_bytes <= self._budget else None
 
-    def further_modes(self) -> list[Change]:
-        """Return what could be chosen if it were allowed, each by itself and all together."""
+    def smallest(self) -> Planned:
+        """Return the plan with the smallest peak of all that are allowed."""
+        self._extend_with_all()
+        choices = [(planner.chain, planner.smallest_peak()) for planner in self._planners]
+        choices += [(planner.chain, choice) for planner in self._planners for choice in fixed_choices(planner.chain)]
+        choices.sort(key=lambda found: found[1].peak_bytes)
+        # The chain may have taken one for a little smaller than it is.
+        most = choices[0][1].peak_bytes * (1 + _WRONG_BY)
+        near = {(chain.head, choice.entries): (chain, choice) for chain, choice in choices if choice.peak_bytes <= most}
+        planned = [self._subject.planned(*found) for found in islice(near.values(), _MOST_SMALLEST)]
+        return min(planned, key=lambda found: (found.memory.peak_bytes, found.memory.time.total))
+
+    def further(self, asked: Allowed) -> list[Change]:
+        """Return what could be chosen if it were allowed, each by itself and all together.
+
+        Args:
+            asked: what the user allows.
+        """
         base = min((planner.chain for planner in self._planners), key=lambda chain: smallest_peak(chain).peak_bytes)
         sent = offloaded(base, self._subject.device, self._allowed.offload_option or Offload())
         if not self._may_fit(best_case(sent, tiles=True, head=True)):
             return []
-        grown: list[tuple[str, Chain]] = []
-        together, names = base, list[str]()
-        for name, grow in self._forbidden(base):
+        grown: list[tuple[dict[str, object], Chain]] = []
+        together, options = base, dict[str, object]()
+        for option, grow in self._forbidden(base, asked):
             by_itself = grow(base)
             if by_itself is None or by_itself == base:
                 continue
-            grown.append((name, by_itself))
+            grown.append((option, by_itself))
             together = by_itself if together is base else grow(together) or together
-            names.append(name)
-        if len(names) > 1:
-            grown.append((" and ".join(names), together))
-        return [self._change(name, chain) for name, chain in grown if self._may_fit(chain)]
+            options |= option
+        if len(options) > 1:
+            grown.append((options, together))
+        return [self._change(option, chain) for option, chain in grown if self._may_fit(chain)]
 
     def _may_fit(self, chain: Chain) -> bool:
         return smallest_peak(chain).peak_bytes <= self._budget * (1 + _WRONG_BY)
 
-    def _forbidden(self, chain: Chain) -> Iterator[tuple[str, Callable[[Chain], Chain | None]]]:
-        """Yield what a plan was not allowed to hold, as the user writes it, and what adds it to a chain."""
-        allowed = self._allowed
-        if allowed.tiles is False or (allowed.tiles is None and not _has_tiles(chain)):
-            yield "tiles: auto", lambda base: self._subject.tiled(Planner(base), replace(allowed, tiles=True)).chain
-        if not allowed.head:
-            yield "head: chunked", self._with_chunked_head
-        if allowed.offload is None:
-            yield "offload: cpu", partial(offloaded, device=self._subject.device, offload=Offload(fraction=1.0))
+    def _forbidden(
+        self, chain: Chain, asked: Allowed
+    ) -> Iterator[tuple[dict[str, object], Callable[[Chain], Chain | None]]]:
+        """Yield what a plan was not allowed to hold, as options of the user's, and what adds it to a chain."""
+        if asked.exact is True and asked.can_be_faster:
+            yield {"exact": PREFER}, partial(self._widened, allowed=asked.widest)
+        # Where it is `exact` that forbids them, that is the option to change.
+        elif asked.tiles is False or (asked.tiles is None and not _has_tiles(chain)):
+            yield {"tiles": "auto"}, partial(self._widened, allowed=Allowed(tiles=True, head=False))
+        if asked.head is False:
+            yield {"head": "chunked"}, partial(self._widened, allowed=Allowed(tiles=False, head=True))
+        if asked.offload is None:
+            offload = Offload(fraction=1.0)
+            yield {"offload": "cpu"}, partial(offloaded, device=self._subject.device, offload=offload)
 
-    def _with_chunked_head(self, chain: Chain) -> Chain | None:
-        found = self._subject.chunked(Planner(chain))
-        return None if found is None else found.chain
+    def _widened(self, chain: Chain, allowed: Allowed) -> Chain:
+        """Return a chain with the tiles and the head that are allowed."""
+        planner = Planner(chain)
+        if allowed.tiles is not False:
+            planner = self._subject.tiled(planner, replace(allowed, offload=self._allowed.offload))
+        chunked = self._subject.chunked(planner) if allowed.head else None
+        return (chunked or planner).chain
 
-    def _change(self, name: str, chain: Chain) -> Change:
+    def _change(self, options: dict[str, object], chain: Chain) -> Change:
         choice = smallest_peak(chain)
-        text = f"{name}, with {format_bytes(choice.host_bytes)} of host memory" if choice.host_bytes else name
-        return Change(text, lambda: self._subject.planned(chain, choice).memory.peak_bytes)
+        return Change(options, lambda: self._subject.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
 
     def _extend(self, found: Planned | None) -> None:
         """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""
         base, allowed = self._planners[0], self._allowed
         may_tile = allowed.tiles is not False
         tiles = may_tile and self._may_help(found, tiles=True, head=False)
-        head = allowed.head and self._may_help(found, tiles=False, head=True)
+        head = bool(allowed.head) and self._may_help(found, tiles=False, head=True)
         if not (tiles or head) and may_tile and allowed.head:
             # Each alone may be of no use where both are needed.
             tiles = head = self._may_help(found, tiles=True, head=True)
-        tiled = self._subject.tiled(base, allowed) if tiles else base
-        if _has_tiles(tiled.chain):
-            self._planners.append(tiled)
-        chunked = self._subject.chunked(tiled) if head else None
-        if chunked is not None:
-            self._planners.append(chunked)
-        for planner in dict.fromkeys((self._planners[0], self._planners[-1])):
+        self._add(tiles=tiles, head=head)
+        for planner in dict.fromkeys((base, self._planners[-1])):
             self._gapped.extend(self._subject.gapped(planner, allowed.offload_option))
+
+    def _extend_with_all(self) -> None:
+        """Simulate tiles and the chunked head as far as they are allowed."""
+        self._add(tiles=self._allowed.tiles is not False, head=bool(self._allowed.head))
+
+    def _add(self, *, tiles: bool, head: bool) -> None:
+        base = self._planners[0]
+        tiled = self._subject.tiled(base, self._allowed) if tiles else base
+        chunked = self._subject.chunked(tiled) if head else None
+        for planner in (tiled if _has_tiles(tiled.chain) else None, chunked):
+            if planner is not None and planner not in self._planners:
+                self._planners.append(planner)
 
     def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
         best = Planner(best_case(self._planners[0].chain, tiles=tiles, head=head))

@@ -27,6 +27,7 @@ COLOURS: Mapping[Category, str] = {
     Category.GATHERED: "#000000",
     Category.OPTIMIZER: "#0072B2",
     Category.GRADIENTS: "#009E73",
+    Category.WORKSPACES: "#332288",
     Category.SAVED: "#56B4E9",
     Category.RECOMPUTED: "#D55E00",
     Category.LOSS: "#CC79A7",

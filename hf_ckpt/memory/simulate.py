@@ -13,26 +13,30 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt.layers import Stack, find_layers
+from hf_ckpt.memory import proven
 from hf_ckpt.memory.concrete import Concrete
 from hf_ckpt.memory.copies import CannotCopyError, Copies
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.fake_kernels import explain
 from hf_ckpt.memory.offloaded import CountedLink, add_waits, as_it_runs, host_bytes_of
 from hf_ckpt.memory.on_cuda import as_on_cuda
-from hf_ckpt.memory.operators import Queue, operator_cost, seconds_of
+from hf_ckpt.memory.on_cuda.cublas import add_workspaces
+from hf_ckpt.memory.operators import Queue, is_kept_selectively, operator_cost, role_of_operator, seconds_of
 from hf_ckpt.memory.optimizers import host_tensors, make_optimizer
 from hf_ckpt.memory.reading import read
 from hf_ckpt.memory.running import run_step
 from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
 from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Tape, settle
+from hf_ckpt.memory.tape import Event, Tape, settle
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.memory.twin import fake_twin
 from hf_ckpt.memory.watching import watch
+from hf_ckpt.modifiers import Prove
 from hf_ckpt.patch import apply, make_plan
 from hf_ckpt.plans import Plan, parse
-from hf_ckpt.policy import SELECTIVE_MODES, Policy
+from hf_ckpt.policy import SELECTIVE_MODES, Mode, Policy
+from hf_ckpt.regions.selective.operators import Role
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
@@ -119,9 +123,10 @@ def trace_step(
         changed_by: see there.
         structure: see there.
     """
-    changed_by = changed_by or _unchanged
-    traced = partial(_traced, model, plan, step, device, structure, explains=explains, changed_by=changed_by)
-    if not traces_all and changed_by is _unchanged:
+    traced = partial(
+        _traced, model, plan, step, device, structure, explains=explains, changed_by=changed_by or nullcontext
+    )
+    if not traces_all and changed_by is None:
         try:
             return traced(copies_layers=True)
         except CannotCopyError:
@@ -153,7 +158,9 @@ def _traced(
     plan = None if plan is None else as_it_runs(plan)
     copies = Copies.choose(stacks, plan) if copies_layers else None
     if plan is not None:
-        applied = apply(twin, plan if copies is None else copies.without(plan), **structure)
+        prove: Prove = "first_step" if step.is_proven else "off"
+        applied = apply(twin, plan if copies is None else copies.without(plan), prove=prove, **structure)
+        applied.value_proof.use(partial(proven.simulated, tracker))
         for offloader in applied.offloaders:
             offloader.use_link(CountedLink(tracker))
     if copies is not None:
@@ -169,6 +176,7 @@ def _traced(
     _queue(tape, device, plan)
     add_waits(tape, device)
     tape = on_one_rank(tape, weights_of(model, find_layers(model, **structure), step), step, device)
+    add_workspaces(tape, device)
     host_bytes = 0 if optimizer is None else sum(tensor.nbytes for tensor in host_tensors(optimizer))
     return Traced(tape, stacks, host_bytes + host_bytes_of(tape))
 
@@ -236,25 +244,31 @@ def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -
 def _queue(tape: Tape, device: Device, plan: Plan | None) -> None:
     """Let operators wait for the host where it is slower than the device: in the order of the whole step."""
     queue = Queue(device)
-    selective = {
-        (stack.path, layer_idx)
+    modes: dict[tuple[str, int | None], Mode] = {
+        (stack.path, layer_idx): entry.mode
         for stack in (() if plan is None else plan.stacks)
         for layer_idx, entry in enumerate(stack.layers)
         if entry.mode in SELECTIVE_MODES
     }
+    has_kernel = {_layer(event) for event in tape.events if role_of_operator(event.place.operator) is Role.ATTENTION}
     for event in tape.events:
         if event.seconds:
+            mode = modes.get(_layer(event))
             is_recorded = event.place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
-            is_selective = is_recorded and (event.place.stack, event.place.layer_idx) in selective
-            event.seconds = queue.take(event.seconds, records_graph=is_recorded, is_selective=is_selective)
+            if mode is Mode.SELECTIVE_ATTENTION and _layer(event) not in has_kernel:
+                # Its probabilities are followed from operator to operator.
+                is_looked_at = is_recorded
+            else:
+                is_looked_at = mode is not None and is_kept_selectively(event)
+            event.seconds = queue.take(event.seconds, records_graph=is_recorded, is_looked_at=is_looked_at)
+
+
+def _layer(event: Event) -> tuple[str, int | None]:
+    return event.place.stack, event.place.layer_idx
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _unchanged(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    return nullcontext(model)
 
 
 def _turn_cache_off(model: nn.Module) -> None:

@@ -36,6 +36,7 @@ class Step:
         optim: name of the optimizer, in the words of `TrainingArguments.optim`; None for no optimizer step.
         optim_arguments: further fields of `TrainingArguments` that the optimizer reads, such as `optim_args`.
         sharding: the engine, and how many ranks share.
+        is_proven: whether the first micro-batch is proven (`prove` of `apply`): memory is counted for that, no time.
     """
 
     batch_size: int = 1
@@ -48,6 +49,7 @@ class Step:
     optim: str | None = "adamw_torch_fused"
     optim_arguments: dict[str, Any] = field(default_factory=dict)
     sharding: Sharding = Sharding()
+    is_proven: bool = False
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,8 @@ class Category(StrEnum):
     """Gradients of trainable parameters."""
     OPTIMIZER = "optimizer state"
     """What the optimizer keeps from step to step, on the device."""
+    WORKSPACES = "cuBLAS workspaces"
+    """What torch gives cuBLAS on CUDA, for the forward's thread and for that of backward; it stays between steps."""
     SAVED = "saved activations"
     """Made in forward and held for backward."""
     RECOMPUTED = "recomputation"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_ckpt.memory import quantized
@@ -50,11 +51,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         tape: what happened so far.
+        counts_time: whether operators that run take time.
     """
 
     def __init__(self, *, rounding: int = 1, costs: Costs = no_costs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
+        self.counts_time = True
         self._rounding = rounding
         self._costs = costs
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
@@ -152,6 +155,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Write down what goes to the host or comes back."""
         self._write(Event(self._here(), transfer=transfer))
 
+    def note_passing(self, num_bytes: int) -> None:
+        """Count memory that is there for a moment."""
+        storage = self._note_block(num_bytes)
+        self._write(Event(self._here(), Change.FREE, storage))
+
+    def note_held(self, num_bytes: int, holder: object) -> None:
+        """Count memory that goes with an object."""
+        # No address of a storage.
+        key = -1 - len(self.tape.events)
+        self._alive[key] = (weakref.ref(holder, lambda _: self._lose(key)), self._note_block(num_bytes))
+
+    def _note_block(self, num_bytes: int) -> Storage:
+        place = self._here()
+        storage = Storage(self._rounded(num_bytes), place, category=Category.TEMPORARY)
+        self._write(Event(place, Change.ALLOCATE, storage))
+        return storage
+
     @contextmanager
     def out_of_sight(self) -> Iterator[None]:
         """Let what is made in here be none of the device's memory: it lies on the host."""
@@ -197,7 +217,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take_in(output, self._place)
             return output
         place = self._here(str(function))
-        seconds, num_flops = self._costs(function, args, kwargs, output)
+        seconds, num_flops = self._costs(function, args, kwargs, output) if self.counts_time else (0.0, 0)
         if seconds or num_flops:
             self._write(Event(place, seconds=seconds, num_flops=num_flops))
         self._take_in(output, place)
@@ -206,7 +226,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take_in(self, output: Any, place: Place) -> None:
         made = set[int]()
         for tensor in tensors_of(output):
-            if self._storage_of(tensor) is None:
+            if self._storage_of(tensor) is None and not is_without_memory(tensor):
                 storage = self._follow(tensor, place)
                 made.add(id(storage))
                 if storage.num_bytes:
@@ -258,12 +278,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, tensor: Tensor, place: Place | None) -> Storage:
         storage = tensor.untyped_storage()
-        num_bytes = -(-storage.nbytes() // self._rounding) * self._rounding
+        num_bytes = self._rounded(storage.nbytes())
         followed = Storage(num_bytes, place, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         key = storage._cdata
         # Called when C++ lets the storage go: Python's object of a storage lives as long as the storage.
         self._alive[key] = (weakref.ref(storage, lambda _: self._lose(key)), followed)
         return followed
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._rounding) * self._rounding
 
     def _lose(self, key: int) -> None:
         _, storage = self._alive.pop(key)
@@ -273,6 +296,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, event: Event) -> None:
         if not self._is_silent:
             self.tape.events.append(event)
+
+
+def is_without_memory(tensor: Tensor) -> bool:
+    """Whether a tensor lies on `meta`: it stands for one that recomputation does without (`regions.selective`)."""
+    # Of a fake tensor each look at `device` costs; all of them are `is_meta`.
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
 
 
 def _plain_name(operator: str) -> str:

@@ -7,33 +7,39 @@ Costs one more copy of each kept module's output.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.call import Call, Function, take_apart, tensors_of
 from hf_ckpt.regions.random_state import RandomState
-from hf_ckpt.regions.recompute import original_forward
+from hf_ckpt.regions.recompute import original_forward, run_proven
+from hf_ckpt.regions.transforms import refuse_transforms
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.value_proof import RegionProof
 
 
-class KeptModules:
+class KeptModules(threading.local):
     """Links a layer with the modules inside it that are kept. One for each layer; lives on the layer.
+
+    By thread: several may run the layer at once, and backward runs in others than forward.
 
     Attributes:
         outputs: what the kept modules return in the call of the layer that runs now; None outside of one.
     """
 
-    def __init__(self) -> None:
-        self.outputs: _Outputs | None = None
+    outputs: _Outputs | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model made while a layer runs must not share the running call.
-        return {"outputs": None}
+        return KeptModules, ()
 
     @contextmanager
     def hand_out(self, outputs: _Outputs) -> Iterator[None]:
@@ -88,16 +94,22 @@ class _Outputs:
         return output
 
 
-def recompute_around(kept: KeptModules, function: Function, *args: Any) -> Any:
+def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: RegionProof | None = None) -> Any:
     """Run `function(*args)`, a layer's forward, and recompute all of it but its kept modules in backward.
 
     Args:
         kept: the link to the kept modules; their forward must be `run_kept`.
         function: the layer's forward, with its keyword arguments.
         args: positional arguments.
+        proof: see `recompute`.
     """
+    refuse_transforms()
     call, tensors = take_apart(function, args)
-    return checkpoint(_Outputs().run, kept, call, *tensors, use_reentrant=False, preserve_rng_state=True)
+    looked = None if proof is None else proof.watch(function, tensors)
+    returned = run_proven(looked, partial(_Outputs().run, kept, call), tensors)
+    if looked is not None:
+        looked.look_at_graph(function, args, returned)
+    return returned
 
 
 def run_kept(kept: KeptModules, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:

@@ -14,17 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.threads import OneOfSeveral
+from hf_ckpt.regions.transforms import untransformed
 
 Function = Callable[..., Any]
+
+
+class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
+    """Stops a recomputation once the last tensor that backward needs is there."""
 
 
 class Call:
     """A function and its arguments, without the tensors that belong to the graph: `run` is given those.
 
     Made by `take_apart`.
+
+    Attributes:
+        state: of the modules that the function runs.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs", "_lengths", "_places", "_versions")
+    __slots__ = ("_args", "_function", "_kwargs", "_lengths", "_places", "_versions", "state")
 
     def __init__(self, function: Function, args: list[Any], kwargs: dict[str, Any], places: list[int | str]) -> None:
         self._function = function
@@ -38,12 +48,14 @@ class Call:
             if not tensor.is_inference()
         ]
         self._lengths = [(value, len(value)) for value in (*args, *kwargs.values()) if isinstance(value, list)]
+        self.state = CallState(function, args)
 
     def run(self, *tensors: Any) -> Any:
         """Call the function with `tensors` in their places.
 
         Raises:
-            UnsupportedError: an argument has been changed since the call was made, by the function or by another.
+            UnsupportedError: an argument has been changed since the call was made, by the function or by another; or
+                the state of the modules has, in a way that cannot be brought back.
         """
         self._check_unchanged()
         args, kwargs = list(self._args), dict(self._kwargs)
@@ -52,7 +64,8 @@ class Call:
                 kwargs[place] = tensor
             else:
                 args[place] = tensor
-        returned = self._function(*args, **kwargs)
+        with self.state.as_in_forward(), untransformed(), OneOfSeveral():
+            returned = self._function(*args, **kwargs)
         self._check_unchanged()
         return returned
 

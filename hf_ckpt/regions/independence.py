@@ -89,25 +89,58 @@ def _autocast_dtypes(tensor: Tensor) -> Iterable[torch.dtype]:
     return [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
 
 
-def check_nothing_escapes(module: nn.Module, graph: Sequence[weakref.ref[Tensor]]) -> None:
+class DroppedGraph:
+    """The graph of a slice that runs for its output alone: takes the place of whatever autograd saves for it.
+
+    Lives as long as a node that has saved something. What nodes that save nothing lead to are the inputs of the slice.
+
+    Args:
+        module: that runs.
+    """
+
+    __slots__ = ("__weakref__", "_module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def drop(self, tensor: Tensor) -> DroppedGraph:
+        """Take the place of a tensor."""
+        return self
+
+    def bring_back(self) -> Tensor:
+        """Somebody goes back through the graph while the slice still runs.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise _escape(self._module)
+
+
+def check_nothing_escapes(module: nn.Module, graph: Sequence[weakref.ref[Any]]) -> None:
     """Refuse a module of which something is used beside its outputs: no gradient would come from there.
 
     Args:
         module: that ran.
-        graph: inputs of a slice that live as long as anything of its graph.
+        graph: what lives as long as anything of the graph of a slice: a `DroppedGraph`, and inputs with a gradient.
 
     Raises:
         UnsupportedError: something of the graph is still there.
     """
-    if any(tensor() is not None for tensor in graph):
-        # Not what only awaits the collector.
-        gc.collect()
-    if any(tensor() is not None for tensor in graph):
-        raise UnsupportedError(
-            f"{type(module).__name__} is to run in tiles, but something that is computed inside it is used outside "
-            "too (a router's logits for an auxiliary loss, a hook that keeps outputs), which slices would cut off from "
-            "its gradient. Set output_router_logits=False, take the hook off, or leave tiles out for its layer."
-        )
+    # Not what only awaits the collector, which finds what is new in a moment.
+    for generation in range(3):
+        if all(part() is None for part in graph):
+            return
+        gc.collect(generation)
+    if any(part() is not None for part in graph):
+        raise _escape(module)
+
+
+def _escape(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(module).__name__} is to run in tiles, but something that is computed inside it is used outside "
+        "too (a router's logits for an auxiliary loss, a hook that keeps outputs), which slices would cut off from "
+        "its gradient. Set output_router_logits=False, take the hook off, or leave tiles out for its layer."
+    )
 
 
 def used(module: nn.Module, outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> set[int]:

@@ -19,29 +19,36 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_ckpt.regions.call import Call, Function, keeps_activations, take_apart, tensors_of
+from hf_ckpt.regions.call import AllRecomputed, Call, Function, keeps_activations, take_apart, tensors_of
 from hf_ckpt.regions.random_state import AutocastState, RandomState
-from hf_ckpt.regions.recompute import recompute
+from hf_ckpt.regions.recompute import run_proven
 from hf_ckpt.regions.saved_inputs import SavedInputs
+from hf_ckpt.regions.threads import OneOfSeveral
+from hf_ckpt.regions.transforms import refuse_transforms, untransformed
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.value_proof import CallProof, RegionProof
 
 
-class SegmentRunner:
-    """Knows which segment of a stack is open while the stack runs. One for each stack; lives on its layers."""
+class SegmentRunner(threading.local):
+    """Knows which segment of a stack is open while the stack runs. One for each stack; lives on its layers.
 
-    def __init__(self) -> None:
-        self._open: weakref.ref[_Segment] | None = None
-        self._entered: tuple[int, Function, tuple[Any, ...]] | None = None
-        self.replayed: tuple[_Link, _Collector] | None = None
+    By thread: a segment ends where another thread goes on.
+    """
 
-    def __getstate__(self) -> dict[str, Any]:
+    _open: weakref.ref[_Segment] | None = None
+    _entered: tuple[int, Function, tuple[Any, ...]] | None = None
+    replayed: tuple[_Link, _Collector] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
         # All of it belongs to a running forward or backward, which a copy of the model has not.
-        return {"_open": None, "_entered": None, "replayed": None}
+        return SegmentRunner, ()
 
     def join(self, number: int, layer_idx: int, tensors: list[Tensor]) -> _Segment:
         """Return the open segment if a call with these tensors continues it, a new one otherwise."""
@@ -90,7 +97,13 @@ def leave(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, ou
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def run_in_segment(
-    runner: SegmentRunner, number: int, layer_idx: int, nested: bool, function: Function, *args: Any
+    runner: SegmentRunner,
+    number: int,
+    layer_idx: int,
+    nested: bool,
+    function: Function,
+    *args: Any,
+    proof: RegionProof | None = None,
 ) -> Any:
     """Run `function(*args)`, a layer's forward, as a link of the segment `number`; never compiled.
 
@@ -101,21 +114,26 @@ def run_in_segment(
         nested: checkpoint the layer again while its segment is recomputed.
         function: the layer's forward, with its keyword arguments.
         args: positional arguments.
+        proof: see `recompute`.
     """
     if not torch.is_grad_enabled():
         return function(*args)
+    refuse_transforms()
     call, tensors = take_apart(function, args)
     if runner.replayed is not None:
         link, collector = runner.replayed
         return link.recompute(call, tensors, collector)
     entered = runner.take_entered(layer_idx)
     outer = None if entered is None else take_apart(*entered)
+    if outer is not None:
+        # The one runs now, the other when it is recomputed.
+        outer[0].state = call.state
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1])
-    return segment.run(layer_idx, call, tensors, outer, nested)
-
-
-class _AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
-    """Stops a recomputation once the last tensor that backward needs is there."""
+    looked = None if proof is None else proof.watch(function, tensors)
+    returned = segment.run(layer_idx, call, tensors, outer, nested, looked)
+    if looked is not None:
+        looked.look_at_graph(function, args, returned)
+    return returned
 
 
 class _Link:
@@ -127,12 +145,20 @@ class _Link:
         is_outer: whether the call leads to the layer through a module around it.
         outputs: what the layer before returned.
         nested: checkpoint the layer again while the segment is recomputed.
+        proof: looks at whether the layer returns again what it returned.
     """
 
     def __init__(
-        self, call: Call, tensors: list[Tensor], is_outer: bool, outputs: list[weakref.ref[Tensor]], nested: bool
+        self,
+        call: Call,
+        tensors: list[Tensor],
+        is_outer: bool,
+        outputs: list[weakref.ref[Tensor]],
+        nested: bool,
+        proof: CallProof | None,
     ) -> None:
         self._call = call
+        self._proof = proof
         self._is_outer = is_outer
         self._nested = nested
         self.random_state = RandomState.of(*tensors)
@@ -154,12 +180,17 @@ class _Link:
     def recompute(self, call: Call, tensors: list[Tensor], collector: _Collector) -> Any:
         """Run the layer's own call again, and collect what it saves."""
         self.random_state.restore()
-        with self._autocast.restored(), collector.hooks():
-            return self.run(call, tensors)
+        with self._autocast.restored(), collector.hooks(None if self._nested else self._proof):
+            returned = self.run(call, tensors)
+        collector.stop_if_done()
+        return returned
 
     def run(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run the layer's own call."""
-        return recompute(call.run, *tensors) if self._nested else call.run(*tensors)
+        if self._nested:
+            call.state.check()
+            return run_proven(self._proof, call.run, tensors)
+        return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 
 class _Placeholder:
@@ -185,11 +216,10 @@ class _Segment:
         self._versions: list[int] = []
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._meta: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._thread = threading.get_ident()
 
     def goes_on_with(self, number: int, layer_idx: int, tensors: list[Tensor]) -> bool:
         """Whether a call with these tensors takes the last layer's output as it is, not written to since."""
-        if number != self._number or layer_idx <= self._layer_idx or self._thread != threading.get_ident():
+        if number != self._number or layer_idx <= self._layer_idx:
             return False
         position = _position(tensors[0], self._outputs) if tensors else None
         return position is not None and tensors[0]._version == self._versions[position]
@@ -201,6 +231,7 @@ class _Segment:
         tensors: list[Tensor],
         outer: tuple[Call, list[Tensor]] | None,
         nested: bool,
+        proof: CallProof | None,
     ) -> Any:
         """Run a layer for the first time.
 
@@ -210,13 +241,15 @@ class _Segment:
             tensors: what that is given.
             outer: the same of the module around it, if the row has to go through that.
             nested: checkpoint the layer again while the segment is recomputed.
+            proof: see `_Link`.
         """
         self._layer_idx = layer_idx
         replayed = (call, tensors) if outer is None else outer
-        link = _Link(*replayed, outer is not None, self._outputs, nested)
-        self._links.append(link)
-        with self._hooks():
-            output = link.run(call, tensors)
+        with OneOfSeveral():
+            link = _Link(*replayed, outer is not None, self._outputs, nested, proof)
+            self._links.append(link)
+            with self._hooks():
+                output = link.run(call, tensors)
         self.leave(layer_idx, output)
         return output
 
@@ -244,7 +277,7 @@ class _Segment:
         """
         collector = _Collector(self._placeholders, self._meta)
         outputs: list[Tensor] = []
-        with self._links[0].random_state.kept(), torch.enable_grad():
+        with untransformed(), self._links[0].random_state.kept(), torch.enable_grad():
             try:
                 for number, link in enumerate(self._links):
                     # An engine must see the end of each layer's forward, but for the one that is in its backward.
@@ -252,7 +285,7 @@ class _Segment:
                     outputs = tensors_of(link.replay(self._runner, outputs, collector))
                     if collector.is_done:
                         break
-            except _AllRecomputed:
+            except AllRecomputed:
                 pass
         collector.check()
 
@@ -267,15 +300,26 @@ class _Collector:
         alive = [number for number, placeholder in enumerate(placeholders) if placeholder() is not None]
         self._needed = alive[-1] + 1
         self.may_stop = False
+        self._proof: CallProof | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether the last tensor that is needed has come by."""
         return self._taken >= self._needed
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Collect what autograd saves in the block."""
+    def hooks(self, proof: CallProof | None) -> AbstractContextManager[Any]:
+        """Collect what autograd saves in the block.
+
+        Args:
+            proof: looks at the block, so that it must not be stopped inside.
+        """
+        self._proof = proof
         return saved_tensors_hooks(self.take, _as_it_is)
+
+    def stop_if_done(self) -> None:
+        """Stop the recomputation if nothing more is needed and it may stop."""
+        if self.is_done and self.may_stop:
+            raise AllRecomputed
 
     def take(self, tensor: Tensor) -> Tensor:
         # Without its graph: a node that holds its own output would hold itself, for ever.
@@ -286,8 +330,10 @@ class _Collector:
             if placeholder is not None:
                 placeholder.value = tensor
         self._taken += 1
-        if self.is_done and self.may_stop:
-            raise _AllRecomputed
+        if self._proof is None or not self._proof.runs_to_end:
+            self.stop_if_done()
+        elif self.is_done and self.may_stop:
+            self._proof.goes_on()
         return tensor
 
     def _compare(self, tensor: Tensor) -> None:

@@ -18,21 +18,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.modifiers import Tiles
 from hf_ckpt.regions.call import Call, Function, keeps_activations
-from hf_ckpt.regions.independence import check_alone, check_nothing_escapes, used
+from hf_ckpt.regions.independence import DroppedGraph, check_alone, check_nothing_escapes, used
 from hf_ckpt.regions.random_state import AutocastState, RandomState
 from hf_ckpt.regions.recompute import original_forward, recompute
 from hf_ckpt.regions.saved_inputs import SavedInputs, saved_behind
 from hf_ckpt.regions.slices import Cut, Joined, arguments_to_cut, outputs_of
+from hf_ckpt.regions.threads import OneOfSeveral
+from hf_ckpt.regions.tile_proof import TileProof
+from hf_ckpt.regions.transforms import refuse_in_tiles, refuse_transforms
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.value_proof import RegionProof
 
 
 class Tiling:
@@ -42,11 +47,13 @@ class Tiling:
         tiles: slices of the sequence, or `auto`; see `Cut.of`.
         recomputes: recompute each slice in backward. False keeps what all slices save: the same numbers with more
             memory, to compare with.
+        proof: looks at whether backward repeats the slices, and at where they come from and go to.
     """
 
-    def __init__(self, tiles: Tiles, *, recomputes: bool = True) -> None:
+    def __init__(self, tiles: Tiles, *, recomputes: bool = True, proof: RegionProof | None = None) -> None:
         self.tiles = tiles
         self.recomputes = recomputes
+        self.proof = proof
         # The first call shows whether slices can stand for the whole.
         self.is_checked = False
 
@@ -73,14 +80,18 @@ def run_tiled(tiling: Tiling, module: nn.Module, found: Function | None, *args: 
     forward = original_forward(module, found)
     if not keeps_activations(module):
         return forward(*args, **kwargs)
+    refuse_transforms()
     cutting = arguments_to_cut(module, args, kwargs, tiling.tiles)
     if cutting is None or len(cutting[0].bounds) == 1:
-        return recompute(partial(forward, **kwargs), *args) if tiling.recomputes else forward(*args, **kwargs)
+        if not tiling.recomputes:
+            return forward(*args, **kwargs)
+        return recompute(partial(forward, **kwargs), *args, proof=tiling.proof)
     cut, places = cutting
     rest = [None if place in places else value for place, value in enumerate(args)]
     keywords = {key: None if key in places else value for key, value in kwargs.items()}
     inputs = [kwargs[place] if isinstance(place, str) else args[place] for place in places]
-    return _Slices(tiling, module, Call(forward, rest, keywords, places), cut, inputs).run(inputs)
+    with OneOfSeveral():
+        return _Slices(tiling, module, Call(forward, rest, keywords, places), cut, inputs).run(inputs)
 
 
 class _Slices:
@@ -107,6 +118,9 @@ class _Slices:
         # A cast of a weight that autocast keeps would belong to the graph of one slice, and be used by the next.
         self._autocast = AutocastState.now().without_cache()
         self._random_state = RandomState.of(inputs)
+        # None in a recomputation: the backward that follows is that of the slices that ran first.
+        looked = tiling.proof.watch(module, inputs) if tiling.proof is not None and tiling.recomputes else None
+        self._proof = None if looked is None or looked.is_simulated else TileProof(looked, cut.dim, inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run all slices and return what the module returns for the whole."""
@@ -118,42 +132,51 @@ class _Slices:
         # The token keeps the inputs by its node, which the hooks of a region around this one would take away.
         with saved_tensors_hooks(_as_it_is, _as_it_is):
             outputs = _Tiled.apply(self, saved, outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
-        return self._joined.as_returned(outputs)
+        returned = self._joined.as_returned(outputs)
+        if self._proof is not None:
+            self._proof.joined(returned)
+        return returned
 
     def _forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Run all slices and return the whole outputs; what the slices save is dropped, or kept to compare with."""
         weights = self._weights_now()
         parts: set[int] = set()
         for start, length in self._cut.bounds:
+            # The first slice of each call shows what is computed with; the others are asked only for weights that
+            # were idle so far (experts).
+            asks = not start or len(parts) < len(weights)
             if self._tiling.recomputes:
-                graph, found = self._run_and_drop(inputs, weights, start, length)
-                if not self._tiling.is_checked:
-                    check_nothing_escapes(self._module, graph)
+                graph, found = self._run_and_drop(inputs, weights if asks else None, start, length)
+                # Costs a few weak references while nothing is wrong; what keeps outputs may come in any step.
+                check_nothing_escapes(self._module, graph)
             else:
                 self._kept.append(self._run(inputs, start, length))
-                found = self._put(self._kept[-1], weights, start, length)
+                found = self._put(self._kept[-1], weights if asks else None, start, length)
             parts |= found
-            self._tiling.is_checked = True
+        self._tiling.is_checked = True
         # Of the others autograd must not know: hooks on the gradients of idle experts would be told of nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
         return self._joined.take()
 
     def _run_and_drop(
-        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], start: int, length: int
-    ) -> tuple[list[weakref.ref[Tensor]], set[int]]:
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor] | None, start: int, length: int
+    ) -> tuple[list[weakref.ref[Any]], set[int]]:
         """Run one slice for its output alone.
 
         Returns:
-            What is alive while anything of its graph is, and the weights that had a part in it.
+            What is alive while anything of its graph is, and which of the weights that are given had a part in it.
         """
         # With a graph, though nothing is saved for it: without one some modules would take another kernel.
-        with saved_tensors_hooks(_dropped, _never_asked):
+        graph = DroppedGraph(self._module)
+        with saved_tensors_hooks(graph.drop, DroppedGraph.bring_back):
             piece = self._run(inputs, start, length)
         found = self._put(piece, weights, start, length)
-        return [weakref.ref(tensor) for tensor in piece.inputs if tensor.requires_grad], found
+        return [weakref.ref(graph), *(weakref.ref(tensor) for tensor in piece.inputs if tensor.requires_grad)], found
 
-    def _put(self, piece: _Slice, weights: Sequence[Tensor], start: int, length: int) -> set[int]:
+    def _put(self, piece: _Slice, weights: Sequence[Tensor] | None, start: int, length: int) -> set[int]:
         self._joined.put(piece.returned, start, length)
+        if weights is None:
+            return set()
         outputs = [output for output in outputs_of(piece.returned) if output is not None]
         return used(self._module, outputs, piece.inputs, weights)
 
@@ -168,14 +191,25 @@ class _Slices:
             x.new_empty(x.shape) if needs else None for x, needs in zip(inputs, self._needs_gradient, strict=True)
         ]
         sums = [_Sum(weight, len(self._cut.bounds)) for weight in self._weights_now()]
-        with self._random_state.kept():
+        # The first backward alone is looked at.
+        proof = self._proof
+        if proof is not None:
+            proof.begin_backward(gradients)
+        # Around the gradients too: weights that have been frozen since had a part in this loss.
+        with self._random_state.kept(), self._call.state.as_in_forward():
             self._random_state.restore()
-            for number, (start, length) in enumerate(self._cut.bounds):
-                piece = self._kept[number] if self._kept else self._run(inputs, start, length)
-                parts = self._joined.parts(gradients, start, length)
-                self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)
-                del piece, parts
-        return [*wholes, *(total.take() for total in sums)]
+            with OneOfSeveral():
+                for number, (start, length) in enumerate(self._cut.bounds):
+                    piece = self._kept[number] if self._kept else self._run(inputs, start, length)
+                    parts = self._joined.parts(gradients, start, length)
+                    self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)
+                    del piece, parts
+        totals = [total.take() for total in sums]
+        if proof is not None:
+            self._proof = None
+            with self._autocast.restored(), self._call.state.as_in_forward():
+                proof.finish(self._call.run, inputs, wholes, totals)
+        return [*wholes, *totals]
 
     def _add_gradients(
         self, piece: _Slice, gradients: Sequence[Tensor | None], places: Sequence[Tensor | None], sums: Sequence[_Sum]
@@ -189,7 +223,10 @@ class _Slices:
             if output is not None and output.requires_grad and gradient is not None
         ]
         wanted = [tensor for tensor in piece.inputs if tensor.requires_grad]
-        found = iter(_gradients(reached, [*wanted, *weights]))
+        all_found = _gradients(reached, [*wanted, *weights])
+        if self._proof is not None:
+            self._proof.gave(gradients, all_found[: len(wanted)], all_found[len(wanted) :])
+        found = iter(all_found)
         for place in places:
             if place is not None:
                 _fill(place, next(found))
@@ -204,7 +241,8 @@ class _Slices:
         ]
         versions = [piece._version for piece in pieces]
         with torch.enable_grad(), self._autocast.restored():
-            returned = self._call.run(*pieces)
+            proof, run = self._proof, self._call.run
+            returned = run(*pieces) if proof is None else proof.run(run, inputs, pieces)
         if [piece._version for piece in pieces] != versions:
             raise UnsupportedError(
                 f"{type(self._module).__name__} is to run in tiles, but it writes into its input, which its "
@@ -243,8 +281,10 @@ class _Tiled(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        # `once_differentiable` would not raise where the second backward is asked for the gradients of given tensors:
+        # those would silently lack what comes through here.
+        refuse_in_tiles()
         (token,) = ctx.saved_tensors
         return None, None, None, *ctx.slices.backward(saved_behind(token), gradients)
 
@@ -306,11 +346,3 @@ def _trainable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _dropped(tensor: Tensor) -> None:
-    return None
-
-
-def _never_asked(nothing: None) -> Tensor:
-    raise AssertionError("the graph of a slice's first run is gone")

@@ -7,21 +7,26 @@ after: that is quicker than to start two interpreters each time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_ckpt import HFCkptCallback, exchange, watch
+from hf_ckpt.finetune import command
 from tests.training import During, llama, trainer
 
 LIMIT_S = 90
@@ -51,13 +56,37 @@ def cannot_be_planned(model: nn.Module) -> None:
 IN_TRAINING: dict[str, Callable[[nn.Module], None]] = {"raises": raise_in_forward, "is killed": kill_in_forward}
 
 
+def kill_with_a_child(*_: object) -> NoReturn:
+    """Be killed where a child that was forked, as for loading data, lives on with all that was open."""
+    if not os.fork():
+        time.sleep(LIMIT_S)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it is gone")
+
+
+def wait_for_connection() -> None:
+    """Wait until the other process would notice the end of this one."""
+    (mine,) = watch._running
+    while not mine.sees(1):
+        time.sleep(0.05)
+
+
+def stop_for(seconds: float) -> None:
+    """Stop this process, as a debugger does, with all its threads."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def run(fault: str, victim: int) -> None:
     """Train for more steps than are reached."""
     model, policy, callbacks = llama(), "full", []
     # Minutes, for a run whose processes have come apart by other work.
     exchange.PATIENCE_S = 5
     if int(os.environ["RANK"]) == victim:
-        if fault in IN_TRAINING:
+        if fault == "exits while saving":
+            callbacks.append(During("on_save", lambda _: sys.exit(0)))
+        elif fault in IN_TRAINING:
             callbacks.append(During("on_step_begin", IN_TRAINING[fault], step=2))
         elif fault == "has another policy":
             policy = "attention"
@@ -66,17 +95,73 @@ def run(fault: str, victim: int) -> None:
         else:
             cannot_be_planned(model)
     with tempfile.TemporaryDirectory() as folder:
-        trainer(model, Path(folder), HFCkptCallback(policy), *callbacks, max_steps=50).train()
+        saving = {"save_strategy": "steps", "save_steps": 2} if fault == "exits while saving" else {}
+        trainer(model, Path(folder), HFCkptCallback(policy), *callbacks, max_steps=50, **saving).train()
 
 
-def run_and_linger(victim: int) -> None:
+def run_and_linger(victim: int, event: str) -> None:
     """Train; the victim raises, but its process lives on with all its connections, as under NCCL or in a notebook."""
-    watch._GRACE_S = 1.0
+    watch._GRACE_S = watch._LOOK_S = 1.0
+    where = During(event, raise_in_forward if event == "on_step_begin" else _raise, step=2)
+    callbacks = [where] if int(os.environ["RANK"]) == victim else []
     try:
-        run("raises", victim)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer(llama(), Path(folder), HFCkptCallback("full"), *callbacks, max_steps=50).train()
     except ValueError:
         time.sleep(LINGERS_S)
         raise
+
+
+def be_killed_before_training(victim: int) -> None:
+    """Be killed between the Trainer's making and its training, for which the other process is loading something."""
+    watch._GRACE_S = 1.0
+    with tempfile.TemporaryDirectory() as folder:
+        trainer(llama(), Path(folder), HFCkptCallback("full"))
+        wait_for_connection()
+        if int(os.environ["RANK"]) == victim:
+            kill_with_a_child()
+        time.sleep(LIMIT_S)
+
+
+def be_killed_in_the_command(victim: int) -> None:
+    """Be killed in the first line of the fine-tuning command, while the other process reads something slow."""
+    watch._GRACE_S = 1.0
+    is_victim = int(os.environ["RANK"]) == victim
+    command.load_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
+    sys.exit(command.main(["recipe.yaml"]))
+
+
+def be_slow(victim: int) -> None:
+    """Train to the end, though one process takes longer than every timeout, and strangers come to the watch's door."""
+    watch._CONNECT_S = watch._LOOK_S = watch._GRACE_S = 1.0
+    exchange.PATIENCE_S = 1
+    callbacks: list[Any] = [HFCkptCallback("full")]
+    if int(os.environ["RANK"]) == victim:
+        # Before the plugin's own, so that the other process waits for this one there.
+        callbacks[:0] = [During(event, lambda _: time.sleep(3)) for event in ("on_init_end", "on_train_begin")]
+        callbacks.append(During("on_step_end", lambda _: stop_for(3), step=2))
+    else:
+        threading.Thread(target=send_strangers, daemon=True).start()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer(llama(), Path(folder), *callbacks, max_steps=4).train()
+    assert int(os.environ["RANK"]) == victim or len(strangers_met) == len(RUBBISH)
+    # The store ends with rank 0.
+    dist.barrier()
+
+
+RUBBISH = (b"", b"x", b"\xff\n", b"[]\n", b'{"rank": 1, "token": "x"}\n', b'{"rank": "1"}\n', b"x" * 100_000)
+strangers_met: list[socket.socket] = []
+
+
+def send_strangers() -> None:
+    """Connect to the watch of rank 0 before the other process does, and talk rubbish."""
+    while not (found := [mine for mine in watch._running if mine._listener is not None]):
+        time.sleep(0.01)
+    where = found[0]._listener.getsockname()
+    for said in RUBBISH:
+        strangers_met.append(socket.create_connection(where))
+        with contextlib.suppress(OSError):
+            strangers_met[-1].sendall(said)
 
 
 def serve() -> tuple[str, int] | None:
@@ -120,7 +205,14 @@ def _ends(children: list[int]) -> list[tuple[int, float]]:
 
 if __name__ == "__main__":
     what = (sys.argv[1], int(sys.argv[2])) if sys.argv[1:] else serve()
-    if what is not None and what[0] == "raises and lingers":
-        run_and_linger(what[1])
+    others: dict[str, Callable[[int], None]] = {
+        "raises and lingers": lambda victim: run_and_linger(victim, "on_step_begin"),
+        "leaves and lingers": lambda victim: run_and_linger(victim, "on_step_end"),
+        "is killed before training": be_killed_before_training,
+        "is killed in the command": be_killed_in_the_command,
+        "is slow": be_slow,
+    }
+    if what is not None and what[0] in others:
+        others[what[0]](what[1])
     elif what is not None:
         run(*what)

@@ -12,6 +12,7 @@ from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, is_auto
 from hf_ckpt.memory.devices import Device, reserve
+from hf_ckpt.memory.exactness import Exactness
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy import Mode
 
@@ -49,12 +50,14 @@ class Row:
         memory: what the step needs; None where it cannot be done.
         refusal: why it cannot be done.
         device: the only one that the row is for; None for all.
+        exactness: of the planner's choice: whether it is bitwise, and the time that takes.
     """
 
     name: str
     memory: StepMemory | None
     refusal: str = ""
     device: Device | None = None
+    exactness: Exactness | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     """Return the planner's choice for a device; it chooses by the times of the predictor's device."""
     say(f"Planning for {device.name} ...")
     try:
-        planned = predictor.planned(budget_of(predictor.subject, device), say)
+        planned = predictor.planned(budget_of(predictor.subject, device), say, compare=True)
     except BudgetError as error:
         return Row(AUTO, None, str(error), device)
-    return Row(AUTO, planned.memory, device=device)
+    return Row(AUTO, planned.memory, device=device, exactness=planned.exactness)

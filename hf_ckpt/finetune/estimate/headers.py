@@ -73,16 +73,22 @@ def needs_of(path: Path) -> Needs:
     Raises:
         RecipeError: the header names no hardware that is known; or see `subject_of`.
     """
-    said = _items(path.read_text(encoding="utf-8"))
-    device = _device(path, said.get("Hardware", ""))
-    subject = subject_of(load_recipe(path), _launch(path, said.get("Launch", "")))
-    predictor, budget = Predictor(subject, device), budget_of(subject, device)
+    predictor = on_hardware(path)
+    subject, device = predictor.subject, predictor.device
+    budget = budget_of(subject, device)
     if is_auto(subject.recipe):
         memory = predictor.planned(budget).memory
         limit = longest_row_of_all(predictor, budget).limit
     else:
         memory, limit = predictor.memory(subject.plan), longest_row(predictor, subject.plan, budget)
     return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
+
+
+def on_hardware(path: Path) -> Predictor:
+    """Return what predicts a recipe's steps on the hardware that its header names. See `needs_of`."""
+    said = _items(path.read_text(encoding="utf-8"))
+    device = _device(path, said.get("Hardware", ""))
+    return Predictor(subject_of(load_recipe(path), _launch(path, said.get("Launch", ""))), device)
 
 
 def with_needs(text: str, needs: Needs) -> str:

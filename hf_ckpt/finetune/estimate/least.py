@@ -65,6 +65,7 @@ def least_plans(subject: Subject) -> Iterator[Plan]:
     Args:
         subject: says what is allowed.
     """
+    subject = replace(subject, allowed=subject.allowed.in_turn[-1])
     plans = [plan for way in _ways(subject.allowed) if (plan := _with_least_head(subject, way)) is not None]
     yield from (_tiled_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import columns, describe_device, facts, format_seconds, memory_as_json
+from hf_ckpt.finetune.estimate.report import columns, facts, facts_of, format_seconds, memory_as_json
 from hf_ckpt.finetune.estimate.subject import Subject, random_model, subject_of
 from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.model import build_model
@@ -94,7 +94,7 @@ def measure(
 def text(found: Measured) -> str:
     """Return what was measured and predicted as text."""
     parts = [f"hf-ckpt profile {found.subject.title}"]
-    parts += facts([*found.subject.facts, ("device", describe_device(found.device)), *_rates(found.device)])
+    parts += facts([*found.subject.facts, *facts_of(found.device), *_rates(found.device)])
     return "\n".join([*parts, "", found.profile.table(), "", *_beside(found)])
 
 

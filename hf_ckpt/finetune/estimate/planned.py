@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.amounts import Budget, format_bytes
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import columns, describe_device, facts, format_seconds, memory_as_json
+from hf_ckpt.finetune.estimate.report import columns, exactness_as_json, facts, facts_of, format_seconds, memory_as_json
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.devices import Device, find_device, this_device
+from hf_ckpt.memory.exactness import Exactness
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.plans import Plan
 
@@ -31,6 +32,7 @@ class PlannedRecipe:
         budget_bytes: that the step may use.
         plan: the plan.
         memory: what the step needs under it, simulated whole.
+        exactness: whether it is bitwise, and the time that takes.
         chain: the step as the planner saw it.
         fixed: what it needs under fixed modes that were simulated too.
     """
@@ -40,6 +42,7 @@ class PlannedRecipe:
     budget_bytes: int
     plan: Plan
     memory: StepMemory
+    exactness: Exactness | None
     chain: Chain
     fixed: dict[str, StepMemory]
 
@@ -89,6 +92,8 @@ def plan_recipe(
     Raises:
         BudgetError: no plan fits; says what would.
     """
+    if budget is not None:
+        subject = replace(subject, command_options={**subject.command_options, "memory_budget": budget.key})
     predictor = Predictor(subject, device)
     num_bytes = (
         budget_of(subject, device)
@@ -96,9 +101,9 @@ def plan_recipe(
         else budget.bytes_on(device.memory_bytes or None, device=device.title)
     )
     say("Simulating and planning ...")
-    found = predictor.planned(num_bytes, say)
+    found = predictor.planned(num_bytes, say, compare=True)
     fixed = _fixed(predictor, say) if with_fixed else {}
-    return PlannedRecipe(subject, device, num_bytes, found.plan, found.memory, found.chain, fixed)
+    return PlannedRecipe(subject, device, num_bytes, found.plan, found.memory, found.exactness, found.chain, fixed)
 
 
 def _fixed(predictor: Predictor, say: Callable[[str], None]) -> dict[str, StepMemory]:
@@ -119,7 +124,7 @@ def text(found: PlannedRecipe) -> str:
     memory, device = found.memory, found.device
     rows = [
         *found.subject.facts,
-        ("device", describe_device(device)),
+        *facts_of(device),
         ("budget", format_bytes(found.budget_bytes)),
     ]
     time = memory.time
@@ -137,6 +142,7 @@ def text(found: PlannedRecipe) -> str:
             *columns(sizes, numeric=(1,)),
             *([f"Host memory {format_bytes(memory.host_bytes)}"] if memory.host_bytes else []),
             f"Step {format_seconds(time.total)}: {spent}",
+            *([f"Exactness: {found.exactness.describe()}"] if found.exactness is not None else []),
         ]
     )
 
@@ -149,5 +155,6 @@ def as_json(found: PlannedRecipe) -> dict[str, Any]:
         "budget_bytes": found.budget_bytes,
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         **memory_as_json(found.memory),
+        "exactness": None if found.exactness is None else exactness_as_json(found.exactness),
         "plan": json.loads(found.plan.to_json()),
     }

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from hf_ckpt.finetune.estimate.overrides import written
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.training_step import evaluation_step_of
 from hf_ckpt.memory.chain import NONE, Chain
@@ -66,12 +67,13 @@ class Predictor:
         subject = self.subject
         return chain_of(subject.model, subject.step, self.device, allowed=subject.allowed, **subject.structure)
 
-    def planned(self, budget_bytes: int, say: Callable[[str], None] | None = None) -> Planned:
+    def planned(self, budget_bytes: int, say: Callable[[str], None] | None = None, *, compare: bool = False) -> Planned:
         """Return the fastest plan that fits a budget, with what it needs.
 
         Args:
             budget_bytes: that the step may use.
             say: is told what goes on where nothing fits.
+            compare: see `plan_for`.
 
         Raises:
             BudgetError: none fits; says what would.
@@ -84,6 +86,8 @@ class Predictor:
             budget_bytes,
             chain=self.chain,
             allowed=subject.allowed,
+            compare=compare,
+            write=partial(written, subject),
             say=say,
             **subject.structure,
         )

@@ -67,8 +67,8 @@ def plan(
         memory_budget: `"22GiB"`, or a fraction of the device; the recipe's own, or the device's memory less a reserve,
             if left out.
         device: see `simulate`.
-        options: `offload`, `tiles` and `head`, which say what a plan may hold as beside policy `"auto"`; the recipe's
-            if left out. Fields of a step: see `simulate`.
+        options: `offload`, `tiles`, `head` and `exact`, which say what a plan may hold as beside policy `"auto"`; the
+            recipe's if left out. Fields of a step: see `simulate`.
 
     Raises:
         BudgetError: no plan fits; says what would.
@@ -115,11 +115,16 @@ def max_length(
 
 def _apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a policy, and the fields of a step."""
-    beside = {name: value for name, value in options.items() if name in POLICY_OPTIONS and value is not None}
-    return beside, {name: value for name, value in options.items() if name not in POLICY_OPTIONS}
+    names = {*POLICY_OPTIONS, *ALLOWANCES}
+    beside = {name: value for name, value in options.items() if name in names and value is not None}
+    return beside, {name: value for name, value in options.items() if name not in names}
 
 
 def _chosen(subject: Subject, plan: object, beside: dict[str, Any]) -> Plan | None:
+    if "exact" in beside:
+        raise PolicyError(
+            f'exact was given, but only policy "{AUTO}" chooses a plan. Leave it out, or ask hf_ckpt.plan.'
+        )
     if plan is not None:
         return subject.resolve(plan, **beside)
     if beside:
@@ -142,7 +147,8 @@ def _allowing(subject: Subject, beside: dict[str, Any]) -> Subject:
 def _subject(asked: Asked, fields: dict[str, Any]) -> Subject:
     try:
         if isinstance(asked, nn.Module):
-            return subject_of_model(asked, Step(**fields))
+            # As `apply` and the callback prove it, unless they are told not to.
+            return subject_of_model(asked, Step(**{"is_proven": True, **fields}))
         recipe = asked if isinstance(asked, Recipe) else load_recipe(Path(asked))
         subject = subject_of(recipe, Launch())
         return replace(subject, step=replace(subject.step, **fields))

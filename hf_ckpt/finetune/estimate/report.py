@@ -13,6 +13,7 @@ from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
 from hf_ckpt.finetune.versions import versions
 from hf_ckpt.memory.devices import Device, reserve, this_device
+from hf_ckpt.memory.exactness import Exactness
 from hf_ckpt.memory.timeline import StepMemory
 
 _SHOWN_CATEGORIES = 2
@@ -24,7 +25,9 @@ def table(found: Estimate) -> str:
     lines = [f"hf-ckpt estimate {found.subject.title}", *facts(found.subject.facts), *_devices(found), ""]
     header = ("plan", "peak", "most of it", "when", *_time_header(found), *_host_header(found), *_fit_headers(found))
     lines += columns([header, *(_cells(found, row) for row in found.rows)], numeric=(1, 4, *_host_column(found)))
-    return "\n".join([*lines, "", *_refusals(found), *_evaluation(found), verdict(found), *_host(found)])
+    return "\n".join(
+        [*lines, "", *_refusals(found), *_exactness(found), *_evaluation(found), verdict(found), *_host(found)]
+    )
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -74,7 +77,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "rows": [_row_as_json(found, row) for row in found.rows],
         "evaluation": None if found.evaluation is None else memory_as_json(found.evaluation),
         "host": [
-            {"device": device.name, "needed_bytes": needed, "free_bytes": _free_host_bytes(device)}
+            {"device": device.name, "needed_bytes": needed, "free_bytes": _free_host_bytes(found, device)}
             for device, needed in _needed_of_host(found)
         ],
     }
@@ -112,12 +115,31 @@ def memory_as_json(memory: StepMemory) -> dict[str, Any]:
     }
 
 
+def exactness_as_json(exactness: Exactness) -> dict[str, Any]:
+    """Return how exact a plan is as JSON types."""
+    return {
+        "is_bitwise": exactness.is_bitwise,
+        "inexact": list(exactness.inexact),
+        "of_none": exactness.of_none,
+        "inexact_of_none": exactness.inexact_of_none,
+        "text": exactness.describe(),
+    }
+
+
 # --- The table. ---
 
 
 def _devices(found: Estimate) -> Iterator[str]:
     width = max((len(name) for name, _ in found.subject.facts), default=0)
-    yield from facts([("device".ljust(width), describe_device(device)) for device in found.devices])
+    rows = [row for device in found.devices for row in facts_of(device)]
+    yield from facts([(name.ljust(width), text) for name, text in rows])
+
+
+def facts_of(device: Device) -> list[tuple[str, str]]:
+    """Return rows of `facts`: a device in words, with what it has beside a step, and which attention it runs."""
+    attention = device.describe_attention()
+    rows = [("device", describe_device(device))]
+    return rows if attention is None else [*rows, ("attention", f"{device.name}: {attention}")]
 
 
 def describe_device(device: Device) -> str:
@@ -191,9 +213,17 @@ def _missing(memory: StepMemory, device: Device) -> int:
 def _refusals(found: Estimate) -> Iterator[str]:
     for row in found.rows:
         if row.refusal:
-            yield textwrap.fill(f"{row.name}: {row.refusal}", _WIDTH, break_on_hyphens=False)
+            said, *lines = f"{row.name}: {row.refusal}".split("\n")
+            yield "\n".join([textwrap.fill(said, _WIDTH, break_on_hyphens=False), *lines])
     if any(row.refusal for row in found.rows):
         yield ""
+
+
+def _exactness(found: Estimate) -> Iterator[str]:
+    for row in found.rows:
+        if row.exactness is not None:
+            where = f" for {row.device.name}" if row.device is not None and len(found.devices) > 1 else ""
+            yield f"The planner's choice{where} is {row.exactness.describe()}."
 
 
 def _of_device(rows: Sequence[Row], device: Device) -> list[Row]:
@@ -209,7 +239,7 @@ def _evaluation(found: Estimate) -> Iterator[str]:
 def _host(found: Estimate) -> Iterator[str]:
     """Yield what the plan that decides needs of the host, and what is free where it would run on this machine."""
     for device, needed in _needed_of_host(found):
-        free = _free_host_bytes(device)
+        free = _free_host_bytes(found, device)
         if free is None:
             yield f"It needs {format_bytes(needed)} of host memory beside {device.name}."
         else:
@@ -224,14 +254,16 @@ def _needed_of_host(found: Estimate) -> Iterator[tuple[Device, int]]:
                 yield device, row.memory.host_bytes
 
 
-def _free_host_bytes(device: Device) -> int | None:
+def _free_host_bytes(found: Estimate, device: Device) -> int | None:
     """Return the free host memory where the device is this machine's; None elsewhere, and where it cannot be told."""
-    return host_memory.available_bytes() if device.is_cuda and device == this_device() else None
+    offload = found.subject.allowed.offload
+    trusts = offload is not None and offload.trust_host_memory
+    return host_memory.available_bytes(trusts=trusts) if device.is_cuda and device == this_device() else None
 
 
 def _sentence(what: str, found: Estimate, row: Row, device: Device) -> str:
     if row.memory is None:
-        return f"{what} does not fit on {device.name}: {row.refusal}"
+        return f"{what} does not fit on {device.name}: {row.refusal.partition('. ')[0]}."
     kept, peak = reserve(device), found.peak_with_evaluation(row.memory)
     words = {Fit.YES: "fits", Fit.PERHAPS: "may fit, with nothing to spare,", Fit.NO: "does not fit"}
     return (
@@ -251,6 +283,7 @@ def _device_as_json(found: Estimate, device: Device) -> dict[str, Any]:
         "title": device.title,
         "memory_bytes": device.memory_bytes,
         "reserve_bytes": [kept.low_bytes, kept.high_bytes],
+        "attention": device.describe_attention(),
         "budget_bytes": budget_of(found.subject, device),
     }
 
@@ -259,6 +292,8 @@ def _row_as_json(found: Estimate, row: Row) -> dict[str, Any]:
     read: dict[str, Any] = {"name": row.name, "refusal": row.refusal}
     if row.device is not None:
         read["device"] = row.device.name
+    if row.exactness is not None:
+        read["exactness"] = exactness_as_json(row.exactness)
     if row.memory is not None:
         devices = [device for device in found.devices if row.device in (None, device)]
         read |= memory_as_json(row.memory)

@@ -30,8 +30,9 @@ from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.step import Step
 from hf_ckpt.modifiers import HeadMode
+from hf_ckpt.patch import check_plan
 from hf_ckpt.plans import Plan, parse, resolve
-from hf_ckpt.policy import AUTO, Policy
+from hf_ckpt.policy import AUTO
 from hf_ckpt.refusals import check_exact
 
 _STRUCTURE = ("layers", "attention", "ffn")
@@ -55,6 +56,7 @@ class Subject:
         allowed: what a plan that is chosen for a budget may hold beside modes.
         longest: tokens that the model has positions for; None where its config does not say.
         recipe: where it came from, if from a recipe.
+        command_options: options of the command that were given in place of keys of `checkpointing`, by the key.
     """
 
     title: str
@@ -67,6 +69,7 @@ class Subject:
     allowed: Allowed = field(default_factory=Allowed)
     longest: int | None = None
     recipe: Recipe | None = None
+    command_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def class_name(self) -> str:
@@ -85,7 +88,11 @@ class Subject:
             UnsupportedError: it could not be exact.
         """
         parsed = parse(policy, **options)
-        plan = resolve(parsed, self.stacks, self.class_name) if isinstance(parsed, Policy) else parsed
+        if isinstance(parsed, Plan):
+            check_plan(parsed, self.stacks, self.model)
+            plan = parsed
+        else:
+            plan = resolve(parsed, self.stacks, self.class_name)
         check_exact(plan, self.stacks)
         if plan.head is HeadMode.CHUNKED:
             find_head(self.model)

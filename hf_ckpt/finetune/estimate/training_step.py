@@ -9,8 +9,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.data import DEFAULT_MAX_LENGTH
 from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.memory.step import Sharding, Step
 
 _OPTIMIZER_FIELDS = (
@@ -57,6 +57,7 @@ def step_of(recipe: Recipe, sharding: Sharding) -> Step:
         optim=str(getattr(optim := training_value(recipe, "optim"), "value", optim)),
         optim_arguments={name: recipe.training[name] for name in _OPTIMIZER_FIELDS if name in recipe.training},
         sharding=sharding,
+        is_proven=(recipe.checkpointing or {}).get("prove") != "off",
     )
 
 

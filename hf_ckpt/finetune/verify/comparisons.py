@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from hf_ckpt.finetune.verify.check import Check
-from hf_ckpt.finetune.verify.gradients import Spread, between_weights
-from hf_ckpt.finetune.verify.leeway import Leeway
+from hf_ckpt.finetune.verify.gradients import Spread, between_gradients, between_weights
+from hf_ckpt.finetune.verify.leeway import REPEATED, Leeway
 from hf_ckpt.finetune.verify.record import Record
 from hf_ckpt.finetune.verify.trials import Trials, first_module, losses_of
 from hf_ckpt.finetune.verify.words import counted, listed
@@ -47,7 +48,7 @@ def check_loss(trials: Trials) -> Check:
     if not got:
         return Check(name=name, verdict="skip", detail="No forward and backward was completed with the plan.")
     differing = [number for number, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1]]
-    error = max((abs(a - b) / abs(a or 1.0) for a, b in zip(expected, got, strict=True)), default=0.0)
+    error = _error_of(zip(expected, got, strict=True))
     figures: dict[str, float] = {"num_losses": len(got), "num_not_equal": len(differing), "max_relative_error": error}
     if not differing:
         what = f"{counted(len(got), 'loss')[:-1] + 'es' if len(got) > 1 else '1 loss'} equal bit by bit."
@@ -207,6 +208,36 @@ def check_weights(trials: Trials) -> Check:
     return Check(name=name, verdict="fail", detail=what, figures=figures)
 
 
+def check_in_float32(expected: Record, got: Record) -> Check:
+    """Compare losses and gradients of a first step in float32: what half precision would hide shows there.
+
+    Args:
+        expected: without the plan.
+        got: with it.
+    """
+    name = "in float32"
+    if expected.failure is not None:
+        what = f"Without the plan, the recipe does not run in float32: {expected.failure.error!r}"
+        return Check(name=name, verdict="skip", detail=what)
+    if got.failure is not None:
+        what = f"With the plan, the run ends in float32: {got.failure.error!r}"
+        return Check(name=name, verdict="fail", detail=what)
+    pairs = list(zip(losses_of(expected), losses_of(got), strict=True))
+    of_loss = _error_of(pairs)
+    spread = between_gradients(expected, got)
+    error = max(of_loss, spread.max_scaled_error)
+    figures = {**_figures(spread), "max_relative_error_of_loss": of_loss, "max_scaled_error": spread.max_scaled_error}
+    if error <= REPEATED and not (spread.lost or spread.gained):
+        what = f"Relative error up to {error:.2g} in the first step, where {REPEATED:.2g} is allowed."
+        return Check(name=name, verdict="pass", detail=what, figures=figures)
+    what = (
+        f"The loss of the first step is off by {of_loss:.2g}, and gradients by up to {spread.max_scaled_error:.2g}, "
+        f"where {REPEATED:.2g} is allowed for rounding. Half precision may hide it. This is a fault of tiles or of the "
+        "chunked head: please report it, and leave them out."
+    )
+    return Check(name=name, verdict="fail", detail=what, figures=figures)
+
+
 def _losses_are_near(trials: Trials, expected: list[float], got: list[float]) -> bool:
     leeway = trials.planned.leeway
     if leeway is None:
@@ -227,7 +258,7 @@ def _near(leeway: Leeway, error: float) -> str:
 
 def _loss_noise(trials: Trials) -> float:
     pairs = zip(losses_of(trials.reference), losses_of(trials.repeated), strict=False)
-    return max((abs(a - b) / abs(a or 1.0) for a, b in pairs), default=0.0)
+    return _error_of(pairs)
 
 
 def _within_noise(error: float, noise: float) -> str:
@@ -244,3 +275,9 @@ def _figures(spread: Spread) -> dict[str, float]:
         "max_relative_error": spread.max_relative_error,
         "min_cosine": spread.min_cosine,
     }
+
+
+def _error_of(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the largest relative error of losses; infinity where one is not a number."""
+    errors = [abs(a - b) / abs(a or 1.0) for a, b in pairs]
+    return max(errors, default=0.0) if all(map(math.isfinite, errors)) else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -96,10 +97,11 @@ def _with_step(so_far: Spread, step: Spread, number: int) -> Spread:
 
 def _relative_error(expected: Tensor, got: Tensor) -> float:
     if expected.shape != got.shape:
-        return float("inf")
+        return math.inf
     largest = expected.double().abs().max()
-    error = (expected.double() - got.double()).abs().max()
-    return float(error / largest) if largest > 0 else float("inf")
+    error = float((expected.double() - got.double()).abs().max() / largest)
+    # What is not a number is smaller than nothing, and larger than nothing.
+    return error if math.isfinite(error) else math.inf
 
 
 def _largest(tensor: Tensor) -> float:
@@ -112,4 +114,5 @@ def _cosine(expected: Tensor, got: Tensor) -> float:
     first, second = expected.double().flatten(), got.double().flatten()
     norms = first.norm() * second.norm()
     # Rounding could make the cosine of two close vectors a little more than one.
-    return float(torch.clamp(first @ second / norms, -1, 1)) if norms > 0 else 0.0
+    cosine = float(torch.clamp(first @ second / norms, -1, 1)) if norms > 0 else 0.0
+    return cosine if math.isfinite(cosine) else 0.0

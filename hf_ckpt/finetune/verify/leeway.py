@@ -27,6 +27,11 @@ HALF = 2.0**-6
 """Relative: two units in the last place of bfloat16, to which products and their gradients are rounded."""
 
 
+REPEATED = 1e-5
+"""Relative, where a recipe in half precision is repeated in float32: enough for any shape, and a hundredth of what is
+looked for there, a loss that is off by a thousandth."""
+
+
 @dataclass(frozen=True)
 class Leeway:
     """Relative errors that are no fault.

@@ -143,7 +143,12 @@ class OperatorWatch(TorchDispatchMode):
             if self.recorder.is_inside(self.layer):
                 self.forward.append(_operator(func, self.recorder.inside, output))
         # Autograd's own operators run without gradients, recomputed ones with them.
-        elif torch.is_grad_enabled() and self.recorder.layer == self.layer:
+        # On meta: tensors that selective recomputation has stand for products, and what is computed with them.
+        elif (
+            torch.is_grad_enabled()
+            and self.recorder.layer == self.layer
+            and not any(tensor.is_meta for tensor in tensors_in(output))
+        ):
             self.recomputed.append(_operator(func, self.recorder.inside, output))
         return output
 

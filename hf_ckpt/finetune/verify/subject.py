@@ -77,6 +77,15 @@ class Subject:
             own.pop("activation_checkpointing", None)
         return training_arguments(replace(self.recipe, training={**own, **changed}))
 
+    def in_float32(self) -> Subject:
+        """Return the same in float32."""
+        recipe, quantization = self.recipe, self.recipe.quantization
+        if quantization is not None:
+            quantization = {**quantization, "bnb_4bit_compute_dtype": "float32"}
+        training = {**recipe.training, "bf16": False, "fp16": False}
+        model = {**recipe.model, "dtype": "float32"}
+        return replace(self, recipe=replace(recipe, model=model, training=training, quantization=quantization))
+
     def prompt(self) -> torch.Tensor:
         """Return the first tokens of the first row, [1, S]."""
         return torch.tensor([list(self.rows[0]["input_ids"][:_PROMPT_TOKENS])])

@@ -54,17 +54,17 @@ def as_on_cuda(step: Step, device: Device) -> Iterator[None]:
         stack.enter_context(flash.stand_in(is_padded=step.is_padded))
         stack.enter_context(_Workspaces(attention.WORKSPACES if device.is_cuda else {}))
         if device.is_cuda:
-            stack.enter_context(_Functions(device.capability or _OLDEST))
+            stack.enter_context(_Functions(device.capability or _OLDEST, device.tries_cudnn_first))
         yield
 
 
 class _Functions(TorchFunctionMode):
     """Replaces functions of torch before autograd sees them: what is kept for backward is decided there."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         super().__init__()
         self._replacements: dict[Callable[..., Any], Callable[..., Any]] = {
-            functional.scaled_dot_product_attention: partial(_attend, capability),
+            functional.scaled_dot_product_attention: partial(_attend, capability, prefers_cudnn),
             functional.dropout: _dropout,
             torch.dropout: _dropout_of_torch,
             functional.rms_norm: partial(_rms_norm, functional.rms_norm),
@@ -102,12 +102,12 @@ class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstre
         return quantized.workspace(function, args, kwargs) if function.namespace == "bitsandbytes" else []
 
 
-def _attend(capability: tuple[int, int], *args: Any, **kwargs: Any) -> Tensor:
+def _attend(capability: tuple[int, int], prefers_cudnn: bool, *args: Any, **kwargs: Any) -> Tensor:
     if not autocast.is_on():
-        return attention.attend(capability, *args, **kwargs)
+        return attention.attend(capability, prefers_cudnn, *args, **kwargs)
     args, kwargs = autocast.in_lower_precision((args, kwargs))
     with torch.autocast("cpu", enabled=False):
-        return attention.attend(capability, *args, **kwargs)
+        return attention.attend(capability, prefers_cudnn, *args, **kwargs)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

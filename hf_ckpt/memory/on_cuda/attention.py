@@ -44,6 +44,7 @@ def choose_kernel(
     value: Tensor,
     mask: Tensor | None,
     *,
+    prefers_cudnn: bool,
     dropout: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -56,6 +57,7 @@ def choose_kernel(
         key: likewise; with `enable_gqa` it may have fewer heads.
         value: as `key`; its heads may have another size.
         mask: boolean or additive.
+        prefers_cudnn: whether torch tries cuDNN before flash attention; otherwise it never comes to it.
         dropout: probability.
         is_causal: whether positions see only those before them.
         enable_gqa: whether heads of the query share keys and values.
@@ -68,8 +70,7 @@ def choose_kernel(
     has_equal_heads = query.shape[1] == key.shape[1] == value.shape[1]
     may_group = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     if has_equal_heads or may_group:
-        # cuDNN comes first on the data-centre cards of the Hopper and Blackwell generations.
-        if capability[0] in (9, 10) and _suits_cudnn(query, key, value, mask, dropout):
+        if prefers_cudnn and _suits_cudnn(query, key, value, mask, dropout):
             return Kernel.CUDNN
         if capability >= (8, 0) and _suits_flash(capability, query, key, value, mask, dropout, is_causal):
             return Kernel.FLASH
@@ -127,6 +128,7 @@ def _suits_efficient(capability: tuple[int, int], query: Tensor, key: Tensor, va
 
 def attend(
     capability: tuple[int, int],
+    prefers_cudnn: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -136,10 +138,14 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Do what `scaled_dot_product_attention` does on CUDA; its arguments, after the device's compute capability."""
+    """Do what `scaled_dot_product_attention` does on CUDA; its arguments, after what is asked of the device."""
     mask = attn_mask
     kernel = choose_kernel(
-        *(capability, query, key, value, mask), dropout=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
+        *(capability, query, key, value, mask),
+        prefers_cudnn=prefers_cudnn,
+        dropout=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
     )
     aten = torch.ops.aten
     if kernel is Kernel.FLASH:

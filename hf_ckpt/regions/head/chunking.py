@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.value_proof import RegionProof
 
 _CHUNK_BYTES = 256 * 2**20
 """Logits of a chunk in float32, where the hidden states of the batch are no larger than twice that. A chunk needs about
@@ -26,12 +29,14 @@ class Chunking:
         is_called: whether the model has called its head. Not after a training forward: the model goes around its head,
             and nothing is chunked.
         has_warned: whether the user has been told of logits that were computed whole.
+        proof: looks at a loss and its gradients.
     """
 
     tokens: int | None = None
     outer: nn.Module | None = None
     is_called: bool = False
     has_warned: bool = False
+    proof: RegionProof | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # What has happened so far happened to the original.

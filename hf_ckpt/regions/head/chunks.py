@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_ckpt.regions.head.gradients import InParts
 from hf_ckpt.regions.head.source import Source, Step
 from hf_ckpt.regions.recompute import recompute
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.head.head_proof import HeadProof
 
 
 def in_chunks(
@@ -21,6 +24,7 @@ def in_chunks(
     lengths: Sequence[int],
     function: Callable[..., Any],
     *operands: Tensor,
+    proof: HeadProof | None = None,
 ) -> list[Any]:
     """Return what a function returns for each chunk of rows.
 
@@ -33,15 +37,19 @@ def in_chunks(
         lengths: rows of each chunk.
         function: of the logits [n, V] of a chunk, and its rows of the operands.
         operands: with T rows.
+        proof: looks at the gradients that the chunks give.
     """
     rows = [torch.split(each, list(lengths)) for each in operands]
     if not torch.is_grad_enabled():
         chunks = zip(torch.split(hidden, list(lengths)), *rows, strict=True)
         return [function(at_once(source, steps, chunk), *others) for chunk, *others in chunks]
-    weights = {name: InParts.repeated(weight) for name, weight in source.trainable_weights().items()}
-    chunks = zip(_slices(hidden, lengths), *rows, strict=True)
+    weights = {
+        name: InParts.repeated(weight, None if proof is None else partial(proof.parts, name))
+        for name, weight in source.trainable_weights().items()
+    }
+    chunks = zip(_slices(hidden, lengths, proof), *rows, strict=True)
     return [
-        recompute(partial(_run, source, tuple(steps), function, weights, number), *chunk)
+        recompute(partial(_run, source.head, source, tuple(steps), function, weights, number), *chunk)
         for number, chunk in enumerate(chunks)
     ]
 
@@ -65,6 +73,7 @@ def at_once(
 
 
 def _run(
+    head: nn.Module,
     source: Source,
     steps: tuple[Step, ...],
     function: Callable[..., Any],
@@ -73,12 +82,13 @@ def _run(
     hidden: Tensor,
     *operands: Tensor,
 ) -> Any:
+    """Return what `function` returns for a chunk; `head` comes first, as a module whose state is followed does."""
     parts = {name: weight(number) for name, weight in weights.items()}
     return function(at_once(source, steps, hidden, parts), *operands)
 
 
-def _slices(hidden: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
+def _slices(hidden: Tensor, lengths: Sequence[int], proof: HeadProof | None) -> Sequence[Tensor]:
     if not hidden.requires_grad:
         return torch.split(hidden, list(lengths))
-    rows = InParts.by_rows(hidden, lengths)
+    rows = InParts.by_rows(hidden, lengths, None if proof is None else proof.rows)
     return [rows(number) for number in range(len(lengths))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from hf_ckpt.regions.head import losses, operations
 from hf_ckpt.regions.head.chunks import at_once, in_chunks
+from hf_ckpt.regions.head.head_proof import HeadProof, PlainLoss
 from hf_ckpt.regions.head.logits import DeferredLogits, allows_gradient, passed_through
 
 logger = logging.getLogger(__name__)
@@ -84,9 +85,11 @@ def loss(name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[
     is_in_order = logits.dim() == 2 or logits.state.has_classes_first
     if not (is_in_order and has_classes) or given["size_average"] is not None or given["reduce"] is not None:
         return NotImplemented
+    proof = _proof(_LOSSES[name], logits, given)
     exact: Any = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    compute = partial(_in_chunks, exact)
     value = losses.in_chunks_of(
-        partial(_in_chunks, exact),
+        compute if proof is None else partial(proof.compute, compute),
         _LOSSES[name],
         target.flatten(),
         weight=None if weight is None else weight.to(exact.dtype),
@@ -94,7 +97,25 @@ def loss(name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[
         reduction=given["reduction"],
         **({"label_smoothing": given["label_smoothing"]} if name == "cross_entropy" else {}),
     )
-    return passed_through(value if value.dim() == 0 else value.view(leading), logits)
+    value = passed_through(value if value.dim() == 0 else value.view(leading), logits)
+    if proof is not None:
+        proof.look_at(value)
+    return value
+
+
+def _proof(function: Callable[..., Tensor], logits: DeferredLogits, given: Mapping[str, Any]) -> HeadProof | None:
+    """Return what looks at a loss, if one is due."""
+    region = logits.state.source.chunking.proof
+    if region is None or not allows_gradient(logits):
+        return None
+    call = region.watch(function, [logits.state.hidden])
+    if call is None or call.is_simulated:
+        return None
+    options = {key: given[key] for key in ("label_smoothing",) if key in given}
+    loss = PlainLoss(
+        function, given["target"], given["weight"], given["ignore_index"], given["reduction"], options=options
+    )
+    return HeadProof(call, logits, loss)
 
 
 def whole(logits: DeferredLogits, name: str) -> Tensor:
@@ -114,18 +135,22 @@ def whole(logits: DeferredLogits, name: str) -> Tensor:
     return logits.whole
 
 
-def _in_chunks(logits: DeferredLogits, function: Callable[..., Any], *operands: Tensor) -> list[Any]:
+def _in_chunks(
+    logits: DeferredLogits, function: Callable[..., Any], *operands: Tensor, proof: HeadProof | None = None
+) -> list[Any]:
     """Return what a function returns for each chunk of rows.
 
     Args:
         logits: with T rows in all.
         function: see `in_chunks`.
         operands: with T rows.
+        proof: see `in_chunks`.
     """
     state, has_gradient = logits.state, allows_gradient(logits)
     rows = state.rows(has_gradient=has_gradient)
     with torch.set_grad_enabled(has_gradient):
-        return in_chunks(state.source, state.steps, rows, state.source.lengths(len(rows)), function, *operands)
+        lengths = state.source.lengths(len(rows))
+        return in_chunks(state.source, state.steps, rows, lengths, function, *operands, proof=proof)
 
 
 def _joined(parts: Any, leading: torch.Size) -> Tensor:

@@ -7,16 +7,16 @@ once and through `_Part` for each chunk; the backward of `_Whole`, which comes l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 
-class _Parts(Protocol):
+class Parts(Protocol):
     """Takes in the gradients of parts."""
 
     def part_of(self, tensor: Tensor, number: int) -> Tensor:
@@ -27,6 +27,12 @@ class _Parts(Protocol):
 
     def total(self) -> Tensor | None:
         """Return the gradient of the tensor, and start again; None if no part had one."""
+
+    def spread(self, gradient: Tensor, number: int) -> Tensor:
+        """Return the gradient of the tensor that comes from that part alone."""
+
+
+Watched = Callable[[Parts], Parts]
 
 
 class _Rows:
@@ -60,6 +66,11 @@ class _Rows:
         self._missing = set(range(len(self._slices)))
         return gradient
 
+    def spread(self, gradient: Tensor, number: int) -> Tensor:
+        rows = self._slices[number]
+        around = [0, 0] * (gradient.dim() - 1)
+        return functional.pad(gradient, [*around, rows.start, self._num_rows - rows.stop])
+
 
 class _Sum:
     """The whole tensor for each chunk: their gradients are added up, in float32 at least.
@@ -85,33 +96,39 @@ class _Sum:
         gradient, self._gradient = self._gradient, None
         return None if gradient is None else gradient.to(self._dtype)
 
+    def spread(self, gradient: Tensor, number: int) -> Tensor:
+        return gradient
+
 
 class _Whole(torch.autograd.Function):
     """A tensor of which nothing but parts are used: its backward comes when theirs are through."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, parts: _Parts) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, parts: Parts) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.parts = parts
         return tensor.detach()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: None) -> tuple[Tensor | None, None]:
-        return ctx.parts.total(), None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return (gradient if torch.is_grad_enabled() else ctx.parts.total()), None
 
 
 class _Part(torch.autograd.Function):
-    """What one chunk uses of a tensor; hands nothing on, and so nothing is added up by the engine."""
+    """What one chunk uses of a tensor; hands nothing on, and so nothing is added up by the engine.
+
+    But under `create_graph=True`: what is put into a buffer is in no graph that could be differentiated again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, parts: _Parts, number: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, parts: Parts, number: int) -> Tensor:
         ctx.parts, ctx.number = parts, number
         return parts.part_of(tensor, number).detach()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            return ctx.parts.spread(gradient, ctx.number), None, None
         ctx.parts.add(gradient, ctx.number)
         return None, None, None
 
@@ -124,24 +141,27 @@ class InParts:
         parts: which.
     """
 
-    def __init__(self, tensor: Tensor, parts: _Parts) -> None:
+    def __init__(self, tensor: Tensor, parts: Parts) -> None:
         self._parts = parts
         self._whole: Tensor = _Whole.apply(tensor, parts)  # type: ignore[no-untyped-call]  # upstream
 
     @classmethod
-    def by_rows(cls, tensor: Tensor, lengths: Sequence[int]) -> InParts:
+    def by_rows(cls, tensor: Tensor, lengths: Sequence[int], watched: Watched | None = None) -> InParts:
         """Use some rows of a tensor in each chunk.
 
         Args:
             tensor: with T rows.
             lengths: of the chunks, T in all.
+            watched: returns what looks at the gradients as well.
         """
-        return cls(tensor, _Rows(lengths))
+        parts = _Rows(lengths)
+        return cls(tensor, parts if watched is None else watched(parts))
 
     @classmethod
-    def repeated(cls, tensor: Tensor) -> InParts:
-        """Use all of a tensor in each chunk."""
-        return cls(tensor, _Sum(tensor.dtype))
+    def repeated(cls, tensor: Tensor, watched: Watched | None = None) -> InParts:
+        """Use all of a tensor in each chunk. See `by_rows`."""
+        parts = _Sum(tensor.dtype)
+        return cls(tensor, parts if watched is None else watched(parts))
 
     def __call__(self, number: int) -> Tensor:
         """Return what a chunk uses.

@@ -13,6 +13,7 @@ from hf_ckpt.regions.head.chunking import Chunking
 from hf_ckpt.regions.head.logits import put_off
 from hf_ckpt.regions.head.source import AT_ONCE, Source, State
 from hf_ckpt.regions.recompute import original_forward
+from hf_ckpt.regions.transforms import refuse_transforms
 
 
 def run_head(chunking: Chunking, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
@@ -37,6 +38,7 @@ def run_head(chunking: Chunking, module: nn.Module, found: Function | None, *arg
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         _refuse_compiled()
+    refuse_transforms()
     hidden = _hidden(args, kwargs)
     sources = [tensor for tensor in (hidden, *module.parameters()) if tensor.requires_grad]
     if not sources:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.func import functional_call
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.head.chunking import Chunking
@@ -67,6 +67,7 @@ class Source:
         num_columns: of what it returns, V.
 
     Attributes:
+        head: the head.
         hooks: of engines, to be run before the backward of whatever is computed from the logits.
     """
 
@@ -78,7 +79,7 @@ class Source:
         self._row_bytes = hidden.shape[-1] * hidden.element_size()
         self._module = chunking.outer if chunking.outer is not None else module
         self._autocast = AutocastState.now()
-        self._head = module
+        self.head = module
         self._forward = vars(module).get("forward")
         self._versions = [(parameter, parameter._version) for parameter in module.parameters() if _is_whole(parameter)]
         self._forms = _forms(module)
@@ -89,9 +90,9 @@ class Source:
 
     def trainable_weights(self) -> dict[str, Tensor]:
         """Return the weights of the head that get a gradient, by name: those that stand there before it is called."""
-        if self._is_gathered_by_itself():
+        if self.is_gathered_by_itself():
             return {}
-        return {name: weight for name, weight in self._head.named_parameters() if weight.requires_grad}
+        return {name: weight for name, weight in self.head.named_parameters() if weight.requires_grad}
 
     def run(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of these rows.
@@ -102,12 +103,27 @@ class Source:
         """
         keyword = {AT_ONCE: True} if self._is_in_force() else {}
         with self._autocast.restored():
-            if _shares_its_unit(self._head):
+            if _shares_its_unit(self.head):
                 return self._run_in_unit(hidden, keyword)
             if not weights:
                 logits: Tensor = self._module(hidden, **keyword)
                 return logits
-            return cast("Tensor", functional_call(self._head, dict(weights), (hidden,), keyword))
+            return cast("Tensor", self._with(weights)(hidden))
+
+    def _with(self, weights: Mapping[str, Tensor]) -> nn.Module:
+        """Return a head with other weights in the place of its own.
+
+        Not by `functional_call`, which has them in the head itself meanwhile: whoever looks at the model's parameters
+        in another thread would take them for those.
+        """
+        # FSDP1 leaves views of its flat parameter as plain attributes while a module runs.
+        head = _replica(self.head, {id(attrgetter(name)(self.head)): weight for name, weight in weights.items()})
+        if self._is_in_force():
+            # The forward that was found, of the replica.
+            found = vars(head).pop("forward").args[-1]
+            if found is not None:
+                vars(head)["forward"] = found
+        return head
 
     def _run_in_unit(self, hidden: Tensor, keyword: dict[str, bool]) -> Tensor:
         """Run without FSDP2's hooks, which wait for the other modules of the unit to run as well.
@@ -115,13 +131,13 @@ class Source:
         The weights are there already: gathered in forward for the whole unit, in backward by the hook of what the head
         returned, until the backward of the unit's first module.
         """
-        cast("FSDPModule", self._head).unshard()
-        logits: Tensor = self._head.forward(hidden, **keyword)
+        cast("FSDPModule", self.head).unshard()
+        logits: Tensor = self.head.forward(hidden, **keyword)
         return logits
 
     def _is_in_force(self) -> bool:
         """Whether the head still has a forward that knows the keyword: the plan may be gone before backward comes."""
-        now = vars(self._head).get("forward")
+        now = vars(self.head).get("forward")
         return now is not None and getattr(now, "func", now) is getattr(self._forward, "func", self._forward)
 
     def check_unchanged(self) -> None:
@@ -130,7 +146,7 @@ class Source:
         Raises:
             UnsupportedError: an engine has taken them away, or they have been updated.
         """
-        if _forms(self._head) != self._forms and not self._is_gathered_by_itself():
+        if _forms(self.head) != self._forms and not self.is_gathered_by_itself():
             raise UnsupportedError(
                 "The logits that head: chunked put off are asked for outside of the model's forward, where FSDP has "
                 "taken the head's weight away again. Compute the loss in the model (pass labels to it, without "
@@ -143,12 +159,29 @@ class Source:
                 "optimizer step), so that they would come out different. Use them before, or leave head: chunked out."
             )
 
-    def _is_gathered_by_itself(self) -> bool:
+    def is_gathered_by_itself(self) -> bool:
         """Whether calling the head gathers its weight."""
         modules = self._module.modules()
         return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in modules) or any(
-            map(_is_of_zero, self._head.parameters())
+            map(_is_of_zero, self.head.parameters())
         )
+
+
+def _replica(module: nn.Module, weights: Mapping[int, Tensor]) -> nn.Module:
+    """Return a module that shares everything with another one but some weights.
+
+    Args:
+        module: the other one.
+        weights: in place of its own, by their `id`.
+    """
+    replica = module.__new__(type(module))
+    vars(replica).update({name: weights.get(id(value), value) for name, value in vars(module).items()})
+    parameters = {
+        name: None if value is None else weights.get(id(value), value) for name, value in module._parameters.items()
+    }
+    modules = {name: None if child is None else _replica(child, weights) for name, child in module._modules.items()}
+    vars(replica).update(_parameters=parameters, _modules=modules)
+    return replica
 
 
 def _forms(module: nn.Module) -> list[tuple[type, torch.Size]]:

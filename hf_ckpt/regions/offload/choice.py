@@ -20,7 +20,7 @@ def link_for(settings: Offload, device: torch.device) -> tuple[Link, str]:
         PolicyError: disk was asked for, and nothing can be written there.
     """
     kind = device.type
-    wire, limits = _wire(kind), HostLimits(settings.host_memory)
+    wire, limits = _wire(kind), HostLimits(settings.host_memory, trusts=settings.trust_host_memory)
     if settings.to == TO_DISK:
         assert settings.path is not None, "parse_offload has seen to that"
         return DiskLink(wire, limits, settings.path), kind

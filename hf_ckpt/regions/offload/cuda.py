@@ -10,6 +10,10 @@ stream. So
    on has been told to wait (`CudaArrival.take`); one that is never used is let go in the same way (`drop`);
 3. a buffer on the host carries its last copy, and the next one, either way, starts behind it.
 No thread waits in any of this, and no tensor is kept alive for a guessed time.
+
+Note on CUDA graphs. A graph replays copies from and into the same addresses. What is sent here goes to whichever buffer
+is free, by Python, which a replay does not run: the buffers of one step would be handed to another while the graph
+still writes them. So nothing is sent while a stream is captured.
 """
 
 from __future__ import annotations
@@ -22,8 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_ckpt.amounts import format_bytes
-from hf_ckpt.errors import HostMemoryError
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.offload.link import Buffer, DeviceMemory, Memory
 from hf_ckpt.regions.offload.pinned import PinnedByTorch, PinnedPages, PinningError
 from hf_ckpt.regions.offload.tensors import Layout
@@ -31,6 +34,9 @@ from hf_ckpt.regions.offload.tensors import Layout
 
 class Device(Protocol):
     """What is asked of a device: `Cuda`, or something that tests put in its place."""
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether the stream in force is being captured into a graph."""
 
     def current_stream(self, device: torch.device) -> Any:
         """Return the stream that work for the device is given to in this thread."""
@@ -47,11 +53,17 @@ class Device(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Give a copy to the stream in force, and return at once."""
 
+    def lend(self, tensor: Tensor, stream: Any) -> None:
+        """Give a tensor's memory back, when it is freed, only behind what a stream has been given by then."""
+
     def allocate(self, num_bytes: int) -> Memory:
         """Make pinned memory."""
 
     def memory(self, device: torch.device) -> DeviceMemory:
         """Return what the device has, what is allocated, and the most that was."""
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Let the peak that `memory` returns begin anew."""
 
 
 class Cuda:
@@ -59,6 +71,11 @@ class Cuda:
 
     def __init__(self) -> None:
         self._pins_pages = sys.platform == "linux"
+
+    def is_capturing(self, device: torch.device) -> bool:
+        """Ask the runtime."""
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream in force."""
@@ -82,11 +99,15 @@ class Cuda:
         """Copy without waiting; the host's side is pinned."""
         target.copy_(source, non_blocking=True)
 
+    def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator."""
+        tensor.record_stream(stream)
+
     def allocate(self, num_bytes: int) -> Memory:
         """Make pinned memory: pages of our own where the system lets us, else what torch gives (a power of two).
 
         Raises:
-            HostMemoryError: neither can be had.
+            RuntimeError: neither can be had.
         """
         if self._pins_pages:
             try:
@@ -97,13 +118,7 @@ class Cuda:
                     f"Host memory for offload is pinned by torch, which rounds up to a power of two: {error}.",
                     stacklevel=2,
                 )
-        try:
-            return PinnedByTorch(num_bytes)
-        except RuntimeError as error:
-            raise HostMemoryError(
-                f"Offloading to the host needs {format_bytes(num_bytes)} of pinned memory, but the system does not "
-                f"give it: {error}. Raise the limit of locked memory (ulimit -l), or lower fraction."
-            ) from error
+        return PinnedByTorch(num_bytes)
 
     def memory(self, device: torch.device) -> DeviceMemory:
         """Return what torch may use of the device (its own cap and other processes considered), and what it uses."""
@@ -112,6 +127,10 @@ class Cuda:
         capacity = min(cap, free + torch.cuda.memory_reserved(device))
         return DeviceMemory(capacity, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
+    def forget_peak(self, device: torch.device) -> None:
+        """Let torch count its peaks anew."""
+        torch.cuda.reset_peak_memory_stats(device)
+
 
 class CudaWire:
     """A `Wire` between CUDA devices and pinned memory.
@@ -119,6 +138,9 @@ class CudaWire:
     Args:
         device: replaced in tests.
     """
+
+    # CUDA cannot be used there, and pinned pages are not shared with it.
+    survives_fork = False
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = device or Cuda()
@@ -130,6 +152,15 @@ class CudaWire:
             self._streams[device] = (self._device.new_stream(device), self._device.new_stream(device))
         return self._streams[device]
 
+    def check(self, device: torch.device) -> None:
+        """Refuse to copy while a graph is captured. See the note on CUDA graphs."""
+        if self._device.is_capturing(device):
+            raise UnsupportedError(
+                f"A layer with offload runs while a CUDA graph is captured on {device}, but a graph replays its copies "
+                "without asking which buffers are free. Leave offload out of the policy, or capture no graph around "
+                'the step (torch.cuda.graph, make_graphed_callables, torch.compile with mode="reduce-overhead").'
+            )
+
     def send(self, source: Tensor, buffer: Buffer) -> CudaTrip:
         """Start copying bytes into a buffer."""
         home = self._device.current_stream(source.device)
@@ -138,6 +169,7 @@ class CudaWire:
 
     def fetch(self, buffer: Buffer, layout: Layout) -> CudaArrival:
         """Make a tensor and start filling it from a buffer."""
+        self.check(layout.device)
         home = self._device.current_stream(layout.device)
         _, into = self._both(layout.device)
         tensor, content = layout.empty()
@@ -158,7 +190,7 @@ class CudaWire:
         """Make pinned memory: pages of our own where the system lets us, else what torch gives (a power of two).
 
         Raises:
-            HostMemoryError: neither can be had.
+            RuntimeError: neither can be had.
         """
         return self._device.allocate(num_bytes)
 
@@ -169,6 +201,10 @@ class CudaWire:
     def memory(self, device: torch.device) -> DeviceMemory:
         """Return what the device has, what is allocated, and the most that was."""
         return self._device.memory(device)
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Let the peak begin anew."""
+        self._device.forget_peak(device)
 
 
 class CudaMark:
@@ -243,7 +279,7 @@ class CudaArrival:
         self._trip.order_before(stream)
         if stream != self._trip.home:
             # Its memory must not go back to the stream that asked for it while this one uses it.
-            tensor.record_stream(stream)
+            self._device.lend(tensor, stream)
         return self._layout.finish(tensor)
 
     def drop(self) -> None:

@@ -8,6 +8,7 @@ bytes. The tensor goes to the device when it is asked for, so that only the read
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import warnings
 import weakref
@@ -67,6 +68,8 @@ class DiskLink(BufferedLink):
     """
 
     ahead = 2
+    # Its threads stay behind.
+    survives_fork = False
 
     def __init__(self, wire: Wire, limits: HostLimits, path: str) -> None:
         super().__init__(wire, limits)
@@ -79,7 +82,7 @@ class DiskLink(BufferedLink):
         self._is_closed = False
         self._has_warned = False
         # Also when the process ends, and when nobody has closed the link.
-        self._end = weakref.finalize(self, _end, self.directory, self._writer, self._reader)
+        self._end = weakref.finalize(self, _end, os.getpid(), self.directory, self._writer, self._reader)
 
     def send(self, tensor: Tensor) -> DiskParcel:
         """Start copying into a buffer, and writing that; wait while too many are being written."""
@@ -227,7 +230,10 @@ def _content(buffer: Buffer, num_bytes: int) -> memoryview:
     return content
 
 
-def _end(directory: PrivateDirectory, *threads: ThreadPoolExecutor) -> None:
+def _end(process: int, directory: PrivateDirectory, *threads: ThreadPoolExecutor) -> None:
+    if os.getpid() != process:
+        # A forked process has neither the threads nor the files.
+        return
     for executor in threads:
         executor.shutdown(wait=True, cancel_futures=True)
     directory.remove()

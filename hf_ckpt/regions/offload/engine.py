@@ -8,10 +8,15 @@ device does next (`Link.settle`). What a region was given is kept to the end of 
 something too: its caller holds it for as long anyway, so that this costs no memory on the device. What a region has
 made is sent when it ends, and kept to the end of the next one, which hides the copy. What waits on the host lives as
 long as the handles in the graph: a second backward finds it, and a forward without a backward leaves nothing behind.
+
+Note on forks. A forked process has none of the threads that write and read files, no stream of the device, and perhaps
+a lock that another thread held. There the engine begins anew: what was sent before stays with the process that sent it,
+is not touched here, and asking for it is an error. Copies in ordinary memory are this process's too, and go on.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import OffloadError, UnsupportedError
 from hf_ckpt.modifiers import Offload
 from hf_ckpt.regions.call import Function, tensors_of
 from hf_ckpt.regions.offload.choice import link_for
@@ -34,6 +39,7 @@ from hf_ckpt.regions.offload.pace import Pace
 from hf_ckpt.regions.offload.schedule import Group, Order, is_offloaded
 from hf_ckpt.regions.offload.stats import Counts, Stats
 from hf_ckpt.regions.offload.tensors import Key, bytes_of, identity, why_left_alone
+from hf_ckpt.regions.transforms import refuse_transforms
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
@@ -54,6 +60,8 @@ def offloaded(offloader: Offloader, position: int, region: Function, function: F
     """
     if not torch.is_grad_enabled():
         return region(function, *args)
+    # Before our hooks for saved tensors, which torch.func has a word of its own against.
+    refuse_transforms()
     with offloader.passage(position) as passage, saved_tensors_hooks(passage.pack, unpack):
         output = region(function, *args)
     if not passage.is_offloaded:
@@ -91,19 +99,37 @@ class Offloader:
     def __init__(self, settings: Offload, num_layers: int) -> None:
         self.settings = settings
         self.num_layers = num_layers
-        self._link: Link | None = None
-        self._device_type: str | None = None
         self._lock = threading.Lock()
         self._here = threading.local()
+        self._foreseen = 1, 1
+        self._process = os.getpid()
+        self._of_other_processes: list[object] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._begun_in = self._process
+        self._link: Link | None = None
+        self._device_type: str | None = None
         self._gone: deque[Gone] = deque()
         self._flights: list[Flight] = []
         self._sent: dict[Key, weakref.ref[Sent]] = {}
-        self._ahead: list[weakref.ref[Sent]] = []
         self._orders: dict[torch.device, Order[Sent]] = {}
-        self._last_position = num_layers
+        self._last_position = self.num_layers
         self._is_checked = False
         self._counts = Counts()
-        self._pace = Pace(settings.fraction, num_layers)
+        self._pace = Pace(self.settings.fraction, self.num_layers)
+
+    def _look_for_fork(self) -> None:
+        """Begin anew if this process was forked since. See the note on forks."""
+        if self._process == os.getpid():
+            return
+        # A lock that is held now is held by a thread that this process has not, in the middle of something.
+        is_whole, self._lock = not self._lock.locked(), threading.Lock()
+        self._process = os.getpid()
+        if self._link is not None and not (is_whole and self._link.survives_fork):
+            # Freeing what is the other process's would wait for its threads, or ask its device.
+            self._of_other_processes += [self._link, self._flights, self._pace]
+            self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         # Everything else belongs to running steps, which a copy of the model has not.
@@ -116,6 +142,13 @@ class Offloader:
         """Send over this link instead of the device's own: in a simulation, or in tests. Nothing may be out."""
         self.close()
         self._link, self._device_type = link, None
+
+    def foresee(self, num_tokens: int, most_tokens: int) -> None:
+        """Say how long the batch is that comes, and how long the longest one will be. See `Link.foresee`."""
+        with self._locked():
+            self._foreseen = num_tokens, most_tokens
+            if self._link is not None:
+                self._link.foresee(*self._foreseen)
 
     def keeper(self, position: int) -> Keeper:
         """Return what keeps the outputs that the layer at a position wants back."""
@@ -146,8 +179,11 @@ class Offloader:
         """Return the call of the region at a position that runs in this thread."""
         passage: Passage | None = getattr(self._here, "passage", None)
         if passage is None or passage.position != position:
-            return Passage(self, position, is_offloaded(position, self.num_layers, self._pace.fraction))
+            return self._new_passage(position)
         return passage
+
+    def _new_passage(self, position: int) -> Passage:
+        return Passage(self, position, self._is_offloaded(position), self._begun_in)
 
     def _enter(self, position: int) -> Passage:
         if position <= self._last_position:
@@ -155,10 +191,12 @@ class Offloader:
             self._is_checked = False
             self._pace.begin(self._link)
         self._last_position = position
-        return Passage(self, position, is_offloaded(position, self.num_layers, self._pace.fraction))
+        return self._new_passage(position)
 
     def _leave(self, passage: Passage, *, is_whole: bool) -> None:
         with self._locked():
+            if is_whole:
+                self._check_process(passage.begun_in)
             if is_whole and passage.num_bytes:
                 # Before the device waits for the copies: that is not the layer's own time.
                 self._pace.leave(self._link, next(iter(passage.groups)))
@@ -196,6 +234,7 @@ class Offloader:
         """
         reason = why_left_alone(tensor, self.settings.min_bytes)
         with self._locked(), torch.no_grad():
+            self._check_process(passage.begun_in)
             if reason is None and not self._reaches(tensor.device):
                 reason = f"on {tensor.device.type}"
             if reason is not None:
@@ -214,6 +253,7 @@ class Offloader:
     def _reaches(self, device: torch.device) -> bool:
         if self._link is None:
             self._link, self._device_type = link_for(self.settings, device)
+            self._link.foresee(*self._foreseen)
         return self._device_type is None or device.type == self._device_type
 
     def _known(self, tensor: Tensor) -> Sent | None:
@@ -230,10 +270,10 @@ class Offloader:
         parcel = self._link.send(tensor)
         self._flights.append(Flight(parcel, tensor, tensor._version, made_in))
         storage, key = identity(tensor)
-        sent = Sent(parcel, bytes_of(tensor))
+        sent = Sent(parcel, bytes_of(tensor), self._begun_in)
         self._sent[key] = weakref.ref(sent)
         # Not `__del__`: while that runs, another thread can still reach the object through a weak reference.
-        weakref.finalize(sent, self._forget, Gone(parcel, sent.num_bytes, key, storage)).atexit = False
+        weakref.finalize(sent, self._forget, Gone(parcel, sent.num_bytes, self._begun_in, key, storage)).atexit = False
         self._counts.send(sent.num_bytes)
         is_first, passage.num_bytes = not passage.num_bytes, passage.num_bytes + sent.num_bytes
         self._pace.sent(self._link, parcel, tensor.device, passage.num_bytes, is_first=is_first)
@@ -266,13 +306,14 @@ class Offloader:
 
     def bring_back(self, handle: Handle) -> Tensor:
         """Return the tensor of a handle, and start bringing back what is asked for next."""
-        assert self._link is not None, "the handle's tensor was sent over it"
         sent = handle.sent
         with self._locked(), torch.no_grad():
+            self._check_process(sent.begun_in)
+            assert self._link is not None, "the handle's tensor was sent over it"
             tensor = self._link.receive(sent.parcel)
             self._counts.bytes_in += sent.num_bytes
             wanted = handle.order.next_items(sent, handle.group, self._link.ahead)
-            self._look_ahead(sent, wanted)
+            self._look_ahead(handle.order, sent, wanted)
             return tensor
 
     def announce(self, output: Any) -> None:
@@ -293,30 +334,38 @@ class Offloader:
 
     def _come_to(self, order: Order[Sent], number: int, gradient: Tensor) -> None:
         """Hook of an output's gradient: the layer that made it has its backward next."""
-        if self._link is not None:
-            with self._locked(), torch.no_grad():
-                self._look_ahead(None, order.last_items(number, self._link.ahead))
+        with self._locked(), torch.no_grad():
+            # An order of another process has no more to give here.
+            if self._link is not None and self._orders.get(gradient.device) is order:
+                self._look_ahead(order, None, order.last_items(number, self._link.ahead))
 
-    def _look_ahead(self, received: Sent | None, wanted: list[Sent]) -> None:
+    def _look_ahead(self, order: Order[Sent], received: Sent | None, wanted: list[Sent]) -> None:
         assert self._link is not None, "something was received over it"
-        alive = (reference() for reference in self._ahead)
-        started = [sent for sent in alive if sent is not None and sent is not received]
-        for sent in started:
+        unwanted, missing = order.look_ahead(received, wanted)
+        for sent in unwanted:
             # Backward took another way than was thought: what lies ready must not pile up on the device.
-            if sent not in wanted:
-                self._link.cancel(sent.parcel)
-        for sent in wanted:
-            if sent not in started:
-                self._link.prefetch(sent.parcel)
-        self._ahead = [weakref.ref(sent) for sent in wanted]
+            self._link.cancel(sent.parcel)
+        for sent in missing:
+            self._link.prefetch(sent.parcel)
+
+    def _check_process(self, begun_in: int) -> None:
+        if begun_in != self._begun_in:
+            raise OffloadError(
+                f"This process was forked from another one between a layer's forward and its backward, or inside of "
+                f"one. What was offloaded to {self.settings.to} by then stays with the process that sent it. Run a "
+                "whole step in one process: fork before its forward, or after its backward."
+            )
 
     def _forget(self, gone: Gone) -> None:
         """Release what nobody needs any more. Called where its last handle dies, at any moment and in any thread."""
-        self._gone.append(gone)
+        self._look_for_fork()
+        if gone.begun_in == self._begun_in:
+            self._gone.append(gone)
         self._sweep()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        self._look_for_fork()
         try:
             with self._lock:
                 yield
@@ -345,6 +394,7 @@ class Offloader:
     @property
     def stats(self) -> Stats:
         """What has been done so far."""
+        self._look_for_fork()
         counts, link = self._counts, self._link
         return Stats(
             num_tensors=counts.num_tensors,
@@ -356,6 +406,7 @@ class Offloader:
             peak_host_bytes=0 if link is None else link.peak_host_bytes,
             seconds_waited=0.0 if link is None else link.seconds_waited,
             fraction=self._pace.fraction,
+            forgotten_peak_bytes=self._pace.forgotten_peak,
             num_left_alone=dict(counts.num_left_alone),
         )
 

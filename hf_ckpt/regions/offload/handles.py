@@ -30,13 +30,15 @@ class Sent:
     Args:
         parcel: the link's.
         num_bytes: of the tensor.
+        begun_in: the process that the engine had begun in.
     """
 
-    __slots__ = ("__weakref__", "num_bytes", "parcel")
+    __slots__ = ("__weakref__", "begun_in", "num_bytes", "parcel")
 
-    def __init__(self, parcel: Any, num_bytes: int) -> None:
+    def __init__(self, parcel: Any, num_bytes: int, begun_in: int) -> None:
         self.parcel = parcel
         self.num_bytes = num_bytes
+        self.begun_in = begun_in
 
 
 class Handle:
@@ -69,12 +71,14 @@ class Passage:
         offloader: the model's.
         position: the layer's.
         is_offloaded: whether this layer sends away what it saves.
+        begun_in: the process that the engine had begun in.
     """
 
-    def __init__(self, offloader: Offloader, position: int, is_offloaded: bool) -> None:
+    def __init__(self, offloader: Offloader, position: int, is_offloaded: bool, begun_in: int) -> None:
         self._offloader = offloader
         self.position = position
         self.is_offloaded = is_offloaded
+        self.begun_in = begun_in
         self.num_bytes = 0
         self.groups: dict[torch.device, tuple[Group[Sent], Order[Sent]]] = {}
 
@@ -139,11 +143,13 @@ class Gone:
     Attributes:
         parcel: the link's.
         num_bytes: of the tensor.
+        begun_in: the process that the engine had begun in.
         key: it was known by that.
         storage: keeps the key from being given to another tensor.
     """
 
     parcel: Any
     num_bytes: int
+    begun_in: int
     key: Key
     storage: StorageWeakRef

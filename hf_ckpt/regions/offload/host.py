@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.regions.offload.buffered import BufferedLink, Filling
-from hf_ckpt.regions.offload.link import Arrival, Buffer, DeviceMemory, Mark
+from hf_ckpt.regions.offload.limits import HostLimits
+from hf_ckpt.regions.offload.link import Arrival, Buffer, DeviceMemory, Mark, Wire
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,10 @@ class HostParcel:
 
 class HostLink(BufferedLink):
     """Keeps what is sent in host memory. See `BufferedLink`."""
+
+    def __init__(self, wire: Wire, limits: HostLimits) -> None:
+        super().__init__(wire, limits)
+        self.survives_fork = wire.survives_fork
 
     def send(self, tensor: Tensor) -> HostParcel:
         """Start copying into a buffer of the tensor's size."""
@@ -68,6 +73,7 @@ class HostLink(BufferedLink):
     def expect(self, num_bytes: int) -> None:
         """Compare what is to come with the limits; free buffers count for it."""
         self._limits.check(num_bytes - self.pool.free_bytes, self.pool.held_bytes)
+        self._make_room(num_bytes)
 
     def mark(self, device: torch.device) -> Mark | None:
         """Ask the wire."""
@@ -80,3 +86,7 @@ class HostLink(BufferedLink):
     def memory(self, device: torch.device) -> DeviceMemory | None:
         """Ask the wire."""
         return self._wire.memory(device)
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Ask the wire."""
+        self._wire.forget_peak(device)

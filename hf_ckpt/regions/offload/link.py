@@ -26,10 +26,12 @@ class Link(Protocol):
     Attributes:
         ahead: how many regions ahead of the one in its backward the engine calls `prefetch`.
         seconds_waited: seconds for which `receive` and `send` made their thread wait, in all.
+        survives_fork: whether a forked process can go on with it, with what had been sent by then.
     """
 
     ahead: int = 1
     seconds_waited: float = 0.0
+    survives_fork: bool = True
 
     def send(self, tensor: Tensor) -> Any:
         """Start copying a tensor away and return a parcel.
@@ -65,6 +67,15 @@ class Link(Protocol):
             HostMemoryError: they cannot.
         """
 
+    def foresee(self, num_tokens: int, most_tokens: int) -> None:
+        """Say how long the batch is that comes, and how long the longest one will be.
+
+        Args:
+            num_tokens: rows times length of the batch that comes.
+            most_tokens: the most that will come; as many where that is not known.
+        """
+        return
+
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are held now, in use or kept for later."""
@@ -87,6 +98,10 @@ class Link(Protocol):
         """Return how full the device is; None where that cannot be told."""
         return None
 
+    def forget_peak(self, device: torch.device) -> None:
+        """Let `peak` of `memory` begin anew. Asked only where `memory` tells one."""
+        return
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -95,7 +110,7 @@ class DeviceMemory:
     Attributes:
         capacity: what this process can have in all.
         allocated: what its tensors take now.
-        peak: the most that they took.
+        peak: the most that they took, since the process started or it was begun anew.
     """
 
     capacity: int
@@ -181,7 +196,19 @@ class Wire(Protocol):
     """Copies between one kind of device and buffers in host memory, beside what the device computes.
 
     Each copy is left on its buffer as the last one that used it.
+
+    Attributes:
+        survives_fork: whether a forked process can go on with it.
     """
+
+    survives_fork: bool
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what cannot be: asked before anything is allocated or started for a copy.
+
+        Raises:
+            UnsupportedError: the device cannot be given copies now.
+        """
 
     def send(self, source: Tensor, buffer: Buffer) -> Trip:
         """Start copying bytes [n] on a device into a buffer of at least n bytes.
@@ -194,7 +221,14 @@ class Wire(Protocol):
         """Make a tensor on its device and start filling it from a buffer, after the last copy into that."""
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Make memory on the host that copies can use."""
+        """Make memory on the host that copies can use.
+
+        Raises:
+            OSError, RuntimeError: the system does not give it.
+        """
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Let the peak that `memory` returns begin anew."""
 
     def mark(self, device: torch.device) -> Mark | None:
         """Return a mark of where the current stream of the device is now; None where its time cannot be told."""

@@ -5,6 +5,10 @@ the link; backward, which recomputes as well, is longer. Where copies take longe
 time of all of them suffices. The others keep what they save on the device, so the share is lowered only as far as
 memory was left there when all were sending; and when more comes to be sent than was measured (a longer batch), all
 send again and are measured anew.
+
+Note on the peak. Torch counts one peak, since the process started or somebody had it begin anew, and it may be older
+than what is measured: loading a model can take more than a step. It is everybody's, so it is begun anew only where it
+did not rise in the step that was measured and would cost layers their place; what it was is kept for reports.
 """
 
 from __future__ import annotations
@@ -48,10 +52,12 @@ class Pace:
 
     Attributes:
         fraction: the share as it stands now.
+        forgotten_peak: the most of the device that was allocated before its peak was begun anew; 0 where it was not.
     """
 
     def __init__(self, asked: float | None, num_layers: int) -> None:
         self.fraction = 1.0 if asked is None else asked
+        self.forgotten_peak = 0
         self._is_measuring = asked is None
         self._is_fixed = asked is not None
         self._num_layers = num_layers
@@ -61,6 +67,7 @@ class Pace:
         self._measured: float | None = None
         self._before: DeviceMemory | None = None
         self._growth = 0
+        self._counts_anew = False
         self._device: torch.device | None = None
 
     def begin(self, link: Link | None) -> None:
@@ -73,14 +80,25 @@ class Pace:
             return
         if self._is_measuring:
             self._num_passes += 1
-            if self._before is not None:
-                self._growth = max(self._growth, memory.peak - self._before.allocated)
             if self._num_passes > _NUM_WARM_UP:
                 self._measured = _share(regions)
                 self._is_measuring = False
+                self._counts_anew = self._note_growth(memory) and self._least(memory) > self._measured
+                if self._counts_anew:
+                    self.forgotten_peak = max(self.forgotten_peak, memory.peak)
+                    link.forget_peak(self._device)
             self._before = memory
-        if self._measured is not None and not self._is_measuring:
+        elif self._counts_anew:
+            self._note_growth(memory)
+            self._counts_anew = False
+        if self._measured is not None and not self._counts_anew:
             self.fraction = max(self._measured, self._least(memory))
+
+    def _note_growth(self, memory: DeviceMemory) -> bool:
+        """Note by how much the pass that ends grew, and whether that is only a bound: see the note on the peak."""
+        assert self._before is not None, "the first pass is not measured"
+        self._growth = memory.peak - self._before.allocated
+        return memory.peak == self._before.peak
 
     def sent(self, link: Link, parcel: object, device: torch.device, num_bytes: int, *, is_first: bool) -> None:
         """Take note of what a region sends.
@@ -117,6 +135,7 @@ class Pace:
     def _measure_again(self) -> None:
         self.fraction = 1.0
         self._is_measuring = True
+        self._counts_anew = False
         self._num_passes = 0
         self._regions = []
         self._measured = self._before = None

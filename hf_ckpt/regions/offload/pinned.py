@@ -58,9 +58,17 @@ def _unpin(address: int) -> None:
 def _unpin_lost(address: int, pages: mmap.mmap, process: int) -> None:
     """Unpin pages that are kept until then, whatever may still be copying. A forked process has none of them."""
     if os.getpid() == process:
-        torch.cuda.synchronize()
+        _wait_for_devices()
         _unpin(address)
     del pages
+
+
+def _wait_for_devices() -> None:
+    """Wait for every device that this process uses: the pages are pinned for all, and any could be copying."""
+    for index in range(torch.cuda.device_count()):
+        # Asking a device that is not used would start a context there, which takes memory of it.
+        if torch.cuda.memory_reserved(index) or index == torch.cuda.current_device():
+            torch.cuda.synchronize(index)
 
 
 def _advise(pages: mmap.mmap) -> None:

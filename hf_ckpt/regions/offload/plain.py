@@ -14,6 +14,11 @@ from hf_ckpt.regions.offload.tensors import Layout
 class PlainWire:
     """A `Wire` whose copies are complete when the call returns."""
 
+    survives_fork = True
+
+    def check(self, device: torch.device) -> None:
+        """Copies can be made at any time."""
+
     def send(self, source: Tensor, buffer: Buffer) -> PlainTrip:
         """Copy bytes into a buffer."""
         buffer.first(source.numel()).copy_(source)
@@ -37,6 +42,9 @@ class PlainWire:
     def memory(self, device: torch.device) -> DeviceMemory | None:
         """Nobody asks where nothing is timed."""
         return None
+
+    def forget_peak(self, device: torch.device) -> None:
+        """Nobody asks."""
 
 
 class PlainTrip:

@@ -80,6 +80,7 @@ class Order(Generic[T]):
     def __init__(self) -> None:
         self.num_groups = 0
         self._groups: list[weakref.ref[Group[T]]] = []
+        self._ahead: list[weakref.ref[T]] = []
 
     def new_group(self) -> Group[T]:
         """Begin a group, behind all others."""
@@ -104,6 +105,18 @@ class Order(Generic[T]):
     def last_items(self, number: int, num_groups: int) -> list[T]:
         """Return the items of the last groups before a number, in the order in which backward asks for them."""
         return [item for group in itertools.islice(self._before(number), num_groups) for item in group.items()]
+
+    def look_ahead(self, received: T | None, wanted: list[T]) -> tuple[list[T], list[T]]:
+        """Take note of what is to be on its way from now on, and return what has to be let go and what to be started.
+
+        Args:
+            received: what was on its way and has been asked for.
+            wanted: what backward asks for next.
+        """
+        alive = (reference() for reference in self._ahead)
+        started = [item for item in alive if item is not None and item is not received]
+        self._ahead = [weakref.ref(item) for item in wanted]
+        return [item for item in started if item not in wanted], [item for item in wanted if item not in started]
 
     def _before(self, number: int) -> Iterator[Group[T]]:
         for reference in reversed(self._groups):

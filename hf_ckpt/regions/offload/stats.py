@@ -20,6 +20,8 @@ class Stats:
         seconds_waited: seconds for which a thread waited for a copy. On a GPU streams wait for each other instead,
             which this does not see.
         fraction: share of the layers that send away what they save, as it stands now.
+        forgotten_peak_bytes: the most of the device that was allocated before the engine let torch count the peak anew,
+            to measure the share; 0 where it did not.
         num_left_alone: tensors that stayed where they were, by the reason.
     """
 
@@ -32,6 +34,7 @@ class Stats:
     peak_host_bytes: int
     seconds_waited: float
     fraction: float
+    forgotten_peak_bytes: int
     num_left_alone: dict[str, int]
 
 

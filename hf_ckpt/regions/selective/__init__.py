@@ -10,10 +10,10 @@ which recomputes attention alone; torch's `create_selective_checkpoint_contexts`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,11 +21,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.call import Function, take_apart, tensors_of
+from hf_ckpt.regions.recompute import run_proven
 from hf_ckpt.regions.selective.kept import Keeper, KeptOutputs
-from hf_ckpt.regions.selective.modes import HandingOut, Keeping, keeping
+from hf_ckpt.regions.selective.linears import watch_linears
+from hf_ckpt.regions.selective.modes import DispatchMode, Forward, HandingOut, Interception, Keeping
 from hf_ckpt.regions.selective.operators import Role, kind_of
 from hf_ckpt.regions.selective.proof import Proof
-from hf_ckpt.regions.selective.saves import Saves, check_saves
+from hf_ckpt.regions.selective.running import RUNNING
+from hf_ckpt.regions.selective.saves import SELECTIVE_ATTENTION, Saves, check_saves
+from hf_ckpt.regions.transforms import refuse_transforms
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.value_proof import RegionProof
 
 __all__ = ["Keeper", "Saves", "Selection", "check_saves", "recompute_selectively"]
 
@@ -39,14 +46,9 @@ class Selection:
 
     def __init__(self, path: str = "") -> None:
         self.proof = Proof(path)
-        self._running: Keeping | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model made while a layer runs must not share the running call.
-        return {"proof": self.proof, "_running": None}
 
     def hooks(self, layer: nn.Module, saves: Saves) -> list[RemovableHandle]:
-        """Place what tells which modules run, where modules are named; return the handles, to be removed.
+        """Place what tells which modules run, where modules are named or adapted; return the handles, to be removed.
 
         Args:
             layer: whose modules are meant.
@@ -54,46 +56,38 @@ class Selection:
         """
         handles: list[RemovableHandle] = []
         for module, globs in saves.matching(layer):
-            handles.append(module.register_forward_pre_hook(partial(_enter, self, globs), prepend=True))
-            handles.append(module.register_forward_hook(partial(_leave, self, globs), always_call=True))
+            handles.append(module.register_forward_pre_hook(partial(_enter, globs), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, globs), always_call=True))
+        # Inside of these, which tell what is named.
+        handles.extend(watch_linears(layer))
         return handles
-
-    @contextmanager
-    def running(self, mode: Keeping) -> Iterator[None]:
-        """Let modules tell `mode` that they run."""
-        found, self._running = self._running, mode
-        try:
-            yield
-        finally:
-            self._running = found
-
-    def enter(self, globs: tuple[str, ...]) -> None:
-        """A module that matches begins."""
-        if self._running is not None:
-            self._running.modules.extend(globs)
-
-    def leave(self, globs: tuple[str, ...]) -> None:
-        """It ends."""
-        if self._running is not None:
-            for glob in globs:
-                self._running.modules.remove(glob)
 
 
 # A compiler would note that they run when all of the graph has.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
-def _enter(selection: Selection, globs: tuple[str, ...], module: nn.Module, args: Any) -> None:
+def _enter(globs: tuple[str, ...], module: nn.Module, args: Any) -> None:
     """Forward pre-hook of a module that was named."""
-    selection.enter(globs)
+    run = RUNNING.run
+    if run is not None:
+        run.modules.extend(globs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
-def _leave(selection: Selection, globs: tuple[str, ...], module: nn.Module, args: Any, output: Any) -> None:
+def _leave(globs: tuple[str, ...], module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook of a module that was named."""
-    selection.leave(globs)
+    run = RUNNING.run
+    if run is not None:
+        for glob in globs:
+            run.modules.remove(glob)
 
 
 def recompute_selectively(
-    selection: Selection, saves: Saves, keeper: Keeper | None, function: Function, *args: Any
+    selection: Selection,
+    saves: Saves,
+    keeper: Keeper | None,
+    function: Function,
+    *args: Any,
+    proof: RegionProof | None = None,
 ) -> Any:
     """Run `function(*args)`, and recompute it in backward but for what `saves` keeps.
 
@@ -106,6 +100,7 @@ def recompute_selectively(
         keeper: holds it meanwhile; None to leave it where it is.
         function: a callable, or a `partial` that carries the keyword arguments, as the seam of transformers hands it.
         args: positional arguments.
+        proof: see `recompute`.
 
     Raises:
         UnsupportedError: what the layer returned and keeps was written to, or the layer does not repeat itself.
@@ -114,8 +109,8 @@ def recompute_selectively(
     if torch.compiler.is_compiling():
         if selection.proof.allows_compiling and keeper is None and not saves.globs:
             return _recompute_compiled(saves, function, *args)
-        return _recompute_uncompiled(selection, saves, keeper, function, *args)
-    return _recompute_eagerly(selection, saves, keeper, function, *args)
+        return _recompute_uncompiled(selection, saves, keeper, None, function, *args)
+    return _recompute_eagerly(selection, saves, keeper, proof, function, *args)
 
 
 def _recompute_compiled(saves: Saves, function: Function, *args: Any) -> Any:
@@ -136,23 +131,54 @@ def _recompute_uncompiled(*args: Any) -> Any:
 
 
 def _recompute_eagerly(
-    selection: Selection, saves: Saves, keeper: Keeper | None, function: Function, *args: Any
+    selection: Selection,
+    saves: Saves,
+    keeper: Keeper | None,
+    values: RegionProof | None,
+    function: Function,
+    *args: Any,
 ) -> Any:
     """See `recompute_selectively`."""
+    refuse_transforms()
     call, tensors = take_apart(function, args)
-    kept = KeptOutputs(keeper, selection.proof)
-    contexts = partial(_contexts, selection, saves, kept)
-    returned = checkpoint(call.run, *tensors, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+    proof = selection.proof
+    proof.begin(saves)
+    intercepts = proof.intercepts()
+    if values is not None and intercepts and not proof.has_intercepted:
+        # So far a dispatch mode was given the operators.
+        values.again()
+    looked = None if values is None else values.watch(function, tensors)
+    is_checked = proof.has_intercepted if intercepts else proof.is_complete
+    kept = KeptOutputs(keeper, proof, looked, checks_writes=not is_checked, is_told_of_writes=not intercepts)
+    contexts = partial(_contexts, proof, saves, kept, intercepts)
+    returned = run_proven(looked, call.run, tensors, context_fn=contexts)
     kept.watch(tensors_of(returned))
+    if looked is not None:
+        looked.look_at_graph(function, args, returned)
     return returned
 
 
 def _contexts(
-    selection: Selection, saves: Saves, kept: KeptOutputs
+    proof: Proof, saves: Saves, kept: KeptOutputs, intercepts: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    selection.proof.begin(saves)
-    mode = Keeping(kept, saves, selection.proof)
-    return keeping(mode, kept, selection.running(mode)), HandingOut(kept, saves, selection.proof)
+    drive = Interception if intercepts else partial(DispatchMode, ignores=_ignores(proof, saves))
+    forward = Forward(kept, drive(partial(Keeping, kept, saves, proof)))
+    return forward, drive(partial(_recomputation, proof, saves, kept, intercepts))
+
+
+def _recomputation(proof: Proof, saves: Saves, kept: KeptOutputs, intercepts: bool) -> HandingOut:
+    proof.recomputed(intercepts=intercepts)
+    return HandingOut(kept, saves)
+
+
+def _ignores(proof: Proof, saves: Saves) -> Callable[[Any], bool]:
+    """Return what tells which operators a mode need not look at."""
+    # All of them until all is proved, and where probabilities are followed.
+    return saves.ignores if proof.is_complete and saves.preset != SELECTIVE_ATTENTION else _sees_all
+
+
+def _sees_all(function: Any) -> bool:
+    return False
 
 
 def _compiled_policy(saves: Saves, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

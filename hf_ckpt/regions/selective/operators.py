@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Number = tuple[Any, int]
-"""An operator, and how many times it had run before since the region began."""
+Number = tuple[str, int]
+"""The name of an operator, and how many times it had run before since the region began."""
 
 
 class Role(StrEnum):
@@ -71,15 +71,17 @@ ROUTING = frozenset(
 """Operators that choose. `max` and `min` only where they return indices beside values."""
 
 _VIEWS_WITHOUT_A_WORD = frozenset({"aten._unsafe_view", "aten._reshape_alias", "aten.lift_fresh", "aten.alias"})
-_NARROW = 128
+NARROW = 128
+_HIGHER_ORDER = "higher_order."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """What the name and the schema of an overload tell.
+    """What the name and the schema of an overload tell. There is one for each (`kind_of`).
 
     Args:
         name: with its overload, as `aten.mm.default`.
+        function: the overload, or the higher-order operator.
         packet: without, as `aten.mm`.
         role: see `Role`.
         written: places and names of the arguments that it writes to.
@@ -91,10 +93,16 @@ class Kind:
     name: str
     packet: str
     role: Role
+    function: Any = None
     written: tuple[tuple[int, str], ...] = ()
     returns_new: bool = True
     is_random: bool = False
     dropout: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def is_higher_order(self) -> bool:
+        """Whether it is run by Python, and not by torch's dispatcher."""
+        return self.packet.startswith(_HIGHER_ORDER)
 
     def written_tensors(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
         """Yield the tensors that a call writes to."""
@@ -109,7 +117,7 @@ class Kind:
         return not shares or any(shares)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def kind_of(function: Any) -> Kind:
     """Return the kind of an overload, or of a higher-order operator.
 
@@ -118,31 +126,40 @@ def kind_of(function: Any) -> Kind:
     """
     schema = getattr(function, "_schema", None)
     if schema is None:
-        name = f"higher_order.{function.name()}"
-        return Kind(name, name, _role(name, 2))
+        name = f"{_HIGHER_ORDER}{function.name()}"
+        return Kind(name, name, _role(name, 2), function)
     packet = schema.name.replace("::", ".")
-    namespace, _, bare = packet.partition(".")
-    # Collectives write into what they are given, and their schemas do not say so.
-    is_collective = namespace == "c10d" and bare.endswith("_")
+    namespace = packet.partition(".")[0]
     arguments = [(index, argument) for index, argument in enumerate(schema.arguments)]
-    written = tuple(
-        (index, argument.name)
-        for index, argument in arguments
-        if is_collective or (argument.alias_info is not None and argument.alias_info.is_write)
-    )
-    is_alias = any(result.alias_info is not None for result in schema.returns) or is_collective
+    written = tuple((index, argument.name) for index, argument in arguments if _is_written(schema, argument))
+    is_alias = any(result.alias_info is not None for result in schema.returns) or _is_collective(schema)
     is_foreign = namespace not in ("aten", "prims", "prim")
-    role = _role(packet, len(schema.returns))
+    role = role_of(schema)
     return Kind(
         name=f"{packet}.{schema.overload_name or 'default'}",
         packet=packet,
         role=role,
+        function=function,
         written=written,
         returns_new=not is_alias and packet not in _VIEWS_WITHOUT_A_WORD and _returns_tensors(schema),
         # Other libraries do not tag their operators; to bring back a state that nobody touched is harmless.
         is_random=torch.Tag.nondeterministic_seeded in function.tags or (is_foreign and role is Role.ATTENTION),
         dropout=tuple((index, argument.name) for index, argument in arguments if argument.name in _DROPOUT),
     )
+
+
+def role_of(schema: Any) -> Role:
+    """Return what the operator of a schema is for."""
+    return _role(schema.name.replace("::", "."), len(schema.returns))
+
+
+def _is_written(schema: Any, argument: Any) -> bool:
+    return _is_collective(schema) or (argument.alias_info is not None and bool(argument.alias_info.is_write))
+
+
+def _is_collective(schema: Any) -> bool:
+    # Collectives write into what they are given, and their schemas do not say so.
+    return bool(schema.name.startswith("c10d::") and schema.name.endswith("_"))
 
 
 def _returns_tensors(schema: Any) -> bool:
@@ -166,11 +183,11 @@ def is_narrow(packet: str, args: Any) -> bool:
     So is the second product of an adapter: [B * S, rank] times [rank, out]. Its output is as large as that of the
     layer it belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds.
     """
-    factors = {"aten.mm": args[:2], "aten.addmm": args[1:3]}.get(packet)
-    if not factors or len(factors) < 2:
+    place = {"aten.mm": 1, "aten.addmm": 2}.get(packet)
+    if place is None or len(args) <= place:
         return False
-    inner, outer = factors[1].shape
-    return bool(inner * _NARROW <= outer)
+    inner, outer = args[place].shape
+    return bool(inner * NARROW <= outer)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -179,11 +196,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, list | tuple):
+                yield from tensors_in(item)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that a tensor lies in; of a wrapper, such as a DTensor, those of the tensors inside."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+        return
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         # A DTensor names its mesh among them.

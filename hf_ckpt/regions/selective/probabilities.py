@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_ckpt.regions.selective.operators import Kind, Role, storages_of, tensors_in
 
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
+_PAD = "aten.constant_pad_nd"
 
 
 class Probabilities:
@@ -41,16 +42,20 @@ class Probabilities:
                 return True
         elif kind.returns_new:
             # A cast, dropout, a mask. Views need nothing: they lie in the same storage.
-            self._hand_on(args, output)
+            self._hand_on(args, output, is_padded=kind.packet == _PAD)
         return False
 
-    def _hand_on(self, args: Any, output: Any) -> None:
+    def _hand_on(self, args: Any, output: Any, *, is_padded: bool) -> None:
         first = next(tensors_in(output), None)
-        # What is broadcast is something else: the weight of an expert times what it returned.
+        # What is broadcast is something else: the weight of an expert times what it returned. Local attention pads its
+        # windows to a band.
         if (
             first is not None
             and first.is_floating_point()
-            and any(tensor.numel() == first.numel() and self._is_followed(tensor) for tensor in tensors_in(args))
+            and any(
+                (is_padded or tensor.numel() == first.numel()) and self._is_followed(tensor)
+                for tensor in tensors_in(args)
+            )
         ):
             self._follow(first)
 

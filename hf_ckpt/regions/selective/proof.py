@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
+
 from hf_ckpt.errors import PlanMismatchError, did_you_mean
+from hf_ckpt.regions.selective import kernels
 from hf_ckpt.regions.selective.operators import Kind, Number, Role
 from hf_ckpt.regions.selective.saves import SELECTIVE, SELECTIVE_ATTENTION, Saves
 
@@ -20,12 +23,21 @@ class Proof:
         is_complete: whether all occurred.
         has_writes: whether something wrote into a kept output.
         rewritten: operators, with the number of the call in their layer, whose output is written to unseen.
+        needs_modes: whether something occurred that only a dispatch mode is given.
+        has_intercepted: whether the stack was recomputed once with what kernels of our own kept. They are given what
+            operators do inside of themselves, which a mode is not: writes are looked for anew.
     """
 
     def __init__(self, path: str = "") -> None:
         self._path = path
+        self._start()
+
+    def _start(self) -> None:
         self.has_writes = False
         self.rewritten: set[Number] = set()
+        self.needs_modes = False
+        self.has_intercepted = False
+        self._to_serve: set[Any] = set()
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -34,9 +46,7 @@ class Proof:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._path = state["_path"]
-        self.has_writes = False
-        self.rewritten = set()
-        self._forget()
+        self._start()
 
     @property
     def allows_compiling(self) -> bool:
@@ -62,15 +72,52 @@ class Proof:
         if not self.is_complete:
             self._occurred[saves] |= set()
 
-    def occurred(self, saves: Saves, asked: tuple[str, ...]) -> None:
-        """Something that was asked for has been kept."""
+    def occurred(self, saves: Saves, asked: tuple[str, ...], is_attention: bool) -> None:
+        """Something that was asked for has been kept.
+
+        Args:
+            saves: that asked for it.
+            asked: what of them.
+            is_attention: whether it was found by following probabilities, operator by operator.
+        """
         if asked and not self.is_complete:
             self._occurred[saves].update(asked)
+            self.needs_modes |= is_attention
 
-    def seen(self, kind: Kind) -> None:
+    def seen(self, kind: Kind, may_keep: bool) -> None:
         """An operator ran."""
-        if not self.is_complete and kind.returns_new:
+        if self.is_complete:
+            return
+        if kind.returns_new:
             self._seen[kind.packet] = kind.role
+        if kind.is_higher_order:
+            self.needs_modes = True
+        elif may_keep:
+            self._to_serve.add(kind.function)
+
+    def intercepts(self) -> bool:
+        """Whether the stack's regions are to run with kernels of our own; makes those that are missing."""
+        # A mode of somebody else's is to see what it always saw.
+        if (
+            not self.is_complete
+            or self.needs_modes
+            or torch._C._len_torch_dispatch_stack()
+            or not kernels.are_possible()
+        ):
+            return False
+        if self._to_serve or not self.has_intercepted:
+            kernels.serve(self._to_serve)
+            self._to_serve = set()
+        return True
+
+    def recomputed(self, *, intercepts: bool) -> None:
+        """A recomputation begins.
+
+        Raises:
+            PlanMismatchError: see `check`.
+        """
+        self.check()
+        self.has_intercepted |= intercepts
 
     def check(self) -> None:
         """Raise if something that was asked for never occurred. Every layer has run by now.

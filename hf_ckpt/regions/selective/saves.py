@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -61,6 +61,11 @@ class Saves:
         """The names that stand for modules."""
         return _globs(self)
 
+    @property
+    def is_by_modules(self) -> bool:
+        """Whether it does not matter by which operators a linear layer computes its product."""
+        return _is_by_modules(self)
+
     def for_operator(self, kind: Kind, args: Any) -> tuple[str, ...]:
         """Return what of `asked` keeps the output of this call, wherever it runs; empty if nothing does."""
         if self.names:
@@ -70,9 +75,14 @@ class Saves:
             is_kept = is_kept or (kind.role is Role.PRODUCT and not is_narrow(kind.packet, args))
         return (self.preset,) if is_kept else ()
 
-    def may_keep(self, function: Any) -> bool:
-        """Whether the output of an operator can be kept at all, somewhere in the layer."""
-        return _may_keep(self, function)
+    def may_keep(self) -> Mapping[Kind, bool]:
+        """Return of which operators the output can be kept at all, somewhere in the layer."""
+        return _may_keep(self)
+
+    def ignores(self, function: Any) -> bool:
+        """Whether an operator neither writes nor has an output that can be kept."""
+        kind = kind_of(function)
+        return not kind.written and not _may_keep(self)[kind]
 
     def matching(self, layer: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         """Yield the modules below a layer that globs match, each with those globs."""
@@ -134,14 +144,27 @@ def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield ".".join(names), module
 
 
-@lru_cache(maxsize=1024)
-def _may_keep(saves: Saves, function: Any) -> bool:
-    kind = kind_of(function)
-    if not kind.returns_new:
-        return False
-    if saves.names and _naming(saves, kind.name, kind.packet):
-        return True
-    return kind.role is not Role.CHEAP
+@lru_cache(maxsize=256)
+def _is_by_modules(saves: Saves) -> bool:
+    return not any(_operators(name) for name in saves.names)
+
+
+@lru_cache(maxsize=256)
+def _may_keep(saves: Saves) -> _MayKeep:
+    return _MayKeep(saves)
+
+
+class _MayKeep(dict[Kind, bool]):
+    """Of which operators an output can be kept; found out when it is first asked."""
+
+    def __init__(self, saves: Saves) -> None:
+        super().__init__()
+        self._saves = saves
+
+    def __missing__(self, kind: Kind) -> bool:
+        is_named = bool(self._saves.names) and bool(_naming(self._saves, kind.name, kind.packet))
+        self[kind] = kind.returns_new and (is_named or kind.role is not Role.CHEAP)
+        return self[kind]
 
 
 @lru_cache(maxsize=256)

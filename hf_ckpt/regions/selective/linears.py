@@ -1,0 +1,238 @@
+"""Linear layers, and those that PEFT has adapted: which can be taken as a whole, and the hooks that tell of them.
+
+Knows them by the names of their classes, so that no library has to be there. See Note [Linear layers] and Note [Sums of
+adapted layers] in `kept`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from hf_ckpt.regions.selective.operators import NARROW, Kind
+from hf_ckpt.regions.selective.running import RUNNING
+
+_LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"})
+"""Their forward is one product and a bias, and their output the product in another shape."""
+_ADAPTED = frozenset({"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"})
+_PACKED = frozenset({"bitsandbytes.nn.modules.Linear4bit"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OURS = __name__.partition(".")[0] + "."
+
+
+def watch_linears(layer: nn.Module) -> Iterator[RemovableHandle]:
+    """Place hooks that tell a region of the linear and adapted layers inside; yield the handles, to be removed.
+
+    Args:
+        layer: whose modules are meant.
+    """
+    inside = {id(part) for module in layer.modules() if is_adapted(module) for part in _wide_parts(module)}
+    for module in layer.modules():
+        if is_adapted(module) or (_is_one_of(module, _LINEARS) and id(module) not in inside):
+            # Innermost: others' hooks see what the layer returns, never what stands for its products.
+            yield module.register_forward_pre_hook(_enter)
+            yield module.register_forward_hook(_leave, prepend=True)
+
+
+def _wide_parts(module: Any) -> Iterator[nn.Module]:
+    """Yield the parts of an adapted layer whose products its sum takes the place of."""
+    yield module.base_layer
+    yield from module.lora_B.values()
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a linear or adapted layer."""
+    if not torch.compiler.is_compiling() and RUNNING.run is not None:
+        RUNNING.run.enter(module, args)
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    """Forward hook of a linear or adapted layer."""
+    if not torch.compiler.is_compiling() and RUNNING.run is not None:
+        replaced: Tensor | None = RUNNING.run.leave(module, output)
+        return replaced
+    return None
+
+
+# --- Which are taken as a whole. ---
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a linear layer with adapters around it."""
+    return _is_one_of(module, _ADAPTED)
+
+
+def is_linear(module: Any, hidden: Any) -> bool:
+    """Whether a module runs one product, and returns what that returned.
+
+    Args:
+        module: the module.
+        hidden: what it is given.
+    """
+    attributes = module.__dict__
+    parameters = attributes["_parameters"]
+    return (
+        _is_one_of(module, _LINEARS)
+        and "forward" not in attributes
+        # Of a tensor that is spread over processes, or packed, the operators are kept.
+        and type(parameters.get("weight")) in (nn.Parameter, Tensor, FakeTensor)
+        and type(hidden) in (Tensor, FakeTensor)
+        # To the product of any other input torch adds the bias in place.
+        and (hidden.dim() == 2 or (hidden.dim() > 2 and (parameters.get("bias") is None or _is_flat(hidden))))
+    )
+
+
+def _is_flat(hidden: Tensor) -> bool:
+    return hidden.dim() == 3 and hidden.is_contiguous()
+
+
+def is_sum(module: Any, args: Any) -> bool:
+    """Whether an adapted layer returns the sum of its base's product and one adapter's, by PEFT's own forward."""
+    modules = module.__dict__["_modules"]
+    if module.disable_adapters or module.merged or "forward" in module.__dict__ or len(args) != 1:
+        return False
+    hidden = args[0]
+    names = [name for name in module.active_adapters if name in modules["lora_A"]]
+    if len(names) != 1 or names[0] in module.lora_variant:
+        return False
+    base = modules["base_layer"]
+    parts = (modules["lora_A"][names[0]], modules["lora_B"][names[0]])
+    return (
+        _is_bare(base)
+        and all(is_linear(part, hidden) and _is_bare(part) for part in parts)
+        and (is_linear(base, hidden) or _is_as_wide(base, hidden))
+    )
+
+
+def _is_as_wide(base: Any, hidden: Tensor) -> bool:
+    """Whether the base is of 4-bit weights and returns no wider numbers than its product has."""
+    if not _is_one_of(base, _PACKED) or "forward" in base.__dict__:
+        return False
+    dtype = base.compute_dtype
+    return dtype is None or hidden.dtype.itemsize <= dtype.itemsize
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether nobody but us looks at what a module is given and returns."""
+    attributes = module.__dict__
+    for name in _HOOKS:
+        hooks = attributes[name]
+        if hooks and not all(map(_is_ours, hooks.values())):
+            return False
+    return True
+
+
+def _is_ours(hook: Any) -> bool:
+    if hook is _enter or hook is _leave:
+        return True
+    # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", "")).startswith(_OURS)
+
+
+def _is_one_of(module: nn.Module, names: frozenset[str]) -> bool:
+    cls: Any = type(module)
+    return _name_of(cls) in names
+
+
+@cache
+def _name_of(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# --- What they return. ---
+
+
+def is_worth_keeping(module: Any, output: Any) -> bool:
+    """Whether what a linear or adapted layer returned is to be kept, where all is; see `operators.is_narrow`."""
+    if type(output) not in (Tensor, FakeTensor):
+        return False
+    if is_adapted(module):
+        return True
+    outer = output.shape[-1]
+    inner = module.weight.numel() // outer
+    return bool(inner * NARROW > outer)
+
+
+def is_output(module: Any, kind: Kind) -> bool:
+    """Whether what a linear layer returns is what its operator does, and not that with a bias on it."""
+    return module.bias is None or kind.packet in ("aten.addmm", "aten.linear")
+
+
+def shape_of_product(kind: Kind, args: Any, outer: int) -> tuple[int, ...]:
+    """Return the shape of a linear layer's product.
+
+    Args:
+        kind: of its operator.
+        args: what that is given.
+        outer: its columns.
+    """
+    return (*_rows(kind, args).shape[:-1], outer)
+
+
+def placeholder(kind: Kind, args: Any, outer: int) -> Tensor:
+    """Return a tensor without memory for a linear layer's product. See `shape_of_product`."""
+    return Placeholder.of(shape_of_product(kind, args, outer), _rows(kind, args).dtype)
+
+
+class Placeholder(Tensor):
+    """A tensor on `meta` that is scaled, added and cast at once: torch computes plain ones' shapes by `torch._refs`."""
+
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make one."""
+        return Tensor._make_wrapper_subclass(Placeholder, shape, dtype=dtype, device=torch.device("meta"))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # upstream's types leave the class out
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator."""
+        kwargs = kwargs or {}
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        shape = tensors[0].shape
+        if func in _ELEMENTWISE and kwargs.keys() <= {"dtype"} and all(_is_alike(tensor, shape) for tensor in tensors):
+            return cls.of(shape, kwargs.get("dtype") or reduce(torch.promote_types, [t.dtype for t in tensors]))
+        if func in _VIEWS and -1 not in args[-1]:
+            return cls.of(args[-1], args[0].dtype)
+        # By what torch knows of the operator; what is not on `meta` raises.
+        plain = tree_map_only(Placeholder, _on_meta, (args, kwargs))
+        return tree_map_only(Tensor, _stand_in, func(*plain[0], **plain[1]))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # upstream
+
+
+_ELEMENTWISE = frozenset(
+    {
+        torch.ops.aten.mul.Tensor,
+        torch.ops.aten.mul.Scalar,
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.clone.default,
+    }
+)
+_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
+
+def _is_alike(tensor: Tensor, shape: torch.Size) -> bool:
+    return type(tensor) is Placeholder and tensor.shape == shape
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return Placeholder.of(tensor.shape, tensor.dtype)
+
+
+def _rows(kind: Kind, args: Any) -> Tensor:
+    rows: Tensor = args[1] if kind.packet in ("aten.addmm", "aten.baddbmm") else args[0]
+    return rows

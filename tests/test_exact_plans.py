@@ -1,0 +1,202 @@
+"""Policy `auto` and `exact`: bitwise plans first, others where they are needed or asked for, and what that costs.
+
+The costs of layers are made up, so that nothing is simulated: which plan is taken is the same question for any costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hf_ckpt import HFCkptCallback
+from hf_ckpt.auto.allowances import allowed_by, granted_by
+from hf_ckpt.errors import BudgetError, PolicyError
+from hf_ckpt.memory import planned
+from hf_ckpt.memory.allowed import Allowed
+from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
+from hf_ckpt.memory.choices import entries_of, predict
+from hf_ckpt.memory.devices import Device, find_device
+from hf_ckpt.memory.exactness import CHUNKED_HEAD, TILES, Exactness, inexact_parts
+from hf_ckpt.memory.offload_costs import offloaded
+from hf_ckpt.memory.planned import Planned, plan_for
+from hf_ckpt.memory.step import Step
+from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, StepTime, Timeline
+from hf_ckpt.modifiers import HeadMode, Offload
+from hf_ckpt.plans import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy import Mode
+
+MIB, LAYERS = 2**20, 4
+TILED = replace(FULL, tiles="auto")
+STEP, CARD = Step(batch_size=1, seq_length=64), find_device("rtx4090")
+TEMPLATE = Plan("Made", (StackPlan("layers", (NONE,) * LAYERS),))
+
+
+def cost(kept: int, backward: int, seconds: float) -> Cost:
+    """A cost in MiB."""
+    return Cost(kept * MIB, (kept + 1) * MIB, backward * MIB, 0, seconds)
+
+
+def made(*, tiles: bool = False, head: HeadMode = HeadMode.PLAIN) -> Chain:
+    """Four layers of 10 MiB and 1 s; 1 MiB and 1.3 s recomputed, half of what that takes in tiles; a head of 20 MiB."""
+    costs = {NONE: cost(10, 12, 1.0), FULL: cost(1, 12, 1.3)} | ({TILED: cost(1, 5, 1.5)} if tiles else {})
+    layers = tuple(ChainLayer(0, idx, costs, can_join=False) for idx in range(LAYERS))
+    is_plain = head is HeadMode.PLAIN
+    return Chain(layers, 5 * MIB, (20 if is_plain else 2) * MIB, 0, 0.0 if is_plain else 0.1, MIB, head=head)
+
+
+@pytest.fixture(autouse=True)
+def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulated(model: nn.Module, plan: Plan, step: Step, device: Device) -> StepMemory:
+        chain = offloaded(made(tiles=True, head=plan.head), CARD, Offload(fraction=1.0))
+        choice = predict(chain, entries_of(chain, plan))
+        time, place = StepTime(forward=choice.seconds), Place(Phase.BACKWARD)
+        sizes = {Category.SAVED: choice.peak_bytes}
+        return StepMemory("", plan, step.tokens, choice.peak_bytes, place, sizes, Timeline((), {}), time=time)
+
+    def tiled(chain: Chain, *given: object, allowed: Allowed) -> Chain:
+        return chain if allowed.tiles is False else made(tiles=True, head=chain.head)
+
+    def chunked(chain: Chain, *given: object) -> Chain:
+        return made(tiles=TILED in chain.layers[0].costs, head=HeadMode.CHUNKED)
+
+    monkeypatch.setattr(planned, "simulate_step", simulated)
+    monkeypatch.setattr(planned, "with_tiles", tiled)
+    monkeypatch.setattr(planned, "with_chunked_head", chunked)
+    monkeypatch.setattr(planned, "make_plan", lambda model, policy: TEMPLATE)
+
+
+def plan_within(mib: int, **allowed: Any) -> Planned:
+    return plan_for(nn.Module(), STEP, CARD, mib * MIB, allowed=Allowed(**allowed), chain=made(), compare=True)
+
+
+# The plan that keeps everything needs 65 MiB and 4 s; all layers recomputed, 29 MiB and 5.2 s; with the head in chunks,
+# 20 MiB and 5.3 s, or 5 s with the last layer kept; with tiles as well, 13 MiB and 6.1 s.
+
+
+@pytest.mark.parametrize(
+    ("mib", "allowed", "inexact"),
+    [
+        (66, {}, ()),
+        (30, {}, ()),
+        (30, {"exact": True}, ()),
+        (30, {"exact": False}, (CHUNKED_HEAD,)),
+        (22, {}, (CHUNKED_HEAD,)),
+        (15, {}, (TILES, CHUNKED_HEAD)),
+        # What was asked for goes first.
+        (30, {"head": True}, (CHUNKED_HEAD,)),
+        (30, {"exact": True, "head": True}, (CHUNKED_HEAD,)),
+        (15, {"exact": True, "head": True, "tiles": True}, (TILES, CHUNKED_HEAD)),
+        (30, {"exact": False, "head": False, "tiles": False}, ()),
+    ],
+)
+def test_bitwise_plans_come_first_unless_something_else_is_asked_for(
+    mib: int, allowed: dict[str, Any], inexact: tuple[str, ...]
+) -> None:
+    found = plan_within(mib, **allowed)
+    assert inexact_parts(found.plan) == inexact
+    assert found.memory.peak_bytes <= mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("mib", "allowed", "said"),
+    [
+        (66, {}, "bitwise: 1.00 of none"),
+        (30, {}, "bitwise: 1.30 of none; 1.18 with exact: false, within 1e-6 in float32"),
+        (30, {"exact": True}, "bitwise: 1.30 of none; 1.18 with exact: false, within 1e-6 in float32"),
+        (30, {"exact": False}, "within 1e-6 in float32 (chunked head): 1.18 of none"),
+        (30, {"head": False, "tiles": False}, "bitwise: 1.30 of none"),
+        (22, {}, "within 1e-6 in float32 (chunked head): 1.25 of none; no bitwise plan fits"),
+        # Tiles around dropout are another step, and what was asked for is no last resort.
+        (
+            15,
+            {"head": True, "tiles": True},
+            "not bitwise (tiles and chunked head): 1.52 of none",
+        ),
+    ],
+)
+def test_plan_says_what_bitwise_costs(mib: int, allowed: dict[str, Any], said: str) -> None:
+    exactness = plan_within(mib, **allowed).exactness
+    assert exactness is not None
+    assert exactness.describe() == said
+
+
+def test_difference_that_cannot_be_seen_is_not_told() -> None:
+    assert Exactness((), 1.2049, 1.2001).describe() == "bitwise: 1.20 of none"
+
+
+def test_nothing_is_compared_where_nobody_asks() -> None:
+    assert plan_for(nn.Module(), STEP, CARD, 30 * MIB, chain=made()).exactness is None
+
+
+def test_exact_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(BudgetError) as error:
+        plan_within(22, exact=True)
+    message = str(error.value)
+    assert message.startswith(
+        "No bitwise plan fits memory_budget=22.0 MiB with exact: true. Lowest predicted peak is 29.0 MiB, in the "
+    )
+    assert '\n  memory_budget="29.0MiB"' in message
+    assert '\n  exact="prefer"' in message
+    assert plan_within(29, exact=True).memory.peak_bytes == 29 * MIB
+
+
+@pytest.mark.parametrize(
+    ("allowed", "least"),
+    [
+        ({}, 13),
+        ({"exact": False}, 13),
+        ({"exact": True}, 29),
+        ({"tiles": False}, 20),
+        ({"head": False}, 29),
+        ({"head": False, "tiles": False}, 29),
+    ],
+)
+def test_lowest_peak_is_that_of_everything_allowed_and_has_a_plan(allowed: dict[str, Any], least: int) -> None:
+    with pytest.raises(BudgetError, match=rf"Lowest predicted peak is {least}\.0 MiB"):
+        plan_within(1, **allowed)
+    assert plan_within(least, **allowed).memory.peak_bytes == least * MIB
+
+
+def test_lines_name_what_was_forbidden_and_would_fit() -> None:
+    with pytest.raises(BudgetError) as error:
+        plan_within(22, head=False)
+    assert '\n  head="chunked"' in str(error.value)
+    assert "exact" not in str(error.value)
+
+
+# --- Reading. ---
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Allowed()),
+        ({"exact": "prefer"}, Allowed(exact="prefer")),
+        ({"exact": True, "head": "chunked"}, Allowed(exact=True, head=True)),
+        ({"exact": False, "head": "plain", "tiles": 1}, Allowed(exact=False, head=False, tiles=False)),
+    ],
+)
+def test_options_are_read(options: dict[str, Any], expected: Allowed) -> None:
+    assert allowed_by(options) == expected
+
+
+@pytest.mark.parametrize("value", ["always", 1, 0, "true"])
+def test_wrong_words_are_refused(value: object) -> None:
+    with pytest.raises(PolicyError, match=r'exact is .*\. Use "prefer" \(a plan that changes no bit, if one fits\)'):
+        HFCkptCallback("auto", memory_budget="1GiB", exact=value)  # type: ignore[arg-type]
+
+
+def test_exact_belongs_to_auto() -> None:
+    with pytest.raises(PolicyError, match='exact is True, but only policy "auto" plans for a budget'):
+        HFCkptCallback("full", exact=True)
+
+
+def test_plan_of_the_users_grants_what_it_holds() -> None:
+    entries = (replace(FULL, offload=Offload()), LayerPlan(Mode.FULL, tiles=4))
+    assert granted_by(Plan("Made", (StackPlan("layers", entries),), HeadMode.CHUNKED)) == Allowed(
+        offload=Offload(), tiles=True, head=True
+    )
+    assert granted_by(TEMPLATE) == Allowed()

@@ -1,0 +1,566 @@
+"""The first step proves values: faults planted in the library and in models stop it, and nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_ckpt
+from hf_ckpt import HFCkptCallback, PlanMismatchError, PolicyError
+from hf_ckpt.regions import around, recompute, segments, selective, value_proof
+from hf_ckpt.regions.call import Call, is_in_backward
+from hf_ckpt.regions.offload import engine, handles
+from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.saved_inputs import SavedInputs
+from hf_ckpt.regions.selective.kept import KeptOutputs, _Handle
+from hf_ckpt.regions.tensor_hashes import are_equal, fingerprint, relative_distance
+from tests.training import llama, lora, rows, trainer, weights
+
+pytestmark = pytest.mark.core
+
+Plant = Callable[[pytest.MonkeyPatch, nn.Module], None]
+
+CPU = {"to": "cpu", "min_bytes": 0}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "attention": ("attention", {}),
+    "ffn": ("ffn", {}),
+    "segment": ("full", {"segment_size": 2}),
+    "nested": ("full", {"segment_size": 2, "nested": True}),
+    "selective": ("selective", {}),
+    "selective_attention": ("selective_attention", {}),
+    "offload": ("full", {"offload": CPU}),
+    "selective_offload": ("selective", {"offload": CPU}),
+}
+
+
+def batch() -> dict[str, Tensor]:
+    texts = rows(2)
+    return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+
+
+def backward(model: nn.Module) -> None:
+    model(**batch()).loss.backward()
+
+
+# --- Planted in the library. ---
+
+
+def random_state_is_left(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    def careless(*args: Any, **options: Any) -> Any:
+        return checkpoint(*args, **{**options, "preserve_rng_state": False})
+
+    patch.setattr(recompute, "checkpoint", careless)
+    patch.setattr(RandomState, "restore", lambda self: None)
+
+
+def mask_is_dropped(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    run = Call.run
+
+    def forgetful(self: Call, *tensors: Any) -> Any:
+        if is_in_backward() and "attention_mask" in self._kwargs:
+            mask = torch.zeros(2, 1, 8, 8)
+            self._kwargs["attention_mask"] = mask
+        return run(self, *tensors)
+
+    patch.setattr(Call, "run", forgetful)
+
+
+def outputs_are_rolled(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    hand_out = KeptOutputs._hand_out
+
+    def rolled(self: KeptOutputs, number: Any) -> Any:
+        found = self._entries[number]
+        for other in self._entries.values():
+            if other is not found and _shape(other.output) == _shape(found.output) is not None:
+                found.output, other.output = other.output, found.output
+                break
+        return hand_out(self, number)
+
+    patch.setattr(KeptOutputs, "_hand_out", rolled)
+
+
+def _shape(output: object) -> torch.Size | None:
+    found = output.value if isinstance(output, _Handle) else output
+    return getattr(found, "shape", None)
+
+
+def input_is_scaled(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    get = SavedInputs.get
+    patch.setattr(SavedInputs, "get", lambda self: [x * 1.01 if x.is_floating_point() else x for x in get(self)])
+
+
+def layer_is_skipped(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    run = Call.run
+
+    def skipping(self: Call, *tensors: Any) -> Any:
+        returned = run(self, *tensors)
+        return tensors[0] + 0 * returned if is_in_backward() and len(self._kwargs) > 2 else returned
+
+    patch.setattr(Call, "run", skipping)
+
+
+def buffer_is_stale(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    unpack = engine.unpack
+    found: list[Tensor] = []
+
+    def stale(handle: Any) -> Any:
+        tensor = unpack(handle)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            found.append(tensor)
+            return next((each for each in found if each.shape == tensor.shape), tensor)
+        return tensor
+
+    patch.setattr(engine, "unpack", stale)
+
+
+def kept_buffer_is_stale(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    get = handles.Keeper.get
+    patch.setattr(handles.Keeper, "get", lambda self, handle: torch.zeros_like(get(self, handle)))
+
+
+# --- Planted in a model. ---
+
+
+def in_mlp(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Let the activation function of the third layer's ffn return something else."""
+    mlp = model.get_submodule("model.layers.2.mlp")
+    found = mlp.act_fn
+
+    class Changed(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return change(mlp, found(hidden))
+
+    mlp.act_fn = Changed()
+
+
+def own_generator(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    mlp = model.get_submodule("model.layers.2.mlp")
+    mlp.generator = torch.Generator().manual_seed(0)
+    in_mlp(model, lambda mlp, x: x + torch.randn(x.shape, generator=mlp.generator))
+
+
+def numpy_random(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    in_mlp(model, lambda mlp, x: x * float(np.random.uniform(0.5, 1.5)))
+
+
+def python_random(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    in_mlp(model, lambda mlp, x: x * random.uniform(0.5, 1.5))
+
+
+def counter(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    def counted(mlp: nn.Module, hidden: Tensor) -> Tensor:
+        mlp.calls += 1
+        return hidden * (1 + 0.1 * mlp.calls)
+
+    model.get_submodule("model.layers.2.mlp").calls = 0
+    in_mlp(model, counted)
+
+
+def moving_tensor(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    def moved(mlp: nn.Module, hidden: Tensor) -> Tensor:
+        mlp.mean = 0.9 * mlp.mean + hidden.detach().mean()
+        return hidden - mlp.mean
+
+    model.get_submodule("model.layers.2.mlp").mean = torch.zeros(())
+    in_mlp(model, moved)
+
+
+def inputs_are_detached(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    take_apart = recompute.take_apart
+
+    def detached(function: Any, args: Any) -> Any:
+        call, tensors = take_apart(function, args)
+        return call, [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+    for module in (recompute, around, segments, selective):
+        patch.setattr(module, "take_apart", detached)
+
+
+def forward_has_no_graph(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    patch.setattr(recompute, "checkpoint", lambda *args, **_: checkpoint(*args, use_reentrant=True))
+
+
+LIBRARY: dict[str, tuple[Plant, tuple[str, ...], str]] = {
+    "random state": (
+        random_state_is_left,
+        ("full", "attention", "segment", "nested", "selective", "offload"),
+        "generators was not brought back.",
+    ),
+    "mask": (mask_is_dropped, ("full", "segment", "nested", "offload"), "self_attn"),
+    "rolled outputs": (outputs_are_rolled, ("selective", "selective_offload"), "than the forward kept"),
+    "scaled input": (input_is_scaled, ("segment", "nested"), "returns something else than its forward"),
+    "skipped layer": (layer_is_skipped, ("full", "segment", "selective"), "returns something else than its forward"),
+    "stale buffer": (buffer_is_stale, ("offload", "selective_offload"), "than"),
+    "lost gradient": (
+        inputs_are_detached,
+        ("full", "attention", "ffn", "segment", "nested", "selective", "offload"),
+        "does not depend on what it was given, so that the layers below get no gradient",
+    ),
+    "no graph": (forward_has_no_graph, ("full", "attention"), "its forward ran without a graph"),
+    "stale kept buffer": (kept_buffer_is_stale, ("selective_offload",), "than the forward kept"),
+}
+MODEL: dict[str, tuple[Plant, str]] = {
+    "own generator": (own_generator, "holds a generator of its own"),
+    "numpy": (numpy_random, "draws from numpy.random"),
+    "random": (python_random, "draws from random"),
+    "counter": (counter, "was 0 in forward and is 1 in recomputation"),
+    "tensor": (moving_tensor, "mean was changed between forward and recomputation"),
+}
+CASES = [
+    *((name, plant, option, text) for name, (plant, options, text) in LIBRARY.items() for option in options),
+    *(
+        (name, plant, option, text)
+        for name, (plant, text) in MODEL.items()
+        for option in ("full", "ffn", "segment", "selective", "offload")
+    ),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[2]}".replace(" ", "_"))
+def case(request: pytest.FixtureRequest) -> tuple[str, Plant, str, str]:
+    found: tuple[str, Plant, str, str] = request.param
+    return found
+
+
+def test_a_planted_fault_stops_the_first_backward(
+    case: tuple[str, Plant, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, plant, option, text = case
+    policy, options = OPTIONS[option]
+    model = llama().train()
+    with hf_ckpt.apply(model, policy, **options):
+        plant(monkeypatch, model)
+        with pytest.raises(PlanMismatchError) as raised:
+            backward(model)
+    assert text in str(raised.value)
+    assert "model.layers." in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [*LIBRARY, "own generator", "numpy", "counter"])
+def test_a_planted_fault_stops_the_trainer_before_the_optimizer_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, *option, text = LIBRARY[name] if name in LIBRARY else MODEL[name]
+    policy, options = OPTIONS[option[0][0] if option else "full"]
+    model = llama()
+    run = trainer(model, tmp_path, HFCkptCallback(policy, **options))
+    plant(monkeypatch, model)
+    before = weights(model)
+    with pytest.raises(PlanMismatchError, match='With on_mismatch="warn"') as raised:
+        run.train()
+    assert text in str(raised.value)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
+
+
+def test_the_first_module_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    numpy_random(monkeypatch, model)
+    with hf_ckpt.apply(model, "full"), pytest.raises(PlanMismatchError) as raised:
+        backward(model)
+    message = str(raised.value)
+    assert message.startswith("model.layers.2: its recomputation returns something else than its forward (by ")
+    assert "The first module inside that returns something else is mlp.act_fn." in message
+
+
+def test_layers_with_the_same_fault_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    random_state_is_left(monkeypatch, model)
+    with hf_ckpt.apply(model, "full"), pytest.raises(PlanMismatchError) as raised:
+        backward(model)
+    assert "model.layers.3 (and 3 more): " in str(raised.value)
+
+
+def test_what_is_only_warned_of_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    numpy_random(monkeypatch, model)
+    run = trainer(model, tmp_path, HFCkptCallback("full", on_mismatch="warn"))
+    with pytest.warns(UserWarning, match=r"draws from numpy\.random"):
+        run.train()
+    assert run.state.global_step == 2
+
+
+# --- When. ---
+
+
+def looked_at(model: nn.Module, prove: Any, forwards: int, policy: str = "full") -> list[int]:
+    """Return which of so many forwards, each with its backward, were looked at."""
+    found: list[int] = []
+    with hf_ckpt.apply(model, policy, prove=prove) as applied:
+        regions = applied.value_proof._regions
+        for number in range(forwards):
+            loss = model(**batch()).loss
+            if regions[0]._tries:
+                found.append(number)
+            loss.backward()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prove", "expected"), [("first_step", [0]), ("off", []), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4])]
+)
+def test_prove_says_which_forwards(prove: Any, expected: list[int]) -> None:
+    assert looked_at(llama().train(), prove, 5) == expected
+
+
+def test_selective_regions_are_proven_once_more_where_they_run_in_another_way() -> None:
+    # First under a dispatch mode, then with kernels of their own.
+    assert looked_at(llama().train(), "first_step", 4, "selective") == [0, 1]
+
+
+@pytest.mark.parametrize(("prove", "expected"), [("first_step", [0]), ("off", []), (2, [0, 2])])
+def test_prove_says_which_steps_of_the_trainer(
+    prove: Any, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    compared = value_proof.RegionProof.compared
+    run = trainer(llama(), tmp_path, HFCkptCallback("full", prove=prove), max_steps=4, gradient_accumulation_steps=2)
+    patched = lambda self, fault: (seen.append(run.state.global_step), compared(self, fault))  # noqa: E731
+    monkeypatch.setattr(value_proof.RegionProof, "compared", patched)
+    run.train()
+    # The first micro-batch of each: four regions once.
+    assert seen == [step for step in expected for _ in range(4)]
+
+
+def test_what_has_no_gradients_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    lower = [model.get_submodule(name) for name in ("model.embed_tokens", "model.layers.0", "model.layers.1")]
+    for module in lower:
+        module.requires_grad_(False)
+    with hf_ckpt.apply(model, "full") as applied:
+        for _ in range(5):
+            backward(model)
+        assert [region.is_awaited for region in applied.value_proof._regions] == [True, True, False, False]
+        # Unfreezing, layer by layer.
+        for module in lower:
+            module.requires_grad_(True)
+        backward(model)
+        assert not any(region.is_awaited for region in applied.value_proof._regions)
+
+
+def test_forwards_without_a_backward_are_looked_at_less_and_less() -> None:
+    model = llama().train()
+    seen = []
+    with hf_ckpt.apply(model, "full") as applied:
+        region = applied.value_proof._regions[0]
+        for number in range(20):
+            tries = region._tries
+            model(**batch())
+            seen += [number] * (region._tries - tries)
+    assert seen == [0, 1, 2, 3, 7, 15]
+
+
+def test_a_fault_in_a_backward_that_fails_is_told_in_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    numpy_random(monkeypatch, model)
+    with hf_ckpt.apply(model, "full"):
+        hook = model.get_submodule("model.layers.0").register_full_backward_pre_hook(_fail)
+        loss = model(**batch()).loss
+        with pytest.raises(ValueError, match="an operator fails"):
+            loss.backward()
+        hook.remove()
+        with pytest.raises(PlanMismatchError, match=r"draws from numpy\.random"):
+            model(**batch())
+
+
+def test_rounding_in_recomputation_is_noise_whatever_else_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = llama(attention_dropout=0.0).train()
+    noise = torch.Generator().manual_seed(0)
+
+    def rounded(mlp: nn.Module, hidden: Tensor) -> Tensor:
+        mlp.calls += 1
+        return hidden * (1 + 1e-6 * torch.rand(hidden.shape, generator=noise))
+
+    model.get_submodule("model.layers.2.mlp").calls = 0
+    in_mlp(model, rounded)
+    with hf_ckpt.apply(model, "full"):
+        backward(model)
+    assert "kernels here do not repeat themselves" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "is_noise"), [(1e-6, True), (1e-2, False)])
+def test_noise_where_recomputation_cannot_run_to_the_end(size: float, is_noise: bool) -> None:
+    model = llama(attention_dropout=0.0).train()
+    noise = torch.Generator().manual_seed(0)
+    in_mlp(model, lambda mlp, x: x * (1 + size * torch.rand(x.shape, generator=noise)))
+    for layer in model.get_submodule("model.layers").children():
+        # As ZeRO-3 marks its modules.
+        layer.ds_id = 0
+    with hf_ckpt.apply(model, "full"), contextlib.ExitStack() as expected:
+        if not is_noise:
+            found = expected.enter_context(
+                pytest.raises(PlanMismatchError, match=r"model\.layers\.2: in its recomputation")
+            )
+        backward(model)
+    assert is_noise or " % of its norm)" in str(found.value)
+
+
+def _fail(module: nn.Module, gradients: Any) -> None:
+    raise ValueError("an operator fails")
+
+
+def test_forwards_without_gradients_do_not_count() -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full") as applied:
+        with torch.no_grad():
+            model(**batch())
+        assert all(region.is_awaited and not region._tries for region in applied.value_proof._regions)
+        backward(model)
+        assert not any(region.is_awaited for region in applied.value_proof._regions)
+
+
+def test_what_a_backward_never_reached_is_proven_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full") as applied:
+        hidden = model(**batch(), output_hidden_states=True).hidden_states
+        hidden[2].sum().backward()
+        awaited = [region.is_awaited for region in applied.value_proof._regions]
+        numpy_random(monkeypatch, model)
+        with pytest.raises(PlanMismatchError, match=r"model\.layers\.2: "):
+            backward(model)
+    assert awaited == [False, False, True, True]
+
+
+def test_a_copy_proves_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full", segment_size=2):
+        backward(model)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            numpy_random(monkeypatch, twin)
+            with pytest.raises(PlanMismatchError, match=r"numpy\.random"):
+                backward(twin)
+        backward(model)
+
+
+@pytest.mark.parametrize("prove", [0, -1, True, "always", 1.5, None])
+def test_another_value_of_prove_is_refused(prove: Any) -> None:
+    with pytest.raises(PolicyError, match="prove is"):
+        hf_ckpt.apply(llama(), "full", prove=prove)
+    with pytest.raises(PolicyError, match="prove is"):
+        HFCkptCallback("full", prove=prove)
+
+
+# --- No false alarm. ---
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("make", [llama, lora])
+def test_what_is_right_is_left_alone(make: Callable[[], nn.Module], option: str) -> None:
+    policy, options = OPTIONS[option]
+    model = make().train()
+    with hf_ckpt.apply(model, policy, prove=1, **options) as applied:
+        for _ in range(3):
+            backward(model)
+        assert not any(region.is_awaited for region in applied.value_proof._regions)
+
+
+def test_a_second_backward_over_one_graph_is_looked_at_too() -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        loss = model(**batch()).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_kernels_that_do_not_repeat_themselves_are_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama().train()
+    noise = torch.Generator().manual_seed(0)
+
+    def rounded_otherwise(mlp: nn.Module, hidden: Tensor) -> Tensor:
+        # As far as one unit in the last place.
+        return hidden * (1 + 1.2e-7 * torch.randint(0, 2, hidden.shape, generator=noise))
+
+    in_mlp(model, rounded_otherwise)
+    with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):
+        backward(model)
+        backward(model)
+    assert [record.getMessage()[:14] for record in caplog.records if "do not repeat" in record.getMessage()] == [
+        "model.layers.2"
+    ]
+
+
+def test_what_is_compiled_is_said_not_to_be_proven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trainer(llama(), tmp_path, HFCkptCallback("full"), torch_compile=True, torch_compile_backend="aot_eager")
+    with caplog.at_level(logging.INFO, "hf_ckpt"):
+        run.train()
+    said = [record.getMessage() for record in caplog.records if "does not prove" in record.getMessage()]
+    assert [text[:25] for text in said] == ["model.layers.0 (and 3 mor"]
+
+
+def test_nothing_is_left_on_a_model() -> None:
+    model = llama().train()
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    with hf_ckpt.apply(model, "full"):
+        backward(model)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+# --- Fingerprints. ---
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((3, 700, 600), torch.bfloat16),
+        ((2, 3000, 1000), torch.float32),
+        ((4000, 300), torch.int64),
+        ((5,), torch.float64),
+        ((7,), torch.complex64),
+        ((9, 3), torch.float16),
+        ((), torch.float32),
+    ],
+)
+def test_a_hash_sees_every_bit_and_where_it_is(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    take = fingerprint
+    values = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    found = take(values)
+    assert are_equal(found, take(values.clone()))
+    if values.dim() == 3:
+        assert are_equal(found, take(values.transpose(0, 2).contiguous().transpose(0, 2)))
+    for position in {0, max(0, values.numel() // 2), values.numel() - 1}:
+        changed = values.clone()
+        changed.view(-1)[position] += 1
+        assert not are_equal(found, take(changed))
+    if values.numel() > 1:
+        assert not are_equal(found, take(values.roll(1, 0)))
+        assert not are_equal(found, take(values.flip(0)))
+
+
+def test_a_hash_tells_zeros_of_either_sign_and_kinds_of_nan_apart() -> None:
+    take = fingerprint
+    assert not are_equal(take(torch.tensor([0.0])), take(torch.tensor([-0.0])))
+    nan = torch.tensor([float("nan")])
+    assert are_equal(take(nan), take(nan.clone()))
+    assert not are_equal(take(nan), take(-nan))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-2, 0.3])
+def test_a_sketch_tells_the_size_of_a_difference(size: float) -> None:
+    take = partial(fingerprint, has_sketch=True)
+    values, other = torch.randn(2, 3000, 700, generator=torch.Generator().manual_seed(0))
+    for changed in (values + size * other, values * (1 + size)):
+        distance = relative_distance(take(values), take(changed))
+        # Four standard deviations of the root of a mean of 64 squares.
+        assert distance == pytest.approx(size, rel=0.36)
+
+
+def test_fingerprints_leave_random_numbers_where_they_are() -> None:
+    before = torch.get_rng_state()
+    fingerprint(torch.ones(3), has_sketch=True)
+    assert torch.equal(before, torch.get_rng_state())
