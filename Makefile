@@ -1,6 +1,7 @@
 # The two commands: `make finetune` and `make test`. Both set up .venv first; nothing outside this folder changes.
 # Variables: PYTHON (the interpreter to build environments with), RECIPE and ARGS (for finetune), PYTEST_ARGS and
-# DISTRIBUTED_ARGS (for the tests in one process, and for those in two), CASE (for the benchmarks: one case in place of all).
+# DISTRIBUTED_ARGS (for the tests in one process, and for those in two), CASE (for the benchmarks: one case in place of all),
+# OUT and SECONDS (for bench-gpu: where its results go, and how long it may run).
 
 RECIPE ?= recipes/tiny_llama_lora.yaml
 ARGS ?=
@@ -16,7 +17,8 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 # More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup finetune test test-distributed test-oldest check lint types docs bench bench-gpu bench-predicted bench-pages format clean
+.PHONY: help setup finetune test test-distributed test-oldest check lint types docs figures figures-check bench bench-gpu \
+    bench-predicted bench-pages format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,8 +27,11 @@ help:
 	@echo 'make test-distributed  the part of the suite that needs two processes'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the suite on the oldest supported versions'
 	@echo 'make check        format, lint, types and the code blocks of the documents'
+	@echo 'make figures      predict anew what the shipped recipes need: their headers, and what documents quote of them'
+	@echo 'make figures-check  which of these figures the code has moved'
 	@echo 'make bench        compare ways to save memory on small models, and the result with what is committed'
-	@echo 'make bench-gpu    the same on a GPU, at full size; goes on where it stopped (CASE=llama2_7b_lora_2048 for one)'
+	@echo 'make bench-gpu    measure all that needs a GPU, what matters most first, into OUT, for SECONDS; goes on where it'
+	@echo '                  stopped (CASE=llama2_7b_lora_2048 compares ways to save memory on that case only)'
 	@echo 'make bench-predicted  the same without a GPU, simulated at full size'
 	@echo 'make bench-pages  write the pages and pictures that show the committed results'
 	@echo 'make format       format the code and mend what lint can mend'
@@ -92,16 +97,27 @@ types: .venv/.installed
 docs: .venv/.installed
 	.venv/bin/python -m pytest tests/test_docs.py
 
+# --- Figures of the shipped recipes. ---
+
+figures: .venv/.installed
+	.venv/bin/python -m benchmarks.recipe_figures
+
+figures-check: .venv/.installed
+	.venv/bin/python -m benchmarks.recipe_figures --check
+
 # --- Benchmarks. ---
 
 bench: .venv/.installed
-	.venv/bin/python -m benchmarks.side_by_side.suite --device cpu --out runs/bench $(addprefix --case ,$(CASE))
+	.venv/bin/python -m benchmarks.side_by_side.suite --out runs/bench $(addprefix --case ,$(CASE))
 	.venv/bin/python -m benchmarks.side_by_side.compare runs/bench
 
 # PYTHON_GPU: an environment of your own whose torch has CUDA; .venv holds whatever torch the constraints led to.
 PYTHON_GPU ?= .venv/bin/python
+OUT ?= runs/gpu
+SECONDS ?= 540
 bench-gpu: $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/.installed)
-	$(PYTHON_GPU) -m benchmarks.side_by_side.suite --device cuda $(addprefix --case ,$(CASE))
+	$(PYTHON_GPU) -m benchmarks.on_gpu --out $(OUT) --seconds $(SECONDS) \
+	    $(if $(wildcard $(OUT)/results.json),--resume $(OUT)/results.json) $(addprefix --stage side_by_side_,$(CASE))
 
 bench-predicted: .venv/.installed
 	.venv/bin/python -m benchmarks.side_by_side.predicted --case $(or $(CASE),all)

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
+from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.costs import chain_of
 from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.planned import Plans
@@ -104,7 +105,7 @@ def sweep(case: Case, num_budgets: int, say: Any = print) -> dict[str, Any]:
     fixed = list(_fixed(model, case.step, device, len(chain.layers), say))
     most = max(entry["peak_bytes"] for entry in fixed if entry["name"] == "none")
     # The planner's figure for the smallest plan may be a little below what the whole step needs.
-    plans = Plans(model, case.step, device, chain=chain)
+    plans = Plans(model, case.step, device, allowed=Allowed(exact=False), chain=chain)
     least = plans.within(int(planner.peaks[0] * 1.01)).memory.peak_bytes
     budgets = [least + (most - least) * number // (num_budgets - 1) for number in range(num_budgets)]
     swept = []

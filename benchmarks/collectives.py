@@ -32,9 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-import hf_ckpt
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import hf_ckpt
 from benchmarks.cases import CASES, build
 from benchmarks.environment import describe
 
@@ -176,7 +175,8 @@ def measure(case: str, engine: str, put_on: Callable[[nn.Module], object]) -> Co
 def contenders() -> dict[str, Callable[[nn.Module], object]]:
     """Everything that is counted, by its name in the table: our plans, then others' ways."""
     plans = {
-        name: functools.partial(hf_ckpt.apply, policy=policy, **options) for name, (policy, options) in POLICIES.items()
+        name: functools.partial(hf_ckpt.apply, policy=policy, prove="off", **options)
+        for name, (policy, options) in POLICIES.items()
     }
     return plans | OTHERS
 

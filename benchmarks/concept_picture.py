@@ -8,8 +8,10 @@ a test can tell whether the picture is still what a step does.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
 from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.operators import operator_cost
@@ -111,7 +114,7 @@ def follow(policy: str, options: dict[str, Any]) -> Tape:
     tracker = Tracker(costs=_count)
     tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
     tracker.know([("input_ids", ids)], Category.TEMPORARY)
-    with hf_ckpt.apply(model, policy, **options), tracker, watch(model, find_layers(model), tracker):
+    with hf_ckpt.apply(model, policy, prove="off", **options), tracker, watch(model, find_layers(model), tracker):
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
     sort(tracker.tape)
@@ -315,8 +318,11 @@ def _legend(figure: Figure) -> None:
 
 def main() -> None:
     """Run the steps and draw them."""
-    draw({name: shown(follow(policy, options)) for name, (policy, options) in PLANS.items()}, PICTURE)
-    print(PICTURE)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=PICTURE, help="the picture's file")
+    asked = parser.parse_args()
+    draw({name: shown(follow(policy, options)) for name, (policy, options) in PLANS.items()}, asked.out)
+    print(asked.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Training under DDP and FSDP2 with each kind of plan: peak memory, step time and the losses, in one run.
 
 A LoRA fine-tune of a 7B model and a full fine-tune of a 1B model, with AdamW. Every plan starts from the same weights
-and sees the same batches, so that the losses must be those without a plan.
+and sees the same batches, on kernels that repeat themselves bit by bit, so that the losses must be those without a
+plan. Whether they would be by themselves, a second run without a plan tells.
 
-    torchrun --nproc-per-node 1 benchmarks/engines.py --case llama_7b --lora --engine fsdp2 --device cuda
+    python benchmarks/engines.py --case llama_7b --lora --engine fsdp2 --device cuda
     torchrun --nproc-per-node 2 benchmarks/engines.py --case llama_tiny --engine ddp
 """
 
@@ -11,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +33,62 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import hf_ckpt
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import hf_ckpt
 from benchmarks.cases import CASES, Case, build
-from benchmarks.environment import describe
+from benchmarks.journal import NO_FIGURES, Entry, FileJournal, Journal
+from benchmarks.repeatable import repeatable_kernels
+from benchmarks.resumable import carry_out
 
 RESULTS = Path(__file__).parent / "results"
-POLICIES = ("none", "full", "attention", "ffn")
+NONE, NONE_AGAIN = "none", "none_again"
+POLICIES = {name: name for name in (NONE, "full", "attention", "ffn")} | {NONE_AGAIN: NONE}
+"""By the key of the entry. The last one is what differs by itself."""
 LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+        device: `cpu` or `cuda`.
+        case: of `CASES`.
+        engine: `ddp` or `fsdp2`.
+        has_lora: train adapters; all weights if not.
+        num_steps: of each policy.
+        num_warmup: of them, that are not timed.
+    """
+
+    device: str
+    case: str = "llama_tiny"
+    engine: str = "fsdp2"
+    has_lora: bool = False
+    num_steps: int = 20
+    num_warmup: int = 3
+
+    @property
+    def name(self) -> str:
+        """What tells it from others: the start of its entries' keys."""
+        return f"{self.case}_{'lora' if self.has_lora else 'full'}_{self.engine}"
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Join the group that a launcher has made; without one make a group of this process alone."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            store = dist.FileStore(str(Path(folder) / "store"), 1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def sharded(model: nn.Module, device: str) -> nn.Module:
@@ -48,20 +100,20 @@ def sharded(model: nn.Module, device: str) -> nn.Module:
     return model
 
 
-def prepared(case: Case, options: argparse.Namespace) -> nn.Module:
+def prepared(case: Case, options: Options) -> nn.Module:
     """Build the model, with adapters if asked for, and put the engine around it."""
     model, _ = build(case, options.device)
-    if options.lora:
+    if options.has_lora:
         model = get_peft_model(model, LoraConfig(r=16, lora_dropout=0.05, target_modules="all-linear")).to(model.dtype)
     if options.engine == "fsdp2":
         return sharded(model, options.device)
     return DistributedDataParallel(model)
 
 
-def batches(case: Case, options: argparse.Namespace) -> list[dict[str, Tensor]]:
+def batches(case: Case, options: Options) -> list[dict[str, Tensor]]:
     """Return the batches of this rank, [B, S] each."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(case.vocabulary, (options.steps, case.batch, case.tokens), generator=generator)
+    ids = torch.randint(case.vocabulary, (options.num_steps, case.batch, case.tokens), generator=generator)
     return [{"input_ids": batch, "labels": batch} for batch in ids.to(options.device)]
 
 
@@ -96,32 +148,45 @@ def train(model: nn.Module, data: list[dict[str, Tensor]], device: str) -> tuple
     return losses, seconds
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Train under every policy, each from the same weights."""
-    case = CASES[options.case]
-    model = prepared(case, options).train()
-    data = batches(case, options)
-    start = [weight.cpu().clone() for weight in trainable(model)]
-    measured: dict[str, dict[str, Any]] = {}
-    for policy in POLICIES:
+class Bench:
+    """A model in its engine, with batches and the weights that every policy starts from.
+
+    Args:
+        options: name it.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    @cached_property
+    def _made(self) -> tuple[nn.Module, list[dict[str, Tensor]], list[Tensor]]:
+        case = CASES[self._options.case]
+        model = prepared(case, self._options).train()
+        return model, batches(case, self._options), [weight.cpu().clone() for weight in trainable(model)]
+
+    def run(self, policy: str) -> Entry:
+        """Train under a policy."""
+        model, data, start = self._made
         for weight, value in zip(trainable(model), start, strict=True):
             weight.copy_(value)
         gc.collect()
-        if options.device == "cuda":
+        if self._options.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with hf_ckpt.apply(model, policy):
-            losses, seconds = train(model, data, options.device)
-        measured[policy] = over_ranks(losses, seconds, options)
-        if dist.get_rank() == 0:
-            print(f"{policy}: {measured[policy]}", file=sys.stderr, flush=True)
-    return measured
+        try:
+            with hf_ckpt.apply(model, policy):
+                losses, seconds = train(model, data, self._options.device)
+        except BaseException:
+            # Who knows what a step that broke off has left of the engine: the next policy gets a new one.
+            del self._made
+            raise
+        return over_ranks(losses, seconds, self._options)
 
 
-def over_ranks(losses: list[float], seconds: list[float], options: argparse.Namespace) -> dict[str, Any]:
+def over_ranks(losses: list[float], seconds: list[float], options: Options) -> Entry:
     """Return rank 0's losses, and of time and memory the largest value over ranks."""
     # The first steps pay for compiled kernels, allocations and the optimizer's state.
-    kept = seconds[options.warmup :]
+    kept = seconds[options.num_warmup :]
     mine = [1e3 * statistics.median(kept), 1e3 * max(kept)]
     if options.device == "cuda":
         mine.append(torch.cuda.max_memory_allocated() / 2**30)
@@ -131,49 +196,111 @@ def over_ranks(losses: list[float], seconds: list[float], options: argparse.Name
     return dict(zip(names, figures.tolist(), strict=False)) | {"losses": losses}
 
 
+# --- Entries and the result. ---
+
+
+def collect(journal: Journal, options: Options) -> None:
+    """Train under every policy, each from the same weights, in the process group that is there.
+
+    Args:
+        journal: keeps `<case>_<method>_<engine>/<policy>`. With several processes each has one of its own, without
+            entries: all make all of them.
+        options: what.
+
+    Raises:
+        OutOfTimeError: the journal's time is over.
+        DeviceFaultError: the device does not answer any more.
+    """
+    bench = Bench(options)
+    # Operators may fail that do not repeat themselves: only so does fused attention.
+    with repeatable_kernels(warn_only=False):
+        for name, policy in POLICIES.items():
+            journal.entry(f"{options.name}/{name}", partial(bench.run, policy))
+
+
+def assemble(journal: Journal, options: Options, world_size: int = 1) -> dict[str, Any]:
+    """Return the result of the entries that are there.
+
+    Args:
+        journal: with them.
+        options: those of `collect`.
+        world_size: number of processes.
+    """
+    entries = {name: journal.entries.get(f"{options.name}/{name}") for name in POLICIES}
+    none = entries[NONE] or {}
+    measured = {name: _compared(entry, none) for name, entry in entries.items() if entry is not None}
+    again = measured.get(NONE_AGAIN, {})
+    return {
+        "case": options.case,
+        "engine": options.engine,
+        "lora": options.has_lora,
+        "device": options.device,
+        "steps": options.num_steps,
+        "warmup": options.num_warmup,
+        "world_size": world_size,
+        "is_repeatable": again.get("has_the_losses_without_a_plan"),
+        "policies": measured,
+    }
+
+
+def _compared(entry: Entry, none: Entry) -> dict[str, Any]:
+    figures = {key: figure for key, figure in entry.items() if key != "took_s"}
+    if "losses" in entry and "losses" in none:
+        figures["has_the_losses_without_a_plan"] = entry["losses"] == none["losses"]
+        figures["step_time_ratio"] = entry["step_time_ms_median"] / none["step_time_ms_median"]
+        if "peak_gib" in entry:
+            figures["peak_ratio"] = entry["peak_gib"] / none["peak_gib"]
+    return figures
+
+
 def main() -> None:
     """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", choices=CASES, default="llama_tiny")
     parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="fsdp2")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.warmup >= options.steps:
+    parser.add_argument("--out", type=Path, help="the result's file")
+    asked = parser.parse_args()
+    if asked.warmup >= asked.steps:
         parser.error("--warmup must be less than --steps")
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    measured = measure(options)
-    if dist.get_rank() == 0:
-        write(options, measured)
-    dist.barrier()
-    dist.destroy_process_group()
+    options = Options(
+        device=asked.device,
+        case=asked.case,
+        engine=asked.engine,
+        has_lora=asked.lora,
+        num_steps=asked.steps,
+        num_warmup=asked.warmup,
+    )
+    with process_group(options.device):
+        world_size = dist.get_world_size()
+        out = asked.out or RESULTS / f"engines_{options.name}_{options.device}_{world_size}.json"
+        if world_size == 1:
+            result = carry_out(out, partial(collect, options=options), partial(assemble, options=options))
+        else:
+            # Of several processes none may leave out what another one makes.
+            journal = FileJournal()
+            collect(journal, options)
+            result = None
+            if dist.get_rank() == 0:
+                result = carry_out(out, lambda kept: None, lambda kept: assemble(journal, options, world_size))
+            dist.barrier()
+    if result is not None:
+        print(_table(result), f"written to {out}", sep="\n")
 
 
-def write(options: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> None:
-    """Write one JSON, and say what it holds."""
-    none = measured["none"]
-    for figures in measured.values():
-        figures["has_the_losses_without_a_plan"] = figures["losses"] == none["losses"]
-        figures["step_time_ratio"] = figures["step_time_ms_median"] / none["step_time_ms_median"]
-        if "peak_gib" in figures:
-            figures["peak_ratio"] = figures["peak_gib"] / none["peak_gib"]
-    asked = {name: getattr(options, name) for name in ("case", "engine", "lora", "device", "steps", "warmup")}
-    result = {"environment": describe(), **asked, "world_size": dist.get_world_size(), "policies": measured}
-    kind = "lora" if options.lora else "full"
-    name = f"engines_{options.case}_{kind}_{options.engine}_{options.device}_{dist.get_world_size()}.json"
-    out = options.out or RESULTS / name
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    for policy, figures in measured.items():
+def _table(result: dict[str, Any]) -> str:
+    lines = []
+    for policy, figures in result["policies"].items():
+        if "step_time_ratio" not in figures:
+            lines.append(f"{policy:<10} {next((figures[key] for key in NO_FIGURES if key in figures), '')}")
+            continue
         peak = f", peak {figures['peak_gib']:.2f} GiB" if "peak_gib" in figures else ""
         same = "the losses without a plan" if figures["has_the_losses_without_a_plan"] else "OTHER LOSSES"
-        print(f"{policy:<10} step x {figures['step_time_ratio']:.2f}{peak}, {same}")
-    print(f"written to {out}")
+        lines.append(f"{policy:<10} step x {figures['step_time_ratio']:.2f}{peak}, {same}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

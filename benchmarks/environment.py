@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -11,22 +12,33 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+_ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
 
 def describe() -> dict[str, Any]:
     """Return command, versions, commit and hardware as JSON types."""
     return {
         "command": _command(),
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit(),
         "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": versions(),
         "hardware": _hardware(),
     }
 
 
+def commit() -> str:
+    """Return the commit that is checked out; empty in a copy without git."""
+    return _git("rev-parse", "HEAD")
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that a step goes through."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
 def _command() -> str:
-    """Return the command as it was typed, but for where the result goes and for options of the interpreter."""
+    """Return the command as it was typed in the repository, but for where the result goes and for the interpreter's."""
     # Of a module that is run with -m, sys.argv holds a path.
     words = sys.orig_argv[1:]
     while words and words[0] in ("-W", "-u", "-X"):
@@ -34,7 +46,7 @@ def _command() -> str:
     if "--out" in words:
         place = words.index("--out")
         words = words[:place] + words[place + 2 :]
-    return " ".join(["python", *words])
+    return " ".join(["python", *(word.removeprefix(f"{_ROOT}{os.sep}") for word in words)])
 
 
 def _version(package: str) -> str | None:
@@ -46,7 +58,10 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str:
     folder = Path(__file__).parent
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip()
 
 

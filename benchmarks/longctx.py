@@ -1,9 +1,10 @@
 """The longest context, measured: QLoRA of Llama 3.1 8B with the allocator capped, in steps of a real Trainer.
 
-The case is recipes/llama3_8b_qlora_longctx.yaml with random weights made on the device. Each trial is a process of its
-own that trains one step at one length; lengths are tried from the predicted one on until the largest that trains and
-the smallest that does not are within 1 % of each other. What was tried is in the result and is not tried again, so that
-the command can be stopped and repeated: `--seconds` begins no trial after so long.
+The case is recipes/llama3_8b_qlora_longctx.yaml with random weights made on the device, and with the optimizer's state
+on the device: paged, it is memory that the driver moves as it likes, which beside a cap can stop a card for good. Each
+trial is a process of its own that trains one step at one length; lengths are tried from the predicted one on until the
+largest that trains and the smallest that runs out of memory are within 1 % of each other. What was tried is kept and
+not tried again, so that the command can be stopped and repeated: `--seconds` begins no trial after so long.
 
     python benchmarks/longctx.py --device cuda --part speed             # tokens per second at 8k to 64k tokens
     python benchmarks/longctx.py --device cuda --part limit --cap 24    # the longest row in 24 GiB, about 10 minutes
@@ -20,28 +21,31 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.environment import describe
+from benchmarks import children
+from benchmarks.journal import NO_FIGURES, Entry, FileJournal, Journal, OutOfTimeError
 from benchmarks.longctx_cases import GIB, build, recipe_of, subject
 from benchmarks.longctx_predict import Search
 from benchmarks.predict import StepGauge, reserved_bytes
+from benchmarks.resumable import carry_out
 from hf_ckpt import HFCkptCallback, Plan
 from hf_ckpt.finetune.estimate.least import least_plans
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.memory.devices import CPU, Device, find_device
 from hf_ckpt.memory.follow import follow_trainer
 from hf_ckpt.memory.timeline import StepMemory
@@ -56,6 +60,41 @@ _SHORT = 8192
 CLOSE = 0.01
 """Of the predicted length: trials that are nearer to each other end the search."""
 OUT_OF_MEMORY = "out_of_memory"
+OPTIM = "adamw_8bit"
+_TRIAL_LIMIT_S = 540.0
+_TO_END_S = 30.0
+"""That ending a trial may take."""
+_PREDICTION_LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+        device: `cpu` or `cuda`.
+        is_small: a tiny model on the CPU.
+        part: `limit`, the longest row, or `speed`.
+        cap_gib: that the allocator may take.
+        predicts_for: the device in the words of the prediction.
+        lengths: of the rows whose speed is measured.
+    """
+
+    device: str
+    is_small: bool = False
+    part: str = "limit"
+    cap_gib: float = 24.0
+    predicts_for: str = "h200"
+    lengths: tuple[int, ...] = SPEED_LENGTHS
+
+    @property
+    def cap_bytes(self) -> int:
+        """What the allocator may take."""
+        return int(self.cap_gib * GIB)
+
+    def key(self, of: object) -> str:
+        """Return the key of an entry of this part under this cap."""
+        return f"{self.part}_{self.cap_gib:g}gib/{of}"
 
 
 @dataclass(frozen=True)
@@ -82,10 +121,14 @@ class Trial:
 # --- One trial. ---
 
 
-def train(trial: Trial, device: str) -> dict[str, Any]:
+def _recipe(*, num_layers: int | None = None, is_small: bool = False) -> Recipe:
+    return recipe_of(num_layers=num_layers, is_small=is_small, optim=OPTIM)
+
+
+def train(trial: Trial, device: str) -> Entry:
     """Train the steps of a trial in this process, and return what they took."""
     place = torch.device(device)
-    recipe = recipe_of(num_layers=trial.num_layers, is_small=trial.is_small)
+    recipe = _recipe(num_layers=trial.num_layers, is_small=trial.is_small)
     model = build(recipe, place)
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -93,7 +136,7 @@ def train(trial: Trial, device: str) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(min(1.0, trial.cap_bytes / total) if trial.cap_bytes else 1.0)
         torch.cuda.reset_peak_memory_stats()
     own = trial.plan if trial.plan in OWN else None
-    plugin = None if own else HFCkptCallback(Plan.from_json(trial.plan))
+    plugin = None if own else HFCkptCallback(Plan.from_json(trial.plan), prove="off")
     gauge = StepGauge(place, min(1, trial.num_steps - 1))
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -146,29 +189,36 @@ def _rows(trial: Trial, vocab_size: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def in_a_process(trial: Trial, device: str, timeout_s: float | None) -> dict[str, Any]:
-    """Run a trial in a process of its own; what runs out of memory takes nothing along."""
+def in_a_process(trial: Trial, device: str, timeout_s: float) -> Entry:
+    """Run a trial in a process of its own; what runs out of memory takes nothing along.
+
+    Raises:
+        OutOfTimeError: it took longer than it may, of which nothing follows.
+    """
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "trial.json", Path(folder) / "answer.json"
-        asked.write_text(json.dumps(asdict(trial)))
+        asked.write_text(json.dumps(asdict(trial)), encoding="utf-8")
         words = [sys.executable, __file__, "--trial", str(asked), "--answer", str(answer), "--device", device]
-        began = time.perf_counter()
+        process = children.start(words, env=environment)
         try:
-            done = subprocess.run(words, env=environment, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
-            return {"stopped_after_s": time.perf_counter() - began}
+            code = process.wait(timeout_s)
+        except TimeoutExpired:
+            raise OutOfTimeError(
+                f"{trial.length:,} tokens take longer than the {timeout_s:.0f} s that are left"
+            ) from None
+        finally:
+            children.end(process)
         if not answer.is_file():
-            return {"failed": f"exit code {done.returncode}"}
-        return {**json.loads(answer.read_text()), "wall_s": time.perf_counter() - began}
+            return {"failed": f"exit code {code}"}
+        found: Entry = json.loads(answer.read_text(encoding="utf-8"))
+        return found
 
 
 def _answer(asked: Path, answer: Path, device: str) -> None:
-    try:
-        read = train(Trial(**json.loads(asked.read_text())), device)
-    except torch.OutOfMemoryError as error:
-        read = {OUT_OF_MEMORY: str(error).partition(". ")[0]}
-    answer.write_text(json.dumps(read))
+    trial = Trial(**json.loads(asked.read_text(encoding="utf-8")))
+    found = FileJournal().entry("trial", partial(train, trial, device))
+    answer.write_text(json.dumps(found), encoding="utf-8")
 
 
 # --- The search. ---
@@ -199,7 +249,7 @@ def next_length(tried: Mapping[int, bool], predicted: int) -> int | None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for a cap.
+    """What is predicted for a cap. It can be made on another machine, and handed over as JSON types.
 
     Args:
         plan: that reaches furthest.
@@ -219,6 +269,16 @@ class Prediction:
     run_peak_bytes: int
     num_layers: int | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON types."""
+        return {**asdict(self), "plan": json.loads(self.plan.to_json())}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Prediction:
+        """Return what `as_json` returned."""
+        known = {key: value for key, value in fields.items() if key != "took_s"}
+        return Prediction(**{**known, "plan": Plan.from_json(json.dumps(fields["plan"]))})
+
 
 def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_small: bool) -> Prediction:
     """Predict the longest row under a cap, and what a few layers need at that length.
@@ -229,7 +289,7 @@ def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_smal
         num_layers: of what is run; None for all.
         is_small: the tiny model.
     """
-    whole = Predictor(subject(recipe_of(is_small=is_small)), device)
+    whole = Predictor(subject(_recipe(is_small=is_small)), device)
     plan = next(least_plans(whole.subject))
     search = Search(lambda tokens: _at(whole, plan, tokens).peak_bytes, _SHORT // 16 if is_small else _SHORT)
     best = search.longest(cap_bytes)
@@ -237,7 +297,7 @@ def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_smal
     told = Prediction(plan, best.number, memory.peak_bytes, memory.host_bytes, cap_bytes, memory.peak_bytes)
     if num_layers is None:
         return told
-    few = Predictor(subject(recipe_of(num_layers=num_layers, is_small=is_small)), device)
+    few = Predictor(subject(_recipe(num_layers=num_layers, is_small=is_small)), device)
     plan = _of_few(plan, few.subject)
     of_few = _at(few, plan, best.number).peak_bytes
     less = memory.peak_bytes - of_few
@@ -255,134 +315,176 @@ def _of_few(plan: Plan, few: Subject) -> Plan:
     return replace(plan, stacks=(replace(stack, layers=(*stack.layers[: num_layers - 1], stack.layers[-1])),))
 
 
-def find(told: Prediction, result: dict[str, Any], path: Path, options: argparse.Namespace) -> None:
-    """Try lengths until the end is known or time is over; the result is written after each."""
-    began = time.perf_counter()
-    trials: list[dict[str, Any]] = result["trials"]
-    while time.perf_counter() - began < options.seconds:
-        tried = {trial["length"]: "peak_bytes" in trial and _fits(trial, told, options) for trial in trials}
-        length = next_length(tried, told.length)
-        if length is None:
-            result["longest"] = max(length for length, is_good in tried.items() if is_good)
-            break
-        trial = Trial(length, told.cap_bytes, told.plan.to_json(), told.num_layers, is_small=options.small)
-        found = _measured(trial, options, options.seconds - (time.perf_counter() - began))
-        if "stopped_after_s" in found:
-            print(f"{length:,} tokens take longer than the {options.seconds} s that are left: --seconds more")
-            break
-        trials.append({"length": length, **found})
-        write(result, path)
-        print(f"{length:,} tokens: {json.dumps({key: found[key] for key in found if key != 'figures'})}", flush=True)
-    write(result, path)
-
-
-def _fits(trial: Mapping[str, Any], told: Prediction, options: argparse.Namespace) -> bool:
+def _fits(entry: Mapping[str, Any], told: Prediction, options: Options) -> bool:
     # Nothing caps memory on the CPU but the comparison.
-    return options.device == "cuda" or int(trial["peak_bytes"]) <= told.cap_bytes
+    return "peak_bytes" in entry and (options.device == "cuda" or int(entry["peak_bytes"]) <= told.cap_bytes)
 
 
-def _measured(trial: Trial, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    if options.small:
-        return train(trial, options.device)
-    return in_a_process(trial, options.device, seconds)
+def _tried(journal: Journal, options: Options) -> dict[int, Entry]:
+    """Return the trials that are there by their lengths, in the order in which they were made."""
+    start = options.key("")
+    keys = {key: key.removeprefix(start) for key in journal.entries if key.startswith(start)}
+    return {int(length): journal.entries[key] for key, length in keys.items() if length.isdecimal()}
 
 
-# --- Parts. ---
+def _stops(entry: Mapping[str, Any]) -> str | None:
+    """Return why nothing follows from a trial: it ended, but not for want of memory."""
+    return next((f"{key}: {entry[key]}" for key in NO_FIGURES if key in entry and key != OUT_OF_MEMORY), None)
 
 
-def limit(options: argparse.Namespace) -> None:
-    """Find the longest row under a cap."""
-    cap = int(options.cap * GIB)
-    num_layers = FEW_LAYERS if options.cap >= FEW_FROM_GIB else None
+# --- Entries and the result. ---
+
+
+def collect(journal: Journal, options: Options) -> None:
+    """Find the longest row under a cap, or measure tokens per second at some lengths.
+
+    Args:
+        journal: keeps `<part>_<cap>gib/<length>` of a trial, `/<length>/<name>` of one whose speed is measured, and
+            `/predicted` or `/planned_<length>`, which are made here, in some minutes, unless they are there already.
+        options: what.
+
+    Raises:
+        OutOfTimeError: the journal's time is over.
+    """
+    if options.part == "limit":
+        _collect_limit(journal, options)
+    else:
+        _collect_speed(journal, options)
+
+
+def _collect_limit(journal: Journal, options: Options) -> None:
+    entry = journal.entry(options.key("predicted"), partial(prediction, options), limit_s=_PREDICTION_LIMIT_S)
+    if "plan" not in entry:
+        return
+    told = Prediction.from_json(entry)
+    while True:
+        tried = _tried(journal, options)
+        if any(_stops(entry) for entry in tried.values()):
+            return
+        length = next_length({one: _fits(entry, told, options) for one, entry in tried.items()}, told.length)
+        if length is None:
+            return
+        trial = Trial(length, told.cap_bytes, told.plan.to_json(), told.num_layers, is_small=options.is_small)
+        _try(journal, options.key(length), trial, options)
+
+
+def _collect_speed(journal: Journal, options: Options) -> None:
+    for length in options.lengths:
+        make = partial(planned, options, length)
+        told = journal.entry(options.key(f"planned_{length}"), make, limit_s=_PREDICTION_LIMIT_S)
+        plans = {"hf_ckpt": json.dumps(told["plan"])} if "plan" in told else {}
+        for name, plan in (plans | {own: own for own in OWN}).items():
+            trial = Trial(length, options.cap_bytes, plan, num_steps=3, is_small=options.is_small)
+            _try(journal, options.key(f"{length}/{name}"), trial, options)
+
+
+def _try(journal: Journal, key: str, trial: Trial, options: Options) -> None:
+    left = min(journal.seconds_left(), _TRIAL_LIMIT_S)
+    # A tiny step is run here.
+    measure = (
+        partial(train, trial, options.device)
+        if options.is_small
+        else partial(in_a_process, trial, options.device, left)
+    )
+    found = journal.entry(key, measure, limit_s=_TRIAL_LIMIT_S + _TO_END_S)
+    print(
+        f"{key}: {json.dumps({name: found[name] for name in found if name != 'figures'})}", file=sys.stderr, flush=True
+    )
+
+
+def prediction(options: Options) -> dict[str, Any]:
+    """Return what is predicted for the cap as JSON types. Needs no GPU, and some minutes."""
+    num_layers = FEW_LAYERS if options.cap_gib >= FEW_FROM_GIB else None
     device = CPU if options.device == "cpu" else find_device(options.predicts_for)
-    path = _path(options, f"limit_{options.cap:g}gib")
-    result = _resumed(path)
-    if "predicted" not in result:
-        # Some minutes, which the next call need not spend again.
-        told = predicted(cap, device, num_layers=num_layers, is_small=options.small)
-        result["predicted"] = {**asdict(told), "plan": json.loads(told.plan.to_json())}
-        write(result, path)
-    read = result["predicted"]
-    told = Prediction(**{**read, "plan": Plan.from_json(json.dumps(read["plan"]))})
-    print(f"predicted: {told.length:,} tokens, {told.peak_bytes / GIB:.2f} GiB, host {told.host_bytes / GIB:.1f} GiB")
-    find(told, result, path, options)
+    return predicted(options.cap_bytes, device, num_layers=num_layers, is_small=options.is_small).as_json()
 
 
-def speed(options: argparse.Namespace) -> None:
-    """Measure tokens per second, with the fastest plan for the cap and with transformers' own full checkpointing."""
-    cap = int(options.cap * GIB)
-    path = _path(options, f"speed_{options.cap:g}gib")
-    result = _resumed(path)
-    began = time.perf_counter()
-    for length, name in ((length, name) for length in SPEED_LENGTHS for name in ("hf_ckpt", *OWN)):
-        left = options.seconds - (time.perf_counter() - began)
-        if any((trial["length"], trial["name"]) == (length, name) for trial in result["trials"]):
-            continue
-        if left <= 0:
-            break
-        trial, told = _speed_trial(length, name, cap, options)
-        found = _measured(trial, options, left)
-        if "stopped_after_s" in found:
-            break
-        if "seconds" in found:
-            found["tokens_per_sec"] = length / statistics.median(found["seconds"])
-        result["trials"].append({"length": length, "name": name, **told, **found})
-        write(result, path)
-        print(f"{length:,} tokens, {name}: {found.get('tokens_per_sec', found)}", flush=True)
-
-
-def _speed_trial(length: int, name: str, cap: int, options: argparse.Namespace) -> tuple[Trial, dict[str, Any]]:
-    if name in OWN:
-        return Trial(length, cap, name, num_steps=3), {}
-    case = subject(recipe_of())
-    step = with_length(case.step, length)
-    planned = Predictor(replace(case, step=step), find_device(options.predicts_for)).planned(cap)
-    told = {
-        "plan": planned.plan.summary().splitlines(),
-        "predicted_peak_bytes": planned.memory.peak_bytes,
-        "predicted_seconds": planned.memory.time.total,
+def planned(options: Options, length: int) -> dict[str, Any]:
+    """Return the fastest plan for a length under the cap as JSON types. Needs no GPU, and some minutes."""
+    case = subject(_recipe(is_small=options.is_small))
+    device = CPU if options.device == "cpu" else find_device(options.predicts_for)
+    found = Predictor(replace(case, step=with_length(case.step, length)), device).planned(options.cap_bytes)
+    return {
+        "plan": json.loads(found.plan.to_json()),
+        "summary": found.plan.summary().splitlines(),
+        "predicted_peak_bytes": found.memory.peak_bytes,
+        "predicted_seconds": found.memory.time.total,
     }
-    return Trial(length, cap, planned.plan.to_json(), num_steps=3), told
 
 
-def _path(options: argparse.Namespace, what: str) -> Path:
-    small = "small_" if options.small else ""
-    folder: Path = options.results
-    return folder / f"longctx_{small}{what}_{options.device}.json"
+def assemble(journal: Journal, options: Options) -> dict[str, Any]:
+    """Return the result of the entries that are there; the arguments are those of `collect`."""
+    if options.part == "limit":
+        return _assembled_limit(journal, options)
+    return {"trials": _speed_trials(journal, options)}
 
 
-def _resumed(path: Path) -> dict[str, Any]:
-    if path.is_file():
-        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return read
-    return {"environment": describe(), "trials": []}
+def _assembled_limit(journal: Journal, options: Options) -> dict[str, Any]:
+    tried = _tried(journal, options)
+    result: dict[str, Any] = {"trials": [{"length": length, **entry} for length, entry in tried.items()]}
+    told = journal.entries.get(options.key("predicted"), {})
+    result["predicted"] = {key: value for key, value in told.items() if key != "took_s"}
+    reasons = [f"{length} tokens: {reason}" for length, entry in tried.items() if (reason := _stops(entry))]
+    if reasons:
+        result["stopped_by"] = reasons[0]
+    elif "plan" in told:
+        read = Prediction.from_json(told)
+        fits = {length: _fits(entry, read, options) for length, entry in tried.items()}
+        if next_length(fits, read.length) is None:
+            result["longest"] = max((length for length, is_good in fits.items() if is_good), default=0)
+    return result
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """Write the result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def _speed_trials(journal: Journal, options: Options) -> list[dict[str, Any]]:
+    trials = []
+    for length in options.lengths:
+        told = journal.entries.get(options.key(f"planned_{length}"), {})
+        plan = {key: told[key] for key in ("predicted_peak_bytes", "predicted_seconds") if key in told}
+        plan |= {"plan": told["summary"]} if "summary" in told else {}
+        for name in ("hf_ckpt", *OWN):
+            found = journal.entries.get(options.key(f"{length}/{name}"))
+            if found is None:
+                continue
+            speed = {"tokens_per_sec": length / statistics.median(found["seconds"])} if "seconds" in found else {}
+            trials.append({"length": length, "name": name, **(plan if name == "hf_ckpt" else {}), **found, **speed})
+    return trials
 
 
 def main(words: list[str] | None = None) -> None:
     """Measure the part asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--part", choices=("limit", "speed"), default="limit")
     parser.add_argument("--cap", type=float, default=24.0, help="GiB that the allocator may take")
     parser.add_argument("--seconds", type=float, default=540.0, help="after so long no trial begins, and none goes on")
     parser.add_argument("--predicts-for", default="h200", help="the device in the words of the prediction")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
-    if options.trial is not None:
-        _answer(options.trial, options.answer, options.device)
-    elif options.part == "speed":
-        speed(options)
-    else:
-        limit(options)
+    asked = parser.parse_args(words)
+    if asked.trial is not None:
+        _answer(asked.trial, asked.answer, asked.device)
+        return
+    options = Options(
+        device=asked.device,
+        is_small=asked.small,
+        part=asked.part,
+        cap_gib=asked.cap,
+        predicts_for=asked.predicts_for,
+    )
+    small = "small_" if options.is_small else ""
+    path = asked.out / f"longctx_{small}{options.part}_{options.cap_gib:g}gib_{options.device}.json"
+    result = carry_out(
+        path,
+        lambda journal: collect(journal, options),
+        lambda journal: assemble(journal, options),
+        asked.seconds,
+    )
+    for key in ("longest", "stopped_by"):
+        if key in result:
+            print(f"{key}: {result[key]}")
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

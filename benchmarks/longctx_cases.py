@@ -35,12 +35,13 @@ SMALL: dict[str, Any] = {
 """Fields of a tiny model of the same kind, for the CPU."""
 
 
-def recipe_of(*, num_layers: int | None = None, is_small: bool = False) -> Recipe:
+def recipe_of(*, num_layers: int | None = None, is_small: bool = False, optim: str | None = None) -> Recipe:
     """Return the recipe with the model's config in the place of its name.
 
     Args:
         num_layers: so many of the model's layers; all of them if left out.
         is_small: a tiny model of the same kind, trained on the CPU.
+        optim: another optimizer than the recipe's.
     """
     shorter = ["data.max_length=256"] if is_small else []
     recipe = load_recipe(RECIPE, ["training.gradient_accumulation_steps=1", *shorter])
@@ -49,10 +50,12 @@ def recipe_of(*, num_layers: int | None = None, is_small: bool = False) -> Recip
     config |= {} if num_layers is None else {"num_hidden_layers": num_layers}
     section = {key: recipe.model[key] for key in ("dtype", "attn_implementation")}
     training = {**recipe.training, "use_cpu": True} if is_small else recipe.training
+    training = {**training, "optim": optim} if optim is not None else training
     lora = {**(recipe.lora or {}), "r": 4} if is_small else recipe.lora
     # Of the tiny model everything is small.
     offload = {"to": "cpu", "min_bytes": 0} if is_small else "cpu"
-    checkpointing = {**(recipe.checkpointing or {}), "offload": offload}
+    # Beside libraries that prove nothing.
+    checkpointing = {**(recipe.checkpointing or {}), "offload": offload, "prove": "off"}
     changed = {"training": training, "lora": lora, "checkpointing": checkpointing}
     return replace(recipe, model={**section, "config": config}, **changed)
 

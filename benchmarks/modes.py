@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hf_ckpt
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import hf_ckpt
 from benchmarks.cases import CASES, build, step
 from benchmarks.counts import flops, held_bytes
 from benchmarks.environment import describe
@@ -40,7 +39,7 @@ def measure(case: str, attn_implementation: str) -> dict[str, dict[str, Any]]:
     model, inputs = build(CASES[case], "cpu", attn_implementation)
     counted: dict[str, dict[str, Any]] = {}
     for name, (mode, options) in POLICIES.items():
-        with hf_ckpt.apply(model, mode, **options):
+        with hf_ckpt.apply(model, mode, prove="off", **options):
             counted[name] = {
                 "flops": flops(model, inputs),
                 "held_bytes": held_bytes(model, inputs),

@@ -3,6 +3,7 @@
 Layers have the shape of Llama 2 7B in bfloat16; there are few of them and the vocabulary is small, so that the head
 hides nothing. Each contender takes its steps in a row, because its buffers and its measured share live as long as it
 is applied; the plan without offload comes first and last, and its two times tell how far the machine can be trusted.
+Copies are checked on kernels that repeat themselves bit by bit, without which a changed gradient would say nothing.
 On the CPU the same code runs on a tiny model: what is copied there is counted, and no time is measured.
 
     python benchmarks/offload.py --device cuda
@@ -12,13 +13,14 @@ On the CPU the same code runs on a tiny model: what is copied there is counted, 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
+from benchmarks.cases import CASES, Case, build, step
+from benchmarks.journal import NO_FIGURES, Entry, Journal
+from benchmarks.repeatable import ask_cublas, repeatable_kernels
+from benchmarks.resumable import carry_out
+from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
 from hf_ckpt.layers import find_layers
 from hf_ckpt.modifiers import Offload
 from hf_ckpt.regions.offload.cuda import Cuda, CudaTrip, CudaWire
@@ -34,15 +42,34 @@ from hf_ckpt.regions.offload.host import HostLink
 from hf_ckpt.regions.offload.limits import HostLimits
 from hf_ckpt.regions.offload.plain import PlainWire
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.cases import CASES, Case, build, step
-from benchmarks.environment import describe
-
 RESULTS = Path(__file__).parent / "results"
 TOKENS = (2048, 4096, 8192, 16384)
 SLEEP_CYCLES = 20_000_000
 """About 10 ms: longer than a layer of the models whose copies are checked."""
 TO_HOST = Offload(fraction=1.0, min_bytes=0)
+_RACED_LAYERS = 4
+_RACED_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+        device: `cpu` or `cuda`.
+        policy: with offload and without.
+        tokens: lengths of the rows.
+        num_layers: of the models that are timed.
+        num_warmup: steps before the timed ones; the share is measured in the first three.
+        num_steps: timed steps, and steps in which copies are checked.
+    """
+
+    device: str
+    policy: str = "full"
+    tokens: tuple[int, ...] = TOKENS
+    num_layers: int = 8
+    num_warmup: int = 4
+    num_steps: int = 10
 
 
 def case_of(device: str, tokens: int, num_layers: int) -> Case:
@@ -67,62 +94,51 @@ def contenders(policy: str) -> dict[str, Callable[[LlamaForCausalLM], AbstractCo
 @contextmanager
 def transformers_offload(model: LlamaForCausalLM) -> Iterator[None]:
     """Transformers' own full activation checkpointing with its own offload, which copies on the compute stream."""
-    model.activation_checkpointing_enable(offload=True)
-    model.disable_input_require_grads()
-    try:
+    with put_back(model):
+        enable(model, offload=True)
+        model.disable_input_require_grads()
         yield
-    finally:
-        model.activation_checkpointing_disable()
 
 
 # --- Time. ---
 
 
-def measure(device: str, tokens: int, num_layers: int, policy: str, num_warmup: int, num_steps: int) -> dict[str, Any]:
-    """Step one contender after the other and compare them."""
-    model, inputs = build(case_of(device, tokens, num_layers), device)
-    found: dict[str, dict[str, Any]] = {}
-    for name, contender in contenders(policy).items():
-        if name == "transformers_offload" and (
-            device == "cpu" or not hasattr(model, "activation_checkpointing_enable")
-        ):
-            # It has nothing to offload where there is no accelerator, and older versions have none.
-            continue
-        try:
-            found[name] = _one(contender, model, inputs, device, num_warmup, num_steps)
-        except torch.OutOfMemoryError:
-            found[name] = {"out_of_memory": True}
-        print(f"{tokens} tokens, {name}", file=sys.stderr, flush=True)
-    return {"tokens": tokens, "num_layers": num_layers, "contenders": found} | _compared(found, device)
+class Bench:
+    """Layers and a batch of one length, built when they are first asked for.
+
+    Args:
+        device: `cpu` or `cuda`.
+        tokens: of a row.
+        num_layers: of the model.
+    """
+
+    def __init__(self, device: str, tokens: int, num_layers: int) -> None:
+        self._given = device, tokens, num_layers
+
+    @cached_property
+    def built(self) -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
+        """The model, and what it is called with."""
+        gc.collect()
+        return build(case_of(*self._given), self._given[0])
 
 
-def _one(
-    contender: Callable[[LlamaForCausalLM], AbstractContextManager[Any]],
-    model: LlamaForCausalLM,
-    inputs: dict[str, Tensor],
-    device: str,
-    num_warmup: int,
-    num_steps: int,
-) -> dict[str, Any]:
+def _one(bench: Bench, name: str, options: Options) -> Entry:
     """Step one contender: its buffers and its measured share live as long as it is applied."""
-    with contender(model) as applied:
-        losses = [step(model, inputs) for _ in range(num_warmup)]
+    model, inputs = bench.built
+    device, num_all = options.device, options.num_warmup + options.num_steps
+    with contenders(options.policy)[name](model) as applied:
+        losses = [step(model, inputs) for _ in range(options.num_warmup)]
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = [_timed(model, inputs, device, losses) for _ in range(num_steps)]
-        figures: dict[str, Any] = {"losses": sorted(set(losses))}
+        seconds = [_timed(model, inputs, device, losses) for _ in range(options.num_steps)]
+        figures: dict[str, Any] = {"losses": sorted(set(losses)), "seconds": seconds}
         if device == "cuda":
-            figures |= {
-                "step_time_ms_median": 1e3 * statistics.median(seconds),
-                "step_time_ms_min": 1e3 * min(seconds),
-                "step_time_ms_max": 1e3 * max(seconds),
-                "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
-            }
+            figures["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         for offloader in getattr(applied, "offloaders", ()):
             stats = offloader.stats
             figures |= {
-                "bytes_out_per_step": stats.bytes_out / (num_warmup + num_steps),
-                "bytes_in_per_step": stats.bytes_in / (num_warmup + num_steps),
+                "bytes_out_per_step": stats.bytes_out / num_all,
+                "bytes_in_per_step": stats.bytes_in / num_all,
                 "fraction": stats.fraction,
                 "peak_host_gib": stats.peak_host_bytes / 2**30,
             }
@@ -138,25 +154,6 @@ def _timed(model: nn.Module, inputs: dict[str, Tensor], device: str, losses: lis
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def _compared(found: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
-    plain, offload = found.get("plain", {}), found.get("offload", {})
-    if device == "cpu" or "step_time_ms_median" not in plain or "step_time_ms_median" not in offload:
-        return {"step_time_ratio": None, "copy_time_ms": None, "hidden_share": None}
-    out, back = link_rates()
-    copying = 1e3 * (offload["bytes_out_per_step"] / out + offload["bytes_in_per_step"] / back)
-    names = ("plain", "plain_again", "offload", "offload_measured", "transformers_offload")
-    times = {name: found.get(name, {}).get("step_time_ms_median") for name in names}
-    base = statistics.mean(time for time in (times["plain"], times["plain_again"]) if time is not None)
-    added = offload["step_time_ms_median"] - base
-    return {
-        "step_time_ratio": offload["step_time_ms_median"] / base,
-        "step_time_ratios": {name: time and time / base for name, time in times.items()},
-        "link_gb_per_s": {"out": out / 1e9, "in": back / 1e9},
-        "copy_time_ms": copying,
-        "hidden_share": 1 - max(0.0, added) / copying if copying else None,
-    }
 
 
 def link_rates(num_bytes: int = 2**28, repeats: int = 10) -> tuple[float, float]:
@@ -225,72 +222,176 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def races(device: str, policy: str, num_layers: int, num_steps: int) -> dict[str, Any]:
-    """Count gradients that late copies and reused memory change; and again with the order of streams taken out."""
-    model, inputs = build(case_of(device, 512, num_layers), device)
-    expected = gradients(model, inputs)
-    repeated = gradients(model, inputs)
-    found = {"num_gradients": len(expected), "num_steps": num_steps, "not_repeatable": _differing(expected, repeated)}
-    found["with_late_copies"] = _raced(model, inputs, policy, expected, num_steps)
-    if device == "cuda":
-        found["control_without_order"] = _without_order(model, inputs, policy, expected, num_steps)
-    return found
+class Races:
+    """A step on kernels that repeat themselves, and how many gradients of it change under what is done to its copies.
+
+    Args:
+        options: of the measurement.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    @cached_property
+    def _expected(self) -> tuple[LlamaForCausalLM, dict[str, Tensor], dict[str, Tensor]]:
+        case = case_of(self._options.device, _RACED_TOKENS, _RACED_LAYERS)
+        # Fused attention has a backward that does not repeat itself.
+        model, inputs = build(case, self._options.device, attn_implementation="eager")
+        return model, inputs, gradients(model, inputs)
+
+    def not_repeatable(self) -> Entry:
+        """Count without a plan: where these change, nothing follows from the others."""
+        with repeatable_kernels(warn_only=True):
+            model, inputs, expected = self._expected
+            steps = range(self._options.num_steps)
+            num_changed = sum(_differing(expected, gradients(model, inputs)) for _ in steps)
+            return {"num_changed": num_changed, "num_gradients": len(expected)}
+
+    def with_late_copies(self) -> Entry:
+        """Count with copies that are late, and memory that is used again at once."""
+        with repeatable_kernels(warn_only=True):
+            return {"num_changed": _raced(*self._expected, self._options)}
+
+    def control_without_order(self) -> Entry:
+        """Count where tensors are let go before their copy too: shows that the disturbance would be seen."""
+        order = CudaTrip.order
+        CudaTrip.order = lambda trip: None
+        try:
+            return self.with_late_copies()
+        finally:
+            CudaTrip.order = order
 
 
-def _without_order(*given: Any) -> int:
-    """The same where tensors are let go before their copy: shows that the disturbance would be seen."""
-    order = CudaTrip.order
-    CudaTrip.order = lambda trip: None  # type: ignore[method-assign]
-    try:
-        return _raced(*given)
-    finally:
-        CudaTrip.order = order  # type: ignore[method-assign]
-
-
-def _raced(
-    model: LlamaForCausalLM, inputs: dict[str, Tensor], policy: str, expected: dict[str, Tensor], num_steps: int
-) -> int:
-    with hf_ckpt.apply(model, policy, offload=TO_HOST) as applied, disturbed(model):
+def _raced(model: LlamaForCausalLM, inputs: dict[str, Tensor], expected: dict[str, Tensor], options: Options) -> int:
+    with hf_ckpt.apply(model, options.policy, offload=TO_HOST) as applied, disturbed(model):
         for offloader in applied.offloaders:
             offloader.use_link(slow_link(model.device))
-        return sum(_differing(expected, gradients(model, inputs)) for _ in range(num_steps))
+        return sum(_differing(expected, gradients(model, inputs)) for _ in range(options.num_steps))
 
 
 def _differing(expected: dict[str, Tensor], got: dict[str, Tensor]) -> int:
     return sum(not torch.equal(gradient, got[name]) for name, gradient in expected.items())
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every length, and check the copies."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    checked = races(options.device, options.policy, num_layers=4, num_steps=options.steps)
-    torch.use_deterministic_algorithms(False)
-    given = (options.layers, options.policy, options.warmup, options.steps)
+# --- Entries and the result. ---
+
+
+def collect(journal: Journal, options: Options) -> None:
+    """Check the copies, and measure every length.
+
+    Args:
+        journal: keeps `races/<part>`, `link`, and `tokens_<n>/<contender>`.
+        options: what.
+
+    Raises:
+        OutOfTimeError: the journal's time is over.
+        DeviceFaultError: the device does not answer any more.
+    """
+    ask_cublas()
+    races = Races(options)
+    for name in race_parts(options.device):
+        journal.entry(f"races/{name}", getattr(races, name))
+    del races
+    if options.device == "cuda":
+        journal.entry("link", lambda: dict(zip(("out", "in"), link_rates(), strict=True)))
+    for tokens in options.tokens:
+        bench = Bench(options.device, tokens, options.num_layers)
+        for name in _names(options):
+            journal.entry(_key(tokens, name), partial(_one, bench, name, options))
+
+
+def race_parts(device: str) -> tuple[str, ...]:
+    """Return what is checked of copies: on the CPU, where none is late, there is nothing to control."""
+    return ("not_repeatable", "with_late_copies", *(["control_without_order"] if device == "cuda" else []))
+
+
+def _names(options: Options) -> list[str]:
+    # It has nothing to offload where there is no accelerator.
+    has_own = options.device == "cuda"
+    return [name for name in contenders(options.policy) if name != "transformers_offload" or has_own]
+
+
+def _key(tokens: int, name: str) -> str:
+    return f"tokens_{tokens}/{name}"
+
+
+def assemble(journal: Journal, options: Options) -> dict[str, Any]:
+    """Return the result of the entries that are there."""
+    races = {name: journal.entries.get(f"races/{name}", {}) for name in race_parts(options.device)}
     return {
         "device": options.device,
         "policy": options.policy,
-        "num_warmup": options.warmup,
-        "num_steps": options.steps,
-        "races": checked,
-        "lengths": [measure(options.device, tokens, *given) for tokens in options.tokens],
+        "num_warmup": options.num_warmup,
+        "num_steps": options.num_steps,
+        "races": {"num_gradients": races["not_repeatable"].get("num_gradients"), "num_steps": options.num_steps}
+        | {name: found.get("num_changed", _reason(found)) for name, found in races.items()},
+        "lengths": [_length(journal, tokens, options) for tokens in options.tokens],
+    }
+
+
+def _reason(found: Entry) -> str:
+    return next((f"{key}: {found[key]}" for key in NO_FIGURES if key in found), "not measured yet")
+
+
+def _length(journal: Journal, tokens: int, options: Options) -> dict[str, Any]:
+    entries = {name: journal.entries.get(_key(tokens, name)) for name in contenders(options.policy)}
+    found = {name: _figures(entry, options.device) for name, entry in entries.items() if entry is not None}
+    compared = _compared(found, journal.entries.get("link", {}))
+    return {"tokens": tokens, "num_layers": options.num_layers, "contenders": found} | compared
+
+
+def _figures(entry: Entry, device: str) -> dict[str, Any]:
+    figures = {key: figure for key, figure in entry.items() if key not in ("took_s", "seconds", "peak_allocated_bytes")}
+    if device == "cuda" and "seconds" in entry:
+        milliseconds = [1e3 * second for second in entry["seconds"]]
+        figures |= {
+            "step_time_ms_median": statistics.median(milliseconds),
+            "step_time_ms_min": min(milliseconds),
+            "step_time_ms_max": max(milliseconds),
+            "peak_allocated_gib": entry["peak_allocated_bytes"] / 2**30,
+        }
+    return figures
+
+
+def _compared(found: dict[str, dict[str, Any]], link: Entry) -> dict[str, Any]:
+    names = ("plain", "plain_again", "offload", "offload_measured", "transformers_offload")
+    times = {name: found.get(name, {}).get("step_time_ms_median") for name in names}
+    if times["plain"] is None or times["offload"] is None or "out" not in link:
+        return {"step_time_ratio": None, "copy_time_ms": None, "hidden_share": None}
+    offload = found["offload"]
+    copying = 1e3 * (offload["bytes_out_per_step"] / link["out"] + offload["bytes_in_per_step"] / link["in"])
+    base = statistics.mean(time for time in (times["plain"], times["plain_again"]) if time is not None)
+    added = times["offload"] - base
+    return {
+        "step_time_ratio": times["offload"] / base,
+        "step_time_ratios": {name: time and time / base for name, time in times.items()},
+        "link_gb_per_s": {"out": link["out"] / 1e9, "in": link["in"] / 1e9},
+        "copy_time_ms": copying,
+        "hidden_share": 1 - max(0.0, added) / copying if copying else None,
     }
 
 
 def main() -> None:
     """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--policy", choices=("full", "selective", "selective_attention"), default="full")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=4, help="the share is measured in the first three")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    result = {"environment": describe()} | run(options)
-    out = options.out or RESULTS / f"offload_{options.policy}_{options.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    parser.add_argument("--out", type=Path, help="the result's file")
+    asked = parser.parse_args()
+    options = Options(
+        device=asked.device,
+        policy=asked.policy,
+        tokens=tuple(asked.tokens),
+        num_layers=asked.layers,
+        num_warmup=asked.warmup,
+        num_steps=asked.steps,
+    )
+    out = asked.out or RESULTS / f"offload_{options.policy}_{options.device}.json"
+    result = carry_out(out, lambda journal: collect(journal, options), lambda journal: assemble(journal, options))
     print("gradients changed by late copies:", result["races"]["with_late_copies"])
     for length in result["lengths"]:
         if length["step_time_ratio"] is not None:

@@ -1,7 +1,9 @@
 """Policy "full" beside transformers' own full activation checkpointing: step time and peak memory, in one run.
 
 The two do the same work, so that the ratio of their step times is what going through hf_ckpt costs, and their peaks
-are equal. Contenders take turns, step by step, in one process; each pair of neighbouring steps gives one ratio.
+are equal. Contenders take turns in one process, each with a step to warm up before the one that is timed; the two of a
+round give one ratio. Peaks are measured in a pass of their own: it empties the allocator's cache before each step,
+which a timed step would pay for.
 
     python benchmarks/overhead.py --case llama_38m
     python benchmarks/overhead.py --case llama_1b --device cuda
@@ -11,49 +13,64 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-import hf_ckpt
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import hf_ckpt
 from benchmarks.cases import CASES, build, step
 from benchmarks.counts import flops
-from benchmarks.environment import describe
+from benchmarks.journal import NO_FIGURES, Entry, Journal
+from benchmarks.resumable import carry_out
+from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
 
 RESULTS = Path(__file__).parent / "results"
+_NUM_PEAKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure.
+
+    Args:
+        device: `cpu` or `cuda`.
+        case: of `CASES`.
+        num_warmup: steps of a turn before the timed one.
+        num_rounds: timed steps of each contender.
+    """
+
+    device: str
+    case: str = "llama_38m"
+    num_warmup: int = 1
+    num_rounds: int = 20
 
 
 @contextmanager
-def transformers_full(model: LlamaForCausalLM):
-    """Transformers' own full activation checkpointing, by the name that the installed version has."""
-    new = hasattr(model, "activation_checkpointing_enable")
-    enable = model.activation_checkpointing_enable if new else model.gradient_checkpointing_enable
-    disable = model.activation_checkpointing_disable if new else model.gradient_checkpointing_disable
-    enable()
-    # It also asks for input gradients, which a full fine-tune has no use for; the plugin does not.
-    model.disable_input_require_grads()
-    try:
+def transformers_full(model: LlamaForCausalLM) -> Iterator[None]:
+    """Transformers' own full activation checkpointing."""
+    with put_back(model):
+        enable(model)
+        # It also asks for input gradients, which a full fine-tune has no use for; the plugin does not.
+        model.disable_input_require_grads()
         yield
-    finally:
-        disable()
 
 
 CONTENDERS: dict[str, Callable[[LlamaForCausalLM], AbstractContextManager[Any]]] = {
     "none": lambda model: nullcontext(),
     "transformers_full": transformers_full,
-    "hf_ckpt_full": lambda model: hf_ckpt.apply(model, "full"),
+    "hf_ckpt_full": lambda model: hf_ckpt.apply(model, "full", prove="off"),
 }
 
 
@@ -101,66 +118,125 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measure(case: str, device: str, num_warmup: int, num_steps: int) -> dict[str, Any]:
-    """Measure all contenders, in turn, in this process."""
-    model, inputs = build(CASES[case], device)
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    peaks: dict[str, list[int]] = {name: [] for name in CONTENDERS}
-    facts: dict[str, dict[str, Any]] = {}
-    for number in range(num_warmup + num_steps):
-        # Back and forth, so that no contender always finds the caches as the same other one leaves them.
-        for name in list(CONTENDERS)[:: 1 if number % 2 == 0 else -1]:
-            with CONTENDERS[name](model):
-                if not number:
-                    facts[name] = {"flops": flops(model, inputs), "loss": step(model, inputs)}
-                with Peak(device) as peak:
-                    taken = timed(model, inputs, device)
-            if number >= num_warmup:
-                seconds[name].append(taken)
-                peaks[name].append(peak.bytes)
-        print(f"round {number + 1} of {num_warmup + num_steps}", file=sys.stderr, flush=True)
-    contenders = {
-        name: facts[name]
-        | {
-            "step_time_ms_median": 1e3 * statistics.median(seconds[name]),
-            "step_time_ms_min": 1e3 * min(seconds[name]),
-            "step_time_ms_max": 1e3 * max(seconds[name]),
-            "peak_gib_median": statistics.median(peaks[name]) / 2**30,
-        }
-        for name in CONTENDERS
-    }
-    ratios = [ours / theirs for ours, theirs in zip(seconds["hf_ckpt_full"], seconds["transformers_full"], strict=True)]
+# --- Entries and the result. ---
+
+
+class Bench:
+    """The model that contenders take turns on, built when it is first asked for.
+
+    Args:
+        options: name it.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    @cached_property
+    def built(self) -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
+        """The model, and what it is called with."""
+        return build(CASES[self._options.case], self._options.device)
+
+    def peak(self, name: str) -> Entry:
+        """Return what a step of a contender needs, counted and as the highest memory of a few steps."""
+        model, inputs = self.built
+        peaks = []
+        with CONTENDERS[name](model):
+            found = {"flops": flops(model, inputs), "loss": step(model, inputs)}
+            for _ in range(_NUM_PEAKS):
+                with Peak(self._options.device) as peak:
+                    step(model, inputs)
+                peaks.append(peak.bytes)
+        return found | {"peaks": peaks}
+
+    def turn(self, name: str) -> Entry:
+        """Return the seconds of a step that comes after others of the same contender."""
+        model, inputs = self.built
+        with CONTENDERS[name](model):
+            for _ in range(self._options.num_warmup):
+                step(model, inputs)
+            return {"seconds": timed(model, inputs, self._options.device)}
+
+
+def collect(journal: Journal, options: Options) -> None:
+    """Measure all contenders, in turn.
+
+    Args:
+        journal: keeps `peak/<contender>` and `round_<n>/<contender>`.
+        options: what.
+
+    Raises:
+        OutOfTimeError: the journal's time is over.
+        DeviceFaultError: the device does not answer any more.
+    """
+    bench = Bench(options)
+    for name in CONTENDERS:
+        journal.entry(f"peak/{name}", partial(bench.peak, name))
+    for number in range(1, options.num_rounds + 1):
+        # There and back, so that no contender always finds the caches as the same other one leaves them.
+        for name in list(CONTENDERS)[:: 1 if number % 2 else -1]:
+            if "peaks" in journal.entries[f"peak/{name}"]:
+                journal.entry(f"round_{number}/{name}", partial(bench.turn, name))
+
+
+def assemble(journal: Journal, options: Options) -> dict[str, Any]:
+    """Return the result of the entries that are there."""
+    seconds = {name: _seconds(journal, name, options) for name in CONTENDERS}
+    contenders = {name: _figures(journal, name, list(seconds[name].values())) for name in CONTENDERS}
+    ours, theirs = seconds["hf_ckpt_full"], seconds["transformers_full"]
+    ratios = [ours[number] / theirs[number] for number in ours if number in theirs]
+    peak, their_peak = (contenders[name].get("peak_gib_median") for name in ("hf_ckpt_full", "transformers_full"))
     return {
-        "case": case,
-        "device": device,
-        "num_warmup": num_warmup,
-        "num_steps": num_steps,
+        "case": options.case,
+        "device": options.device,
+        "num_warmup": options.num_warmup,
+        "num_steps": len(ratios),
         "contenders": contenders,
-        "step_time_ratio_median": statistics.median(ratios),
+        "step_time_ratio_median": statistics.median(ratios) if ratios else None,
         "step_time_ratio_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios,
-        "peak_ratio": contenders["hf_ckpt_full"]["peak_gib_median"]
-        / max(contenders["transformers_full"]["peak_gib_median"], 1e-9),
+        # Of a tiny model on the CPU nothing shows in the process.
+        "peak_ratio": peak / their_peak if peak is not None and their_peak is not None and their_peak > 0 else None,
     }
+
+
+def _seconds(journal: Journal, name: str, options: Options) -> dict[int, float]:
+    """Return the seconds of each round in which a contender could be timed."""
+    keys = {number: f"round_{number}/{name}" for number in range(1, options.num_rounds + 1)}
+    entries = {number: journal.entries.get(key, {}) for number, key in keys.items()}
+    return {number: entry["seconds"] for number, entry in entries.items() if "seconds" in entry}
+
+
+def _figures(journal: Journal, name: str, seconds: list[float]) -> dict[str, Any]:
+    peak = journal.entries.get(f"peak/{name}", {})
+    figures = {key: peak[key] for key in ("flops", "loss", *NO_FIGURES) if key in peak}
+    if seconds:
+        figures |= {
+            "step_time_ms_median": 1e3 * statistics.median(seconds),
+            "step_time_ms_min": 1e3 * min(seconds),
+            "step_time_ms_max": 1e3 * max(seconds),
+        }
+    if "peaks" in peak:
+        figures["peak_gib_median"] = statistics.median(peak["peaks"]) / 2**30
+    return figures
 
 
 def main() -> None:
     """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", choices=CASES, default="llama_38m")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.device == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    parser.add_argument("--warmup", type=int, default=1, help="steps of a turn before the timed one")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each contender")
+    parser.add_argument("--out", type=Path, help="the result's file")
+    asked = parser.parse_args()
+    if asked.device == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         # glibc reads it at start: freed tensors go back at once, so that the process's peak is that of the tensors.
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    result = {"environment": describe()} | measure(options.case, options.device, options.warmup, options.steps)
-    out = options.out or RESULTS / f"overhead_{options.case}_{options.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"step time over transformers': {result['step_time_ratio_median']:.3f}; peak: {result['peak_ratio']:.3f}")
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    options = Options(device=asked.device, case=asked.case, num_warmup=asked.warmup, num_rounds=asked.steps)
+    out = asked.out or RESULTS / f"overhead_{options.case}_{options.device}.json"
+    result = carry_out(out, lambda journal: collect(journal, options), lambda journal: assemble(journal, options))
+    if result["step_time_ratio_median"] is not None:
+        print(f"step time over transformers': {result['step_time_ratio_median']:.3f}; peak: {result['peak_ratio']}")
     print(f"written to {out}")
 
 

@@ -1,8 +1,8 @@
 """Predicted beside measured: peak memory and step time of real Trainer steps, with random weights made on the device.
 
-Each configuration runs in a process of its own and writes one JSON. The prediction is made from the model on `meta`,
-with the device table and with a calibration of a few seconds; `--again` predicts anew for results that are there,
-without the device.
+What is measured and what is predicted are two things. `collect` measures: an entry of each configuration. Predictions
+are made from the model on `meta`, with the device table and with a calibration of a few seconds, anywhere and at any
+time; `--again` predicts anew for results that are there. One JSON is written for each configuration.
 
     python benchmarks/predict.py --device cuda                      # all of them, about half a minute each
     python benchmarks/predict.py --device cuda --only llama_7b      # those whose name has it
@@ -13,20 +13,28 @@ without the device.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.environment import describe
+from benchmarks.journal import NO_FIGURES, Entry, Journal, replace_text
+from benchmarks.predict_cases import CONFIGURATIONS, SHAPES, Configuration, Shape, build, rows, small
+from benchmarks.resumable import carry_out
+from benchmarks.side_by_side.text import text_of
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.memory.calibrate import calibrate
 from hf_ckpt.memory.devices import Device, this_device
@@ -35,12 +43,36 @@ from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.environment import describe
-from benchmarks.predict_cases import CONFIGURATIONS, SHAPES, Configuration, Shape, build, rows, small
-
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
+DEVICE_KEY = "device"
+"""Of the entry with the device as the table has it and as a calibration finds it."""
+
+_RATIOS = ("peak_ratio", "step_time_ratio", "step_time_ratio_with_calibration")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to measure.
+
+    Args:
+        device: `cpu` or `cuda`.
+        is_small: tiny models of the same kinds.
+        num_warmup: steps before the timed ones.
+        num_steps: timed steps.
+        calibration_s: seconds of measuring the device's rates.
+    """
+
+    device: str
+    is_small: bool = False
+    num_warmup: int = 3
+    num_steps: int = 8
+    calibration_s: float = 4.0
+
+    def case(self, name: str) -> tuple[Configuration, Shape]:
+        """Return a configuration and the shape of its model, both small where that is asked for."""
+        configuration = CONFIGURATIONS[name]
+        return small(configuration) if self.is_small else (configuration, SHAPES[configuration.shape])
 
 
 def step_of(configuration: Configuration) -> Step:
@@ -99,9 +131,10 @@ class StepGauge(TrainerCallback):
             self.seconds.append(time.perf_counter() - self._start)
 
 
-def measure(configuration: Configuration, shape: Shape, device: str, num_warmup: int, num_steps: int) -> dict[str, Any]:
+def measure(configuration: Configuration, shape: Shape, device: str, num_warmup: int, num_steps: int) -> Entry:
     """Train a few steps with the Trainer."""
     place = torch.device(device)
+    _forget_others(place)
     gauge = StepGauge(place, num_warmup)
     # On the CPU, where bytes are those of the process: what the interpreter and the libraries take.
     unrelated = gauge.memory.now()
@@ -154,49 +187,95 @@ def reserved_bytes() -> dict[str, int]:
     }
 
 
-# --- One result. ---
-
-
-def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one configuration and predict it, with the device table and with measured rates."""
-    configuration, shape = CONFIGURATIONS[name], SHAPES[CONFIGURATIONS[name].shape]
-    if options.small:
-        configuration, shape = small(configuration)
-    measured: dict[str, Any] = {}
-    try:
-        measured = measure(configuration, shape, options.device, options.warmup, options.steps)
-    except torch.OutOfMemoryError as error:
-        measured["out_of_memory"] = str(error).partition(". ")[0]
+def _forget_others(place: torch.device) -> None:
+    """Let go what configurations before this one have left: a process of its own would not have it either."""
     gc.collect()
-    if options.device == "cuda":
+    if place.type == "cuda":
+        # They are kept by thread and stream, and belong to what is measured.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-    calibrated = calibrate(seconds=options.calibration)
+    elif sys.platform == "linux":
+        # Else a step would find its memory in the process, and its peak would be nothing.
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# --- Entries and results. ---
+
+
+def collect(journal: Journal, names: list[str], options: Options) -> None:
+    """Measure configurations, and the device's rates.
+
+    Args:
+        journal: keeps `device` and `measured/<name>`.
+        names: of `CONFIGURATIONS`.
+        options: how.
+
+    Raises:
+        OutOfTimeError: the journal's time is over.
+        DeviceFaultError: the device does not answer any more.
+    """
+    journal.entry(DEVICE_KEY, partial(_rates, options))
+    for name in names:
+        configuration, shape = options.case(name)
+        sizes = options.device, options.num_warmup, options.num_steps
+        journal.entry(_key(name), partial(measure, configuration, shape, *sizes))
+
+
+def _key(name: str) -> str:
+    return f"measured/{name}"
+
+
+def _rates(options: Options) -> Entry:
+    return {"table": fields_of(this_device()), "calibrated": fields_of(calibrate(seconds=options.calibration_s))}
+
+
+def assemble(
+    journal: Journal, name: str, options: Options, prepared: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the result of one configuration that has been measured.
+
+    Args:
+        journal: with its entry and the device's.
+        name: of the configuration.
+        options: those of `collect`.
+        prepared: `predicted`, `predicted_with_calibration` or both, as `predict` returns them; what is left out is not
+            in the result, and `with_predictions` adds it.
+    """
+    configuration, shape = options.case(name)
+    measured = {key: figure for key, figure in journal.entries[_key(name)].items() if key != "took_s"}
+    rates = journal.entries.get(DEVICE_KEY, {})
     result = {
-        "environment": describe(),
         "name": name,
-        "is_small": options.small,
+        "is_small": options.is_small,
         "configuration": asdict(configuration),
         "shape": asdict(shape),
         "measured": measured,
-        "table_device": fields_of(this_device()),
-        "calibrated_device": fields_of(calibrated),
+        "table_device": rates.get("table"),
+        "calibrated_device": rates.get("calibrated"),
     }
-    return with_predictions(result)
+    return with_ratios(result | dict(prepared or {}))
 
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
-    """Add what is predicted, and its ratios to what was measured."""
+    """Return a result with what is predicted now, and its ratios to what was measured."""
     configuration, shape = Configuration(**result["configuration"]), Shape(**result["shape"])
     devices = {"predicted": result["table_device"], "predicted_with_calibration": result["calibrated_device"]}
-    for key, fields in devices.items():
-        result[key] = predict(configuration, shape, device_of(fields))
+    made = {key: predict(configuration, shape, device_of(fields)) for key, fields in devices.items() if fields}
+    return with_ratios(result | made)
+
+
+def with_ratios(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the ratios of the predictions that it has to what was measured."""
     measured = result["measured"]
+    ratios = {}
     if "peak_bytes" in measured:
-        result["peak_ratio"] = result["predicted"]["peak_bytes"] / measured["peak_bytes"]
-        result["step_time_ratio"] = result["predicted"]["step_time_ms"] / measured["step_time_ms_median"]
-        calibrated = result["predicted_with_calibration"]["step_time_ms"]
-        result["step_time_ratio_with_calibration"] = calibrated / measured["step_time_ms_median"]
-    return result
+        # Of tiny models on a CPU nothing may show.
+        if "predicted" in result and measured["peak_bytes"] > 0:
+            ratios["peak_ratio"] = result["predicted"]["peak_bytes"] / measured["peak_bytes"]
+        for key, ending in (("predicted", ""), ("predicted_with_calibration", "_with_calibration")):
+            if key in result:
+                ratios[f"step_time_ratio{ending}"] = result[key]["step_time_ms"] / measured["step_time_ms_median"]
+    return result | ratios
 
 
 def fields_of(device: Device) -> dict[str, Any]:
@@ -211,57 +290,63 @@ def device_of(fields: dict[str, Any]) -> Device:
 
 
 def line(result: dict[str, Any]) -> str:
-    """Return a result as one line of a table."""
+    """Return a result, with its predictions, as one line of a table."""
     measured, predicted = result["measured"], result["predicted"]
     text = (
         f"{result['name']:<26} predicted {predicted['peak_bytes'] / GIB:7.2f} GiB {predicted['step_time_ms']:8.0f} ms"
     )
     if "peak_bytes" not in measured:
-        return f"{text}; {measured['out_of_memory']}"
+        return f"{text}; {next(measured[key] for key in NO_FIGURES if key in measured)}"
+    ratios = [f"{result[key]:.3f}" for key in _RATIOS if key in result]
     return (
-        f"{text}; measured {measured['peak_bytes'] / GIB:7.2f} GiB {measured['step_time_ms_median']:8.0f} ms; ratios "
-        f"{result['peak_ratio']:.3f} {result['step_time_ratio']:.2f} {result['step_time_ratio_with_calibration']:.2f}"
+        f"{text}; measured {measured['peak_bytes'] / GIB:7.2f} GiB {measured['step_time_ms_median']:8.0f} ms; "
+        f"ratios {' '.join(ratios)}"
     )
 
 
-def write(result: dict[str, Any], out: Path) -> None:
-    """Write one JSON, and say what it holds."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(line(result), flush=True)
+def run(name: str, options: Options, out: Path) -> dict[str, Any]:
+    """Measure one configuration, predict it, and write its result into a folder."""
+    kind = "small_" if options.is_small else ""
+    return carry_out(
+        out / f"predict_{kind}{name}_{options.device}.json",
+        lambda journal: collect(journal, [name], options),
+        lambda journal: with_predictions(assemble(journal, name, options)),
+    )
 
 
 def again(results: Path) -> None:
     """Predict anew for the results that are there; what was measured stays."""
     for path in sorted(results.glob("predict_*.json")):
-        result = with_predictions(json.loads(path.read_text()))
+        result = with_predictions(json.loads(path.read_text(encoding="utf-8")))
         result["predicted_in"] = describe()
-        write(result, path)
+        replace_text(path, text_of(result))
+        print(line(result), flush=True)
 
 
 def main() -> None:
-    """Run the configurations asked for, each in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    """Measure the configurations asked for; predict them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--only", default="", help="configurations whose name has this")
-    parser.add_argument("--name", choices=CONFIGURATIONS, help="this one, in this process")
     parser.add_argument("--small", action="store_true", help="tiny models of the same kinds")
     parser.add_argument("--again", action="store_true", help="predict anew for the results that are there")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--calibration", type=float, default=4.0, help="seconds of measuring the device's rates")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    if options.again:
-        again(options.results)
-    elif options.name is not None:
-        kind = "small_" if options.small else ""
-        write(run(options.name, options), options.results / f"predict_{kind}{options.name}_{options.device}.json")
-    else:
-        names = [name for name in CONFIGURATIONS if options.only in name]
-        failed = [name for name in names if subprocess.run([sys.executable, *sys.argv, "--name", name]).returncode]
-        if failed:
-            sys.exit(f"failed: {', '.join(failed)}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    asked = parser.parse_args()
+    if asked.again:
+        again(asked.out)
+        return
+    options = Options(
+        device=asked.device,
+        is_small=asked.small,
+        num_warmup=asked.warmup,
+        num_steps=asked.steps,
+        calibration_s=asked.calibration,
+    )
+    for name in (name for name in CONFIGURATIONS if asked.only in name):
+        print(line(run(name, options, asked.out)), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from benchmarks.quantize import quantize
+
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear"}
 SEGMENTS = {"mode": "full", "segment_size": "sqrt", "nested": True}
 
@@ -45,7 +47,7 @@ class Configuration:
 
     Args:
         shape: of `SHAPES`.
-        method: `full` or `lora`.
+        method: `full`, `lora` or `qlora`.
         policy: what the plugin is given; None trains without it.
         tokens: of a row.
         batch: rows of a micro-batch.
@@ -63,23 +65,26 @@ class Configuration:
 
 
 CONFIGURATIONS = {
-    "qwen3_0.6b_full_none": Configuration("qwen3_0.6b", "full", None, 1024, batch=4, dtype="float32"),
-    "qwen3_0.6b_lora_none": Configuration("qwen3_0.6b", "lora", None, 4096),
-    "gemma3_1b_lora_full": Configuration("gemma3_1b", "lora", "full", 2048),
+    "llama_7b_lora_none": Configuration("llama_7b", "lora", None, 2048),
+    "llama_7b_lora_full": Configuration("llama_7b", "lora", "full", 2048),
+    "llama_7b_lora_selective": Configuration("llama_7b", "lora", "selective", 2048),
+    "llama_7b_lora_ffn": Configuration("llama_7b", "lora", "ffn", 4096),
+    "llama_8b_qlora_full": Configuration("llama_8b", "qlora", "full", 8192),
     "llama_1b_full_none": Configuration("llama_1b", "full", None, 2048, dtype="float32"),
+    "qwen3_0.6b_full_none": Configuration("qwen3_0.6b", "full", None, 1024, batch=4, dtype="float32"),
     "llama_1b_full_full": Configuration("llama_1b", "full", "full", 2048, batch=2, dtype="float32"),
     "llama_1b_full_attention": Configuration("llama_1b", "full", "attention", 4096, accumulation=2, dtype="float32"),
     "llama_1b_full_segments": Configuration("llama_1b", "full", SEGMENTS, 8192, dtype="float32"),
+    "qwen3_0.6b_lora_none": Configuration("qwen3_0.6b", "lora", None, 4096),
+    "gemma3_1b_lora_full": Configuration("gemma3_1b", "lora", "full", 2048),
     "llama_3b_lora_ffn": Configuration("llama_3b", "lora", "ffn", 4096),
     "llama_3b_full_full": Configuration("llama_3b", "full", "full", 2048, batch=2),
-    "llama_7b_lora_none": Configuration("llama_7b", "lora", None, 2048),
-    "llama_7b_lora_full": Configuration("llama_7b", "lora", "full", 2048),
-    "llama_7b_lora_ffn": Configuration("llama_7b", "lora", "ffn", 4096),
     "llama_7b_lora_segments": Configuration("llama_7b", "lora", SEGMENTS, 8192),
     "llama_8b_lora_attention": Configuration("llama_8b", "lora", "attention", 2048),
     "llama_8b_lora_full": Configuration("llama_8b", "lora", "full", 8192, accumulation=2),
     "llama_8b_full_full": Configuration("llama_8b", "full", "full", 2048),
 }
+"""In the order of their value where time is short."""
 
 
 def small(configuration: Configuration) -> tuple[Configuration, Shape]:
@@ -106,7 +111,9 @@ def build(configuration: Configuration, shape: Shape, device: str) -> nn.Module:
             dtype=getattr(torch, configuration.dtype),
             attn_implementation="sdpa",
         )
-    if configuration.method == "lora":
+    if configuration.method == "qlora":
+        quantize(model, {"compress_statistics": True, "quant_type": "nf4"})
+    if configuration.method != "full":
         from peft import LoraConfig, get_peft_model
 
         adapter = LoraConfig(task_type="CAUSAL_LM", **LORA)

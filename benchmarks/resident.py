@@ -33,7 +33,7 @@ from transformers import (
     TrainingArguments,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import environment
 from hf_ckpt import HFCkptCallback
@@ -181,8 +181,9 @@ def measure(name: str) -> int:
 
 def main() -> None:
     """Measure all cases and write the result, or train one of them."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--train", choices=CASES, help="train this one and print the bytes")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the result's file")
     options = parser.parse_args()
     if options.train:
         print(train(CASES[options.train]))
@@ -197,7 +198,8 @@ def main() -> None:
             "predicted_over_measured": predicted / measured,
         }
         print(f"{name:24} {predicted / 2**30:6.3f} GiB predicted {measured / 2**30:6.3f} measured", flush=True)
-    RESULT.write_text(json.dumps(environment.describe() | {"cases": cases}, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(environment.describe() | {"cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 RESULT = Path(__file__).parent / "results" / "simulation_cost.json"
 
@@ -75,8 +75,9 @@ def simulate(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Measure each case in a process of its own and write the result, or run one."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--simulate", choices=CASES, help="simulate this one and print what it cost")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the result's file")
     options = parser.parse_args()
     if options.simulate:
         print(json.dumps(simulate(CASES[options.simulate])))
@@ -89,7 +90,8 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         cases[name] = {"case": asdict(case), **json.loads(done.stdout.splitlines()[-1])}
         print(name, cases[name]["cpu_seconds"], cases[name]["host_memory_gib"], flush=True)
-    RESULT.write_text(json.dumps(environment.describe() | {"cases": cases}, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(environment.describe() | {"cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -177,8 +177,8 @@ def test_simulated_step_takes_the_operations_of_the_real_one(name: str) -> None:
 
 
 def test_offload_of_transformers_says_why_it_cannot_run_on_a_cpu() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
+    if torch.accelerator.current_accelerator() is not None:
+        pytest.skip("there is an accelerator, or torch is built for one, and transformers goes by that")
     model = llama()
     found = traces.snapshot(model)
     with pytest.raises(NotHereError, match=r"transformers' offload fails here: pin_memory=True requires"):

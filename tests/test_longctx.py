@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import longctx
+from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT
 from hf_ckpt.memory.devices import CPU
@@ -56,7 +59,6 @@ def told() -> longctx.Prediction:
     return longctx.predicted(4 * MIB, CPU, num_layers=None, is_small=True)
 
 
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
 def test_a_step_of_the_predicted_length_stays_within_the_cap(told: longctx.Prediction) -> None:
     assert told.length
     entries = told.plan.stacks[0].layers
@@ -68,17 +70,110 @@ def test_a_step_of_the_predicted_length_stays_within_the_cap(told: longctx.Predi
     assert found["peak_bytes"] == pytest.approx(told.peak_bytes, rel=0.01)
 
 
+def test_optimizer_has_no_memory_that_the_driver_moves() -> None:
+    # Managed memory beside a cap of the allocator can stop a card for good.
+    for is_small in (False, True):
+        assert longctx._recipe(is_small=is_small).training["optim"] == "adamw_8bit"
+
+
+def test_prediction_comes_back_from_json(told: longctx.Prediction) -> None:
+    assert longctx.Prediction.from_json(json.loads(json.dumps(told.as_json()))) == told
+
+
 def test_result_is_gone_on_with(told: longctx.Prediction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longctx, "predicted", lambda *given, **options: told)
     limit = told.length + 2 * LENGTH_UNIT
-    monkeypatch.setattr(longctx, "train", lambda trial, device: {"peak_bytes": 4 * MIB + trial.length - limit})
+    tried: list[int] = []
+
+    def train(trial: longctx.Trial, device: str) -> Entry:
+        tried.append(trial.length)
+        return {"peak_bytes": 4 * MIB + trial.length - limit}
+
+    monkeypatch.setattr(longctx, "predicted", lambda *given, **options: told)
+    monkeypatch.setattr(longctx, "train", train)
     path = tmp_path / "longctx_small_limit_0.00390625gib_cpu.json"
-    words = ["--device", "cpu", "--small", "--cap", str(4 / 1024), "--results", str(tmp_path)]
+    words = ["--device", "cpu", "--small", "--cap", str(4 / 1024), "--out", str(tmp_path)]
     longctx.main([*words, "--seconds", "0"])
     assert json.loads(path.read_text())["trials"] == []
+    assert list(tmp_path.iterdir()) == [path]
     longctx.main(words)
     result = json.loads(path.read_text())
     assert result["longest"] == limit
-    tried = len(result["trials"])
-    longctx.main(words)
-    assert len(json.loads(path.read_text())["trials"]) == tried
+    assert len(set(tried)) == len(tried) == len(result["trials"])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+SMALL = longctx.Options(device="cpu", is_small=True, cap_gib=4 / 1024)
+
+
+def predicted(told: longctx.Prediction) -> FileJournal:
+    """Return a journal that has the prediction."""
+    journal = FileJournal()
+    journal.entry(SMALL.key("predicted"), told.as_json)
+    return journal
+
+
+def test_search_stops_on_what_is_no_lack_of_memory(told: longctx.Prediction, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(trial: longctx.Trial, device: str) -> Entry:
+        raise RuntimeError("a kernel of this length is missing")
+
+    monkeypatch.setattr(longctx, "train", train)
+    journal = predicted(told)
+    longctx.collect(journal, SMALL)
+    assert list(journal.entries) == [SMALL.key("predicted"), SMALL.key(told.length)]
+    result = longctx.assemble(journal, SMALL)
+    assert result["stopped_by"] == f"{told.length} tokens: failed: RuntimeError: a kernel of this length is missing"
+    assert "longest" not in result
+
+
+def test_lack_of_memory_is_a_length_that_does_not_fit(
+    told: longctx.Prediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(trial: longctx.Trial, device: str) -> Entry:
+        if trial.length > told.length - 3 * LENGTH_UNIT:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return {"peak_bytes": told.cap_bytes}
+
+    monkeypatch.setattr(longctx, "train", train)
+    journal = predicted(told)
+    longctx.collect(journal, SMALL)
+    read = ReadJournal(json.loads(json.dumps(journal.entries)))
+    longctx.collect(read, SMALL)
+    result = longctx.assemble(read, SMALL)
+    assert result["longest"] == told.length - 3 * LENGTH_UNIT
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB" in [one.get("out_of_memory") for one in result["trials"]]
+
+
+def test_trial_that_takes_too_long_is_not_kept(told: longctx.Prediction, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(trial: longctx.Trial, device: str) -> Entry:
+        raise OutOfTimeError("it takes longer than the 3 s that are left")
+
+    monkeypatch.setattr(longctx, "train", train)
+    journal = predicted(told)
+    with pytest.raises(OutOfTimeError):
+        longctx.collect(journal, SMALL)
+    assert list(journal.entries) == [SMALL.key("predicted")]
+
+
+def test_trial_of_a_process_of_its_own_is_ended_in_time(told: longctx.Prediction) -> None:
+    trial = longctx.Trial(told.length, told.cap_bytes, told.plan.to_json(), is_small=True)
+    with pytest.raises(OutOfTimeError, match="take longer than the 0 s that are left"):
+        longctx.in_a_process(trial, "cpu", 0.01)
+
+
+def test_trial_in_a_process_of_its_own_is_the_same(told: longctx.Prediction) -> None:
+    trial = longctx.Trial(told.length, told.cap_bytes, told.plan.to_json(), is_small=True)
+    found = longctx.in_a_process(trial, "cpu", 240.0)
+    assert found["peak_bytes"] == longctx.train(trial, "cpu")["peak_bytes"]
+
+
+def test_speed_has_plans_beside_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longctx, "train", lambda trial, device: {"seconds": [2.0, 4.0, 3.0]})
+    options = replace(SMALL, part="speed", lengths=(256,))
+    journal = FileJournal()
+    longctx.collect(journal, options)
+    assert [key.rpartition("gib/")[2] for key in journal.entries] == ["planned_256", "256/hf_ckpt", "256/transformers"]
+    ours, theirs = longctx.assemble(ReadJournal(journal.entries), options)["trials"]
+    assert (ours["name"], theirs["name"]) == ("hf_ckpt", "transformers")
+    assert ours["tokens_per_sec"] == 256 / 3
+    assert ours["predicted_peak_bytes"] <= SMALL.cap_bytes
+    assert "plan" not in theirs

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import weakref
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import predict
+from benchmarks.journal import FileJournal, ReadJournal
 from benchmarks.predict_cases import CONFIGURATIONS, SEGMENTS, SHAPES, Configuration, build, small
 from hf_ckpt.memory.devices import DEVICES
 from hf_ckpt.memory.timeline import Category
+
+OPTIONS = predict.Options(device="cpu", is_small=True, num_warmup=1, num_steps=1, calibration_s=0.05)
 
 
 def test_configurations_span_what_is_asked_for() -> None:
@@ -26,15 +31,19 @@ def test_configurations_span_what_is_asked_for() -> None:
     billions = dict(zip(SHAPES, (0.60, 1.00, 1.24, 3.21, 6.74, 8.03), strict=True))
     assert {name: round(count / 1e9, 2) for name, count in parameters.items()} == billions
     policies = {json.dumps(configuration.policy) for configuration in CONFIGURATIONS.values()}
-    assert policies >= {"null", '"full"', '"attention"', '"ffn"', json.dumps(SEGMENTS)}
-    assert {configuration.method for configuration in CONFIGURATIONS.values()} == {"full", "lora"}
+    assert policies >= {"null", '"full"', '"selective"', '"attention"', '"ffn"', json.dumps(SEGMENTS)}
+    assert {configuration.method for configuration in CONFIGURATIONS.values()} == {"full", "lora", "qlora"}
     assert {configuration.tokens for configuration in CONFIGURATIONS.values()} == {1024, 2048, 4096, 8192}
 
 
-@pytest.mark.parametrize("name", ["llama_8b_lora_attention", "qwen3_0.6b_full_none"])
+@pytest.mark.parametrize("name", ["llama_8b_lora_attention", "llama_8b_qlora_full", "qwen3_0.6b_full_none"])
 def test_one_result_has_predicted_beside_measured(name: str) -> None:
-    options = argparse.Namespace(device="cpu", small=True, warmup=1, steps=1, calibration=0.05)
-    result = predict.run(name, options)
+    journal = FileJournal()
+    predict.collect(journal, [name], OPTIONS)
+    assert list(journal.entries) == ["device", f"measured/{name}"]
+    # What is there is not measured again.
+    predict.collect(ReadJournal(journal.entries), [name], OPTIONS)
+    result = predict.with_predictions(predict.assemble(ReadJournal(journal.entries), name, OPTIONS))
     measured, predicted = result["measured"], result["predicted"]
     assert measured["peak_bytes"] > 0
     assert measured["step_time_ms_min"] <= measured["step_time_ms_median"] <= measured["step_time_ms_max"]
@@ -47,6 +56,24 @@ def test_one_result_has_predicted_beside_measured(name: str) -> None:
     assert result["predicted_with_calibration"]["peak_bytes"] == predicted["peak_bytes"]
     assert result["predicted_with_calibration"]["source"].startswith("measured with torch")
     assert result["peak_ratio"] == predicted["peak_bytes"] / measured["peak_bytes"]
+    prepared = predict.assemble(journal, name, OPTIONS, {"predicted": predicted})
+    assert prepared["peak_ratio"] == result["peak_ratio"]
+    assert "predicted_with_calibration" not in prepared
+    assert "step_time_ratio_with_calibration" not in prepared
+
+
+def test_one_model_is_gone_when_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def watched(*given: Any) -> nn.Module:
+        assert [model() for model in built] == [None] * len(built)
+        model = build(*given)
+        built.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(predict, "build", watched)
+    predict.collect(FileJournal(), ["llama_7b_lora_none", "llama_7b_lora_full"], OPTIONS)
+    assert len(built) == 2
 
 
 def test_results_are_predicted_anew_without_the_device(tmp_path: Path) -> None:
@@ -73,14 +100,13 @@ def test_devices_come_back_from_json() -> None:
 
 def test_step_that_does_not_fit_is_a_result_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
-        )
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(predict, "measure", fail)
     monkeypatch.setattr(predict, "predict", lambda *args: {"peak_bytes": 2**30, "step_time_ms": 5.0})
-    options = argparse.Namespace(device="cpu", small=True, warmup=1, steps=1, calibration=0.05)
-    result = predict.run("llama_1b_full_none", options)
-    assert result["measured"] == {"out_of_memory": "CUDA out of memory"}
+    journal = FileJournal()
+    predict.collect(journal, ["llama_1b_full_none"], OPTIONS)
+    result = predict.with_predictions(predict.assemble(journal, "llama_1b_full_none", OPTIONS))
+    assert result["measured"] == {"out_of_memory": "CUDA out of memory. Tried to allocate 2.00 GiB."}
     assert "peak_ratio" not in result
-    assert predict.line(result).endswith("; CUDA out of memory")
+    assert predict.line(result).endswith("; CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("peft")
 
-from benchmarks.side_by_side import suite
+from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
+from benchmarks.side_by_side import measure, suite
 from benchmarks.side_by_side.budgets import Budget, budgets_of, compare, verdict
 from benchmarks.side_by_side.cases import CASES, Case, build
 from benchmarks.side_by_side.contender import GROUPS, Contender, NotHereError
 from benchmarks.side_by_side.contenders import CONTENDERS, chosen
-from benchmarks.side_by_side.measure import Effort, measure
+from benchmarks.side_by_side.measure import Bench, Effort, assemble, collect
+from benchmarks.side_by_side.step import TrainingStep
 
 TINY = Case(
     name="tiny",
@@ -157,14 +164,24 @@ def test_a_plan_is_compared_with_the_fastest_that_fits_its_budget() -> None:
 # --- A case. ---
 
 
+EFFORT = Effort(num_rounds=1, num_steps=1, num_budgets=1)
+
+
+def fixed() -> tuple[Contender, ...]:
+    elsewhere = Contender(name="elsewhere", title="elsewhere", group="elsewhere", enter=refuse)
+    return (*chosen(["full", "attention"]), elsewhere)
+
+
 @pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    contenders = (
-        *chosen(["full", "attention"]),
-        Contender(name="elsewhere", title="elsewhere", group="elsewhere", enter=refuse),
-    )
-    measured = measure(TINY, "cpu", contenders, Effort(num_rounds=1, num_steps=1, num_budgets=1))
-    return dict(json.loads(json.dumps(measured)))
+def entries() -> dict[str, Entry]:
+    journal = FileJournal()
+    collect(journal, TINY, "cpu", fixed(), EFFORT)
+    return dict(json.loads(json.dumps(journal.entries)))
+
+
+@pytest.fixture(scope="module")
+def result(entries: dict[str, Entry]) -> dict[str, Any]:
+    return dict(json.loads(json.dumps(assemble(ReadJournal(entries), TINY, "cpu", fixed(), EFFORT))))
 
 
 def test_records_have_all_figures_and_say_what_was_in_force(result: dict[str, Any]) -> None:
@@ -200,20 +217,159 @@ def test_the_planned_contender_keeps_its_budget(result: dict[str, Any]) -> None:
         assert auto["predicted"]["peak_bytes"] <= auto["budget_bytes"]
 
 
-# --- Suites. ---
+# --- Entries. ---
 
 
-def test_suite_of_the_gpu_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    slices = list(suite.gpu_slices(("llama2_7b_lora_2048",)))
-    assert [one.result for one in slices] == [
-        "side_by_side_llama2_7b_lora_2048_cuda.json",
-        "side_by_side_llama2_7b_lora_2048_cuda_compiled.json",
-    ]
-    (tmp_path / slices[0].result).touch()
-    assert suite.left(slices, tmp_path) == slices[1:]
+def failing(name: str, error: Callable[[], Exception], step: int) -> Contender:
+    """Return a contender whose model fails in one of its steps, and then stays as it was made."""
+
+    @contextmanager
+    def enter(model: nn.Module) -> Iterator[nn.Module]:
+        num_calls = 0
+
+        def fail(*args: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == step:
+                raise error()
+
+        hook = model.register_forward_pre_hook(fail)
+        yield model
+        # Not where a step has broken off, which may leave anything behind.
+        hook.remove()
+
+    return Contender(name=name, title=name, group="elsewhere", enter=enter)
 
 
-def test_suite_of_the_cpu_writes_every_result_that_documents_show_as_counted() -> None:
-    names = {one.result for one in suite.cpu_slices()}
+def test_entries_are_one_for_each_first_look_and_turn(entries: dict[str, Entry]) -> None:
+    autos = [f"auto_{number}" for number in range(1, len(entries["plans"]["autos"]) + 1)]
+    looks = [f"first_look/{name}" for name in ("none", "full", "attention", "elsewhere")]
+    turns = [f"round_1/{name}" for name in ("none", "full", "attention", *autos)]
+    assert list(entries) == [*looks, "plans", *(f"first_look/{name}" for name in autos), *turns]
+
+
+def test_what_is_there_is_not_made_again(entries: dict[str, Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(measure, "build")
+    # What is not there is a KeyError, and a model that is built a NameError.
+    collect(ReadJournal(entries), TINY, "cpu", fixed(), EFFORT)
+
+
+def test_entries_that_are_missing_are_the_only_ones_that_are_made(entries: dict[str, Entry]) -> None:
+    journal = FileJournal()
+    journal.entries = {key: entry for key, entry in entries.items() if key != "round_1/full"}
+    collect(journal, TINY, "cpu", fixed(), EFFORT)
+    assert journal.entries.keys() == entries.keys()
+    assert {key for key in entries if journal.entries[key] != entries[key]} == {"round_1/full"}
+    assert journal.entries["round_1/full"]["loss"] == entries["round_1/full"]["loss"]
+
+
+def test_contender_that_fails_is_the_only_one_that_is_lost() -> None:
+    contenders = (
+        *chosen(["none"]),
+        failing("broken", lambda: RuntimeError("no kernel for this"), step=1),
+        failing("large", lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), step=2),
+        *chosen(["full"])[1:],
+    )
+    journal, effort = FileJournal(), Effort(num_rounds=2, num_budgets=0)
+    collect(journal, TINY, "cpu", contenders, effort)
+    result = assemble(ReadJournal(journal.entries), TINY, "cpu", contenders, effort)
+    records = result["contenders"]
+    assert {name: record["not_run"] for name, record in records.items()} == {
+        "none": None,
+        "broken": "RuntimeError: no kernel for this",
+        "large": "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "full": None,
+    }
+    assert result["effort"]["num_rounds"] == 2
+    assert records["full"]["loss"] == records["none"]["loss"]
+    assert records["full"]["grad_norm"] == records["none"]["grad_norm"]
+
+
+def test_contender_that_fails_in_a_round_keeps_its_reason_and_is_left_out_of_later_ones() -> None:
+    contenders = (*chosen(["none"]), failing("late", lambda: RuntimeError("a stream was lost"), step=4))
+    journal, effort = FileJournal(), Effort(num_rounds=2, num_warmup=4, num_budgets=0)
+    collect(journal, TINY, "cpu", contenders, effort)
+    assert "round_1/late" in journal.entries
+    assert "round_2/late" not in journal.entries
+    record = assemble(journal, TINY, "cpu", contenders, effort)["contenders"]["late"]
+    assert record["not_run"] == "round 1: RuntimeError: a stream was lost"
+    assert record["peak_bytes"] > 0
+
+
+def test_what_time_did_not_suffice_for_is_not_measured_yet() -> None:
+    journal = FileJournal(deadline=0.0)
+    with pytest.raises(OutOfTimeError):
+        collect(journal, TINY, "cpu", fixed(), EFFORT)
+    records = assemble(journal, TINY, "cpu", fixed(), EFFORT)["contenders"]
+    assert {record["not_run"] for record in records.values()} == {"not measured yet"}
+
+
+def test_plans_that_are_ready_are_not_made(entries: dict[str, Entry], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(measure, "plans")
+    ready = entries["plans"]["autos"][0]
+    journal = FileJournal()
+    journal.entry(measure.PLANS, lambda: {"autos": [ready]})
+    collect(journal, TINY, "cpu", chosen(["none"]), EFFORT)
+    assert list(journal.entries) == ["plans", "first_look/none", "first_look/auto_1", "round_1/none", "round_1/auto_1"]
+    found = assemble(journal, TINY, "cpu", chosen(["none"]), EFFORT)
+    assert found["contenders"]["auto_1"]["budget_bytes"] == ready["budget_bytes"]
+    assert found["contenders"]["auto_1"]["predicted"] == ready["predicted"]
+    assert [row["auto"] for row in found["budgets"]] == ["auto_1"]
+
+
+def test_state_of_the_optimizer_is_made_without_a_step_of_the_model() -> None:
+    bench = Bench(TINY, "cpu")
+    model = build(TINY, "cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.register_forward_pre_hook(lambda *args: pytest.fail("the model was called"))
+    step: TrainingStep = bench._started(model)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert set(step.optimizer.state) == set(trainable)
+    assert all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in step.optimizer.state.values())
+    assert all(parameter.grad is None for parameter in trainable)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_is_gone_before_the_next_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def watched(*given: Any) -> nn.Module:
+        gc.collect()
+        assert [model() for model in built] == [None] * len(built)
+        model = build(*given)
+        built.append(weakref.ref(model))
+        return model
+
+    @contextmanager
+    def enter(model: nn.Module) -> Iterator[nn.Module]:
+        yield model
+
+    monkeypatch.setattr(measure, "build", watched)
+    other = Contender(name="other", title="other", group="elsewhere", enter=enter, is_reversible=False)
+    collect(FileJournal(), TINY, "cpu", (*chosen(["none"]), other), Effort(num_rounds=2, num_budgets=0))
+    # There and back: none, other; none, other; other, none.
+    assert len(built) == 6
+
+
+def test_contenders_that_offload_or_compile_warm_up_longer() -> None:
+    num_warmup = {name: contender.num_warmup for name, contender in CONTENDERS.items()}
+    assert {name for name, number in num_warmup.items() if number == 3} == {
+        "full_offload",
+        "transformers_offload",
+        "trl_offload",
+        "trl_offload_all",
+        "unsloth_offload",
+        "axolotl_offload",
+    }
+    assert {name for name, number in num_warmup.items() if number == 2} == {
+        name for name, contender in CONTENDERS.items() if contender.group == "compiled"
+    }
+
+
+# --- The suite. ---
+
+
+def test_the_suite_writes_every_result_that_documents_show_as_counted() -> None:
+    names = {one.result for one in suite.slices_of()}
     assert {"claims_cpu.json", "modes_llama_38m.json", "collectives_llama_tiny.json"} < names
     assert all((suite.RESULTS / name).is_file() for name in names)

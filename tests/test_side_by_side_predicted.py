@@ -47,6 +47,8 @@ def result() -> dict[str, Any]:
     names = ["none", "transformers_full", "transformers_offload", "accelerate_fsdp", "trl_offload", "compiled_full"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predicted, "plans", planned)
+        # Beside those of a model of this size, what plans differ in is less than what counts as another budget.
+        patch.setattr("hf_ckpt.memory.on_cuda.cublas.workspace_bytes", lambda device: 0)
         return predict(tiny(), [CONTENDERS[name] for name in [*names, "full"]], num_budgets=4)
 
 

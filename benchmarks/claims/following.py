@@ -19,7 +19,7 @@ from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.memory.watching import watch
 
 _SIGN = {Change.ALLOCATE: 1, Change.FREE: -1}
-_NOT_ACTIVATIONS = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
+_NOT_ACTIVATIONS = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ Prints one line of JSON when a way is done: a way without a line hung, or never 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -69,6 +70,7 @@ def _local(gradient: Any) -> Tensor:
 
 def main() -> None:
     """Go through all engines and ways; rank 0 prints."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     dist.init_process_group("gloo")
     for engine in ENGINES:
         expected: list[Tensor] = []

@@ -58,7 +58,7 @@ def batch(rows: int, tokens: int, vocabulary: int = 64) -> dict[str, Tensor]:
 
 def policy(mode: object, **options: Any) -> Change:
     """Return what puts one of our policies on a model."""
-    return partial(hf_ckpt.apply, policy=mode, **options)
+    return partial(hf_ckpt.apply, policy=mode, prove="off", **options)
 
 
 def follow_llama(model: Any, inputs: dict[str, Tensor], change: Change | None = None) -> Followed:

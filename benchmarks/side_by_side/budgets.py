@@ -17,7 +17,7 @@ from hf_ckpt.memory.devices import CPU, Device
 from hf_ckpt.memory.planned import Planned, Plans
 from hf_ckpt.modifiers import Offload
 
-GRANTED = Allowed(offload=Offload())
+GRANTED = Allowed(offload=Offload(), exact=False)
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""
 _CLOSE = 0.01
 """Peaks that are nearer to each other set one budget."""

@@ -11,6 +11,9 @@ from torch import nn
 GROUPS = ("none", "today", "elsewhere", "compiled", "ours", "auto")
 """`today` is what a user of the plain Trainer can set; `elsewhere` is what other trainers and libraries have."""
 
+OFFLOAD_WARMUP = 3
+"""Steps in which an engine that offloads takes its buffers, and ours finds how much it can hide."""
+
 
 class NotHereError(Exception):
     """A contender cannot run on this machine or on this model. The text says why, in the words of who refuses."""
@@ -27,6 +30,7 @@ class Contender:
         enter: takes a model in training mode; what it returns yields the module to call with a batch, and puts the
             model back on exit. Raises `NotHereError`.
         is_reversible: whether the model can be used by others afterwards; if not, it is built anew.
+        num_warmup: steps before its step is as all later ones are.
     """
 
     name: str
@@ -34,3 +38,4 @@ class Contender:
     group: str
     enter: Callable[[nn.Module], AbstractContextManager[nn.Module]]
     is_reversible: bool = True
+    num_warmup: int = 1

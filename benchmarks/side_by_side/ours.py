@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 import hf_ckpt
-from benchmarks.side_by_side.contender import Contender
+from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender
 from hf_ckpt.plans import Plan
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,13 +41,16 @@ def applied(policy: str | Plan, options: dict[str, Any], model: nn.Module) -> It
         options: of `apply`.
         model: with its weights.
     """
-    with hf_ckpt.apply(model, policy, **options):
+    # What is compared are later steps than the one that is proven.
+    with hf_ckpt.apply(model, policy, prove="off", **options):
         yield model
 
 
 def _contender(name: str, title: str, options: dict[str, Any]) -> Contender:
     policy, further = options["policy"], {key: value for key, value in options.items() if key != "policy"}
-    return Contender(name=name, title=title, group="ours", enter=partial(applied, policy, further))
+    num_warmup = OFFLOAD_WARMUP if "offload" in options else 1
+    enter = partial(applied, policy, further)
+    return Contender(name=name, title=title, group="ours", enter=enter, num_warmup=num_warmup)
 
 
 def planned(number: int, budget: str, plan: Plan) -> Contender:
@@ -58,19 +61,15 @@ def planned(number: int, budget: str, plan: Plan) -> Contender:
         budget: in words.
         plan: for the model.
     """
-    enter = partial(applied, plan, {})
-    return Contender(name=f"auto_{number}", title=f"auto, {budget}", group="auto", enter=enter)
+    offloads = any(entry.offload is not None for stack in plan.stacks for entry in stack.layers)
+    return Contender(
+        name=f"auto_{number}",
+        title=f"auto, {budget}",
+        group="auto",
+        enter=partial(applied, plan, {}),
+        num_warmup=OFFLOAD_WARMUP if offloads else 1,
+    )
 
 
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[nn.Module]:
-    yield model
-
-
-def enter_none(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """Leave the model as it is."""
-    return _unchanged(model)
-
-
-NONE = Contender(name="none", title="none", group="none", enter=enter_none)
+NONE = Contender(name="none", title="none", group="none", enter=nullcontext)
 CONTENDERS = tuple(_contender(name, title, options) for name, (title, options) in POLICIES.items())

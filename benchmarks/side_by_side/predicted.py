@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.environment import describe
 from benchmarks.longctx_predict import with_synchronous_offload
 from benchmarks.side_by_side.budgets import Budget, budgets_of, compare, plans, verdict

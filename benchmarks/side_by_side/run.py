@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.resumable import carry_out
 from benchmarks.side_by_side.cases import CASES
 from benchmarks.side_by_side.contenders import CONTENDERS, chosen
-from benchmarks.side_by_side.measure import Effort, measure
-from benchmarks.side_by_side.text import text_of
+from benchmarks.side_by_side.measure import Effort, assemble, collect
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Read by glibc at start: memory that was let go stays mapped, so that no step pays for fresh pages.
@@ -34,22 +34,23 @@ def main() -> None:
         return
     if options.device == "cpu" and any(name not in os.environ for name in _WARM_MEMORY):
         os.environ.update(_WARM_MEMORY)
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.side_by_side.run", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     case = CASES[options.case]
     effort = Effort(
         num_rounds=options.rounds,
         num_warmup=options.warmup,
         num_steps=options.steps,
         num_budgets=options.budgets,
-        limit_s=options.limit,
     )
     is_small = options.small or options.device == "cpu"
-    result: dict[str, Any] = {"environment": describe()} | measure(
-        case.twin() if is_small else case, options.device, chosen(options.contender), effort, _say
-    )
+    given = case.twin() if is_small else case, options.device, chosen(options.contender), effort
     path = options.out / f"side_by_side_{case.name}_{options.device}{options.suffix}.json"
-    options.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(text_of(result), encoding="utf-8")
+    result = carry_out(
+        path,
+        lambda journal: collect(journal, *given, _say),
+        lambda journal: assemble(journal, *given),
+        options.limit,
+    )
     print(_table(result), f"written to {path}", sep="\n")
 
 
@@ -65,7 +66,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1, help="steps of a turn that are not timed")
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
     parser.add_argument("--budgets", type=int, default=6, help="for how many budgets to plan")
-    parser.add_argument("--limit", type=float, help="seconds after which no further round begins")
+    parser.add_argument("--limit", type=float, help="seconds after which nothing new begins; the same command goes on")
     parser.add_argument("--suffix", default="", help="of the file's name, such as _compiled")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--list", action="store_true", help="name cases and contenders")

@@ -33,6 +33,13 @@ class TrainingStep:
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self._trainable, lr=0.0, weight_decay=0.0, fused=True)
 
+    def make_state(self) -> None:
+        """Make the optimizer's state by a step with gradients of zero, which takes no activations."""
+        for parameter in self._trainable:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def forward(self, called: nn.Module) -> Tensor:
         """Return the loss.
 

@@ -1,11 +1,9 @@
-"""The suites behind `make bench` and `make bench-gpu`: what to run, one process after the other, and what is left.
+"""The suite behind `make bench`: what runs on a CPU, to be compared with the committed results.
 
-On the CPU everything runs anew, in ten minutes, to be compared with the committed results: what is timed alone, then
-what is only counted, two at a time. On a GPU each part of a case is a slice of less than eight minutes with a result of
-its own; what has a result is skipped, so that the suite goes on where it stopped.
+Everything runs anew, in ten minutes: what is timed alone, then what is only counted, two at a time.
 
-    python -m benchmarks.side_by_side.suite --device cpu --out runs/bench
-    python -m benchmarks.side_by_side.suite --device cuda --case llama2_7b_lora_2048
+    python -m benchmarks.side_by_side.suite --out runs/bench
+    python -m benchmarks.side_by_side.suite --case llama2_7b_lora_2048
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.side_by_side.cases import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -33,15 +32,7 @@ COUNTED = (
     "olmoe_7b_lora_2048",
 )
 _RUN = ("-m", "benchmarks.side_by_side.run")
-_SLICE_S = 420
-"""After so many seconds of a slice no further round begins."""
 _EAGER = ("today", "elsewhere", "ours")
-_PARTS = {
-    # Eager contenders and plans in one run: only there are their times compared.
-    "": _EAGER,
-    "_compiled": ("compiled",),
-}
-"""By the end of a result's name: groups of contenders. `none` is in all of them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Slice:
     is_timed: bool = False
 
 
-def cpu_slices(case: str | None = None) -> Iterator[Slice]:
+def slices_of(case: str | None = None) -> Iterator[Slice]:
     """Yield what `make bench` runs: all that documents quote of what was counted or measured on a CPU.
 
     Args:
@@ -84,30 +75,6 @@ def cpu_slices(case: str | None = None) -> Iterator[Slice]:
 
 def _chosen(groups: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for group in groups for word in ("--contender", group))
-
-
-def gpu_slices(cases: tuple[str, ...]) -> Iterator[Slice]:
-    """Yield what `make bench-gpu` runs.
-
-    Args:
-        cases: at their real size.
-    """
-    for case in cases:
-        for suffix, groups in _PARTS.items():
-            limits = ("--limit", str(_SLICE_S), "--suffix", suffix, "--rounds", "5", "--steps", "2")
-            budgets = () if not suffix else ("--budgets", "0")
-            words = (*_RUN, "--device", "cuda", "--case", case, *_chosen(groups), *limits, *budgets)
-            yield Slice(f"side_by_side_{case}_cuda{suffix}.json", words, is_timed=True)
-
-
-def left(slices: list[Slice], out: Path) -> list[Slice]:
-    """Return the slices that have no result yet.
-
-    Args:
-        slices: of a suite.
-        out: folder of the results.
-    """
-    return [one for one in slices if not (out / one.result).is_file()]
 
 
 def run(slices: list[Slice], out: Path) -> list[str]:
@@ -145,20 +112,10 @@ def _surroundings() -> dict[str, str]:
 def main() -> None:
     """Run a suite; exit code 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", choices=CASES, help="the usual ones if left out")
-    parser.add_argument("--out", type=Path, help="folder; of a GPU's results benchmarks/results if left out")
-    parser.add_argument("--slices", type=int, help="stop after so many")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench", help="folder of the results")
     options = parser.parse_args()
-    if options.device == "cpu":
-        out = options.out or ROOT / "runs" / "bench"
-        slices = list(cpu_slices(options.case))
-    else:
-        out = options.out or RESULTS
-        slices = left(list(gpu_slices((options.case,) if options.case else tuple(CASES))), out)
-    failed = run(slices[: options.slices], out.resolve())
-    for one in slices[len(slices) if options.slices is None else options.slices :]:
-        print(f"still to run: {one.result}")
+    failed = run(list(slices_of(options.case)), options.out.resolve())
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         raise SystemExit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,50 +18,32 @@ from hf_ckpt.memory.layer_ranges import LayerRanges
 PHASES = ("forward", "backward", "optimizer")
 
 
-@dataclass
-class Times:
-    """Seconds of steps, in the order in which they ran.
+def figures_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians and spread over turns in milliseconds; the medians of phases need not add up to that of steps.
 
     Args:
-        phases: of each phase.
-        recomputation: of the steps that were split further.
-        peaks: the most allocated in each turn, on an accelerator.
-        reserved: the most that the allocator held in each turn.
-        loss: of the last step.
-        grad_norm: likewise.
+        turns: of one contender, as `turn` returns them; one of them at least.
     """
-
-    phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    recomputation: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
-    reserved: list[int] = field(default_factory=list)
-    loss: float = float("nan")
-    grad_norm: float = float("nan")
-
-    @property
-    def steps(self) -> list[float]:
-        """Seconds of whole steps."""
-        return [sum(step) for step in zip(*self.phases.values(), strict=True)]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return medians and spread in milliseconds; the medians of phases need not add up to that of steps."""
-        steps = [1e3 * second for second in self.steps]
-        medians = {f"{phase}_ms": 1e3 * statistics.median(seconds) for phase, seconds in self.phases.items()}
-        figures = {
-            "step_time_ms": {
-                "median": statistics.median(steps),
-                "min": min(steps),
-                "max": max(steps),
-                "quartiles": statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3,
-            },
-            **medians,
-            "recomputation_ms": 1e3 * statistics.median(self.recomputation),
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-        }
-        if self.peaks:
-            figures |= {"peak_bytes": max(self.peaks), "peak_reserved_bytes": max(self.reserved)}
-        return figures
+    phases = {phase: [1e3 * second for one in turns for second in one["seconds"][phase]] for phase in PHASES}
+    steps = [sum(step) for step in zip(*phases.values(), strict=True)]
+    recomputation = [1e3 * one["recomputation"] for one in turns if "recomputation" in one]
+    figures = {
+        "step_time_ms": {
+            "median": statistics.median(steps),
+            "min": min(steps),
+            "max": max(steps),
+            "quartiles": statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3,
+        },
+        **{f"{phase}_ms": statistics.median(each) for phase, each in phases.items()},
+        "loss": turns[-1]["loss"],
+        "grad_norm": turns[-1]["grad_norm"],
+    }
+    if recomputation:
+        figures["recomputation_ms"] = statistics.median(recomputation)
+    for most in ("peak_bytes", "peak_reserved_bytes"):
+        if most in turns[0]:
+            figures[most] = max(one[most] for one in turns)
+    return figures
 
 
 def empty(place: torch.device) -> None:
@@ -75,15 +57,12 @@ def empty(place: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def turn(
-    step: TrainingStep, called: nn.Module, times: Times, *, num_warmup: int, num_steps: int, is_split: bool
-) -> None:
-    """Let a contender run a few steps, and take their times.
+def turn(step: TrainingStep, called: nn.Module, *, num_warmup: int, num_steps: int, is_split: bool) -> dict[str, Any]:
+    """Let a contender run a few steps; return what they took as JSON types, in the order in which they ran.
 
     Args:
         step: what runs.
         called: what the contender made of the model.
-        times: is added to.
         num_warmup: steps before, which are not timed.
         num_steps: timed steps.
         is_split: whether one more step tells recomputation from the rest of backward.
@@ -95,16 +74,21 @@ def turn(
     clock.synchronize()
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)
-    for _ in range(num_steps):
-        _timed(step, called, times, clock)
+    timed = [_timed(step, called, clock) for _ in range(num_steps)]
+    found: dict[str, Any] = {
+        "seconds": {phase: [seconds[phase] for seconds, _, _ in timed] for phase in PHASES},
+        "loss": timed[-1][1],
+        "grad_norm": timed[-1][2],
+    }
     if place.type == "cuda":
-        times.peaks.append(memory.peak())
-        times.reserved.append(torch.cuda.max_memory_reserved(place))
+        found |= {"peak_bytes": memory.peak(), "peak_reserved_bytes": torch.cuda.max_memory_reserved(place)}
     if is_split:
-        times.recomputation.append(_recomputation(step, called, clock))
+        found["recomputation"] = _recomputation(step, called, clock)
+    return found
 
 
-def _timed(step: TrainingStep, called: nn.Module, times: Times, clock: Clock) -> None:
+def _timed(step: TrainingStep, called: nn.Module, clock: Clock) -> tuple[dict[str, float], float, float]:
+    """Return the seconds of each phase of a step, its loss and its gradient norm."""
     stamps = [clock.stamp()]
     loss = step.forward(called)
     stamps.append(clock.stamp())
@@ -113,9 +97,8 @@ def _timed(step: TrainingStep, called: nn.Module, times: Times, clock: Clock) ->
     norm = step.update()
     stamps.append(clock.stamp())
     clock.synchronize()
-    for phase, start, end in zip(PHASES, stamps, stamps[1:], strict=False):
-        times.phases[phase].append(clock.seconds(start, end))
-    times.loss, times.grad_norm = float(loss.detach()), float(norm)
+    seconds = map(clock.seconds, stamps, stamps[1:])
+    return dict(zip(PHASES, seconds, strict=True)), float(loss.detach()), float(norm)
 
 
 def _recomputation(step: TrainingStep, called: nn.Module, clock: Clock) -> float:

@@ -48,7 +48,6 @@ def in_engine(case: zoo.Case, engine: str, device: str) -> zoo.Case:
     return case
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation.*:UserWarning")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["full fine-tune", "lora"])

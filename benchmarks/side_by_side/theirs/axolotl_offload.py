@@ -17,7 +17,7 @@ from types import ModuleType
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from benchmarks.side_by_side.contender import Contender, NotHereError
+from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender, NotHereError
 from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
 
 _MODULE = "axolotl.monkeypatch.checkpoint_activation_offload"
@@ -64,5 +64,11 @@ def _marks_taken_away(axolotl: ModuleType) -> Iterator[None]:
 
 
 CONTENDERS = (
-    Contender(name="axolotl_offload", title="axolotl, full with offload", group="elsewhere", enter=_offloaded),
+    Contender(
+        name="axolotl_offload",
+        title="axolotl, full with offload",
+        group="elsewhere",
+        enter=_offloaded,
+        num_warmup=OFFLOAD_WARMUP,
+    ),
 )

@@ -31,6 +31,8 @@ from hf_ckpt.memory.tracker import Tracker
 
 _BACKENDS = {"cpu": "aot_eager_decomp_partition"}
 _BUDGETS = (0.2, 0.5, 0.8)
+_WARMUP = 2
+"""A layer that is kept selectively is compiled when it has been recomputed once."""
 
 
 class GraphTracker(Tracker):
@@ -124,6 +126,7 @@ CONTENDERS = (
             name=f"compiled_budget_{100 * budget:.0f}",
             title=f"torch.compile, activation_memory_budget={budget}",
             group="compiled",
+            num_warmup=_WARMUP,
             enter=partial(_within_budget, budget=budget),
         )
         for budget in _BUDGETS
@@ -133,6 +136,7 @@ CONTENDERS = (
             name=f"compiled_{policy}",
             title=f"{policy}, compiled",
             group="compiled",
+            num_warmup=_WARMUP,
             enter=partial(_planned, policy=policy),
         )
         for policy in ("full", "selective")

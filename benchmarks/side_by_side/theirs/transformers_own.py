@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.side_by_side.contender import Contender, NotHereError
+from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender, NotHereError
 
 _ATTRIBUTES = (
     "gradient_checkpointing",
@@ -127,5 +127,11 @@ CONTENDERS = (
         )
         for number in (2, 4)
     ),
-    Contender(name="transformers_offload", title="transformers, full with offload", group="today", enter=_offloaded),
+    Contender(
+        name="transformers_offload",
+        title="transformers, full with offload",
+        group="today",
+        enter=_offloaded,
+        num_warmup=OFFLOAD_WARMUP,
+    ),
 )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.side_by_side.contender import Contender, NotHereError
+from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender, NotHereError
 from benchmarks.side_by_side.theirs.transformers_own import enable, put_back, try_out
 
 
@@ -108,12 +108,14 @@ CONTENDERS = (
         title="trl, activation_offloading",
         group="elsewhere",
         enter=_checkpointed_and_offloaded,
+        num_warmup=OFFLOAD_WARMUP,
     ),
     Contender(
         name="trl_offload_all",
         title="trl, activation_offloading without checkpointing",
         group="elsewhere",
         enter=_offloaded,
+        num_warmup=OFFLOAD_WARMUP,
     ),
     Contender(name="trl_selective", title="trl, selective", group="elsewhere", enter=_selective),
 )

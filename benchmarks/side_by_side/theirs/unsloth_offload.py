@@ -19,7 +19,7 @@ from types import ModuleType
 
 from torch import nn
 
-from benchmarks.side_by_side.contender import Contender, NotHereError
+from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender, NotHereError
 from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
 
 _MODULE = "unsloth_zoo.gradient_checkpointing"
@@ -68,5 +68,11 @@ def _imported() -> ModuleType:
 
 
 CONTENDERS = (
-    Contender(name="unsloth_offload", title="unsloth, full with offload", group="elsewhere", enter=_offloaded),
+    Contender(
+        name="unsloth_offload",
+        title="unsloth, full with offload",
+        group="elsewhere",
+        enter=_offloaded,
+        num_warmup=OFFLOAD_WARMUP,
+    ),
 )

@@ -1,0 +1,143 @@
+"""The command: measure, prepare or merge. `python -m benchmarks.on_gpu --help` says how."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.on_gpu import junit, prepared, programme
+from benchmarks.on_gpu.identity import gpu_name, identity_of
+from benchmarks.on_gpu.results import Results
+from benchmarks.on_gpu.setting import Prepared, Setting, Stage, WrongInputError
+from benchmarks.on_gpu.stages import STAGES
+from hf_ckpt.errors import HFCkptError
+from hf_ckpt.memory.devices import find_device
+
+
+def main(words: list[str] | None = None, began: float | None = None, doc: str | None = None) -> None:
+    """Measure, prepare or merge.
+
+    Args:
+        words: of the command line.
+        began: when the process started, of `time.monotonic`; now if left out.
+        doc: what the help begins with.
+    """
+    began = time.monotonic() if began is None else began
+    parser = _parser(doc)
+    options = parser.parse_args(words)
+    try:
+        # Imported where they are wanted: the process that forks stages must not import what measures.
+        if options.merge:
+            from benchmarks.on_gpu.merge import merge
+
+            merge(options.merge, STAGES, options.results, _say, accepts=options.accept)
+        elif options.prepare:
+            from benchmarks.on_gpu import prepare
+
+            path = options.prepared or prepared.path_of(options.predicts_for, is_small=options.small)
+            prepare.write(path, options.predicts_for, is_small=options.small, say=_say)
+        else:
+            raise SystemExit(_measure(options, began))
+    except WrongInputError as error:
+        parser.error(str(error))
+
+
+def _parser(doc: str | None) -> argparse.ArgumentParser:
+    names = [stage.name for stage in STAGES]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.on_gpu",
+        description=doc,
+        epilog=_questions(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=540.0, help="after so long nothing runs any more")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="a results.json to go on from")
+    parser.add_argument("--stage", choices=names, nargs="+", default=names, metavar="NAME", help="only these")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="tiny models; the only size that a CPU runs")
+    parser.add_argument("--prepared", type=Path, help="plans and predictions, made by --prepare")
+    parser.add_argument("--prepare", action="store_true", help="make them; needs no GPU")
+    parser.add_argument("--predicts-for", default="h200", metavar="CARD", help="for which card they are made")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="file results, later files over earlier")
+    parser.add_argument("--accept", action="store_true", help="with --merge: take what the probe says of the card")
+    parser.add_argument("--results", type=Path, default=None, help="with --merge: folder to file them in")
+    return parser
+
+
+def _questions() -> str:
+    return "stages, in order:\n" + "\n".join(f"  {stage.name:<12} {stage.question}" for stage in STAGES)
+
+
+def _measure(options: argparse.Namespace, began: float) -> int:
+    """Run the stages; return the exit code."""
+    if options.device == "cpu" and not options.small:
+        raise WrongInputError("A CPU cannot run models of full size: add --small, or leave --device cpu out.")
+    card = gpu_name() if options.device == "cuda" else "cpu"
+    if card is None:
+        raise WrongInputError(
+            "No CUDA device was found (nvidia-smi names none). Run this on a machine that has one, or try the whole "
+            "programme with tiny models: --device cpu --small."
+        )
+    if options.out is None:
+        raise WrongInputError("--out is missing: name a folder for results.json, cases.xml and log.txt.")
+    identity = identity_of(card, is_small=options.small)
+    path = options.out / "results.json"
+    results = Results.resumed(path, options.resume, identity) if options.resume else Results(path, identity)
+    beforehand = _prepared(options, identity)
+    stages = [stage for stage in STAGES if stage.name in options.stage]
+    options.out.mkdir(parents=True, exist_ok=True)
+    for line in beforehand.differences:
+        _say(f"plans and predictions were prepared for another run: {line}")
+    facts: dict[str, Any] = {"seconds": options.seconds, "stages": options.stage}
+    results.begin_slice(facts | {"prepared": beforehand.facts, "prepared_for_another": beforehand.differences})
+    with (
+        (options.out / "log.txt").open("ab", buffering=0) as log,
+        tempfile.TemporaryDirectory(prefix="hf_ckpt_gpu_") as scratch,
+    ):
+        setting = Setting(device=options.device, is_small=options.small, prepared=beforehand, scratch=Path(scratch))
+        was_all_there = all(results.is_finished(stage.name) for stage in stages)
+        left = programme.run(stages, setting, results, began + options.seconds, log, _say)
+    junit.write(results.entries("exactness"), options.out / "cases.xml")
+    _tell(left, results, path, stages)
+    return 0 if results.num_measured or was_all_there else 1
+
+
+def _prepared(options: argparse.Namespace, identity: dict[str, Any]) -> Prepared:
+    """Read the plans and predictions that there are."""
+    card = "cpu" if options.small else _in_the_table(identity["device"])
+    path = options.prepared or prepared.path_of(card, is_small=options.small)
+    if options.prepared is None and not path.is_file():
+        another = None if options.small else prepared.path_for_another()
+        if another is None:
+            _say(f"no plans and predictions at {path}: make them with --prepare; auto and the longest row are left out")
+            return Prepared()
+        path = another
+    return prepared.read(path, identity, card)
+
+
+def _in_the_table(card: str) -> str:
+    """Return a card's name in the words of the device table; as it is where it is not there."""
+    try:
+        return find_device(card).name
+    except HFCkptError:
+        return card
+
+
+def _tell(left: list[str], results: Results, path: Path, stages: list[Stage]) -> None:
+    if left:
+        _say(f"unfinished: {', '.join(left)}; go on with --resume {path}")
+    else:
+        _say(f"all {len(stages)} stages are finished")
+    _say(f"{results.num_measured} entries with figures are new in {path}")
+
+
+def _say(text: str) -> None:
+    # Whoever read this may be gone; what is measured is kept all the same.
+    with suppress(BrokenPipeError):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""What every stage is told, and what a stage is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.journal import NO_FIGURES, Journal
+
+CASES_DONE = "HF_CKPT_CASES_DONE"
+"""Variable that leads pytest's workers to a file with the names of the tests that have an entry."""
+
+EAGER = ("today", "elsewhere", "ours")
+"""Groups of contenders that are compared by time."""
+COMPILED = ("compiled",)
+"""Groups that take their time to compile."""
+OFFLOADED = ("full", "selective")
+"""Policies whose copies to the host are measured."""
+
+
+class WrongInputError(Exception):
+    """What was asked cannot be done; says what is true, and what to do."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Plans and predictions that were made beforehand.
+
+    Args:
+        facts: for which card, by which code and versions.
+        entries: by key, as `prepare` has them.
+        differences: from what runs here, a line each.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Any] = field(default_factory=dict)
+    differences: tuple[str, ...] = ()
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """Return an entry; None where it could not be made, or was not.
+
+        Args:
+            key: of `prepare`.
+        """
+        found: dict[str, Any] | None = self.entries.get(key)
+        return None if found is None or not NO_FIGURES.isdisjoint(found) else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and how large stages run.
+
+    Args:
+        device: `cuda` or `cpu`.
+        is_small: small twins in place of models of full size.
+        prepared: plans and predictions.
+        scratch: a folder for files that nobody needs afterwards.
+    """
+
+    device: str
+    is_small: bool
+    prepared: Prepared = field(default_factory=Prepared)
+    scratch: Path = Path()
+
+
+Assembled = Iterable[tuple[str, dict[str, Any]]]
+"""Results by the names of their files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of the programme.
+
+    Args:
+        name: on the command line and in results.
+        question: that it answers.
+        collect: measures it all, entry by entry. It takes everything from the journal and the setting.
+        assemble: makes results of the entries that are there, on any machine.
+        files: the names of these results at full size.
+        limit_s: seconds after which it is stopped in one run of the programme, so that others have their turn.
+        variables: of the environment, set before a device is touched.
+    """
+
+    name: str
+    question: str
+    collect: Callable[[Journal, Setting], None]
+    assemble: Callable[[Journal, Setting], Assembled]
+    files: tuple[str, ...]
+    limit_s: float
+    variables: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,118 @@
+"""What there is to measure, in the order of its value. Imports nothing that measures; see `names`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from benchmarks.on_gpu import names
+from benchmarks.on_gpu.setting import COMPILED, EAGER, OFFLOADED, Stage
+from benchmarks.predict_cases import CONFIGURATIONS
+from benchmarks.repeatable import CUBLAS
+from benchmarks.side_by_side.cases import CASES
+
+_HEADLINE = "llama2_7b_lora_2048"
+_OVERHEAD = ("llama_1b", "llama_7b")
+_ENGINES = tuple(
+    (case, method, name) for case, method in (("llama_7b", "lora"), ("llama_1b", "full")) for name in ("fsdp2", "ddp")
+)
+
+
+def _later(module: str, function: str, *given: Any) -> Callable[..., Any]:
+    """Return a function that is imported when it is called, with its first arguments."""
+    return partial(_call, module, function, *given)
+
+
+def _call(module: str, function: str, *given: Any) -> Any:
+    return getattr(import_module(f"benchmarks.on_gpu.{module}"), function)(*given)
+
+
+def _benchmark(part: str, *given: Any) -> dict[str, Callable[..., Any]]:
+    """Return what a stage does, of `measurements`."""
+    return {kind: _later("measurements", f"{kind}_{part}", *given) for kind in ("collect", "assemble")}
+
+
+def _side_by_side(name: str, groups: tuple[str, ...] = EAGER) -> Stage:
+    is_compiled = groups == COMPILED
+    whose = "compiled layers" if is_compiled else "all ways to save memory"
+    return Stage(
+        name=f"side_by_side_{name}{'_compiled' if is_compiled else ''}",
+        question=f"what do {whose} cost and free: {CASES[name].title}?",
+        files=(names.side_by_side(name, "cuda", is_compiled=is_compiled),),
+        limit_s=400,
+        **_benchmark("side_by_side", name, groups),
+    )
+
+
+def _engine(case: str, method: str, name: str) -> Stage:
+    return Stage(
+        name=f"engine_{case}_{method}_{name}",
+        question=f"what do plans cost and free under {name}, {case}?",
+        files=(names.engine(case, method, name, "cuda"),),
+        limit_s=200,
+        variables=CUBLAS,
+        **_benchmark("engine", case, method, name),
+    )
+
+
+def _rows(name: str, question: str, cap_gib: float, part: str, limit_s: float) -> Stage:
+    return Stage(
+        name=name,
+        question=question,
+        files=(names.longest(part, cap_gib, "cuda"),),
+        limit_s=limit_s,
+        **_benchmark("longest", cap_gib, part),
+    )
+
+
+STAGES = (
+    Stage(
+        name="probe",
+        question="what are this card, this host and the link between them?",
+        collect=_later("probe", "collect"),
+        assemble=_later("probe", "assemble"),
+        files=("probe_cuda.json",),
+        limit_s=150,
+    ),
+    Stage(
+        name="exactness",
+        question="are losses and gradients those of a step without a plan, to the bit?",
+        collect=_later("exactness", "collect"),
+        assemble=_later("exactness", "assemble"),
+        files=("exactness_cuda.json",),
+        limit_s=300,
+        variables=CUBLAS,
+    ),
+    Stage(
+        name="offload",
+        question="do copies to the host hide behind computation, and can a late one change a gradient?",
+        files=tuple(names.offload(policy, "cuda") for policy in OFFLOADED),
+        limit_s=200,
+        variables=CUBLAS,
+        **_benchmark("offload"),
+    ),
+    Stage(
+        name="predicted",
+        question="how near are predicted peaks and times to measured ones?",
+        files=tuple(names.predict(name, "cuda") for name in CONFIGURATIONS),
+        limit_s=400,
+        **_benchmark("predicted"),
+    ),
+    _side_by_side(_HEADLINE),
+    Stage(
+        name="overhead",
+        question="what does policy full cost over transformers' own full checkpointing?",
+        files=tuple(names.overhead(case, "cuda") for case in _OVERHEAD),
+        limit_s=120,
+        **_benchmark("overhead", _OVERHEAD),
+    ),
+    _rows("longest_row_24gib", "what is the longest row that trains in 24 GiB?", 24, "limit", 500),
+    *(_side_by_side(name) for name in CASES if name != _HEADLINE),
+    *(_engine(*given) for given in _ENGINES),
+    _side_by_side(_HEADLINE, COMPILED),
+    _rows("longest_row_80gib", "what is the longest row in 80 GiB, with 4 of 32 layers?", 80, "limit", 500),
+    _rows("speed_of_rows_24gib", "how fast are rows of 8k to 64k tokens in 24 GiB?", 24, "speed", 400),
+)
+"""All stages."""
