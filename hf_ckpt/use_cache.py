@@ -28,8 +28,10 @@ class UseCache:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         own = getattr(model, "config", None)
+        found = (getattr(module, "config", None) for module in model.modules())
+        # Models that are not transformers' may have anything by that name.
+        configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         # The Trainer writes the value into the model's own config even where that has none (vision-language models).
         self._found = [
             (config, vars(config).get(_NAME, _Missing))

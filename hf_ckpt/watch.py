@@ -629,8 +629,9 @@ def _addresses(size: int) -> Iterator[tuple[socket.AddressFamily, str]]:
     named = os.environ.get("MASTER_ADDR", "")
     with contextlib.suppress(OSError):
         for family, *_, where in socket.getaddrinfo(named, None, type=socket.SOCK_STREAM):
-            # The name of a machine may lead to itself, where no other machine finds it.
-            if named in ("localhost", where[0]) or not ipaddress.ip_address(where[0]).is_loopback:
+            address = ipaddress.ip_address(where[0])
+            # The name of a machine may lead to itself, where no other machine finds it; and 0.0.0.0 is all addresses.
+            if not address.is_unspecified and (named in ("localhost", where[0]) or not address.is_loopback):
                 yield family, str(where[0])
     # Nothing is sent to this address, which is nobody's: it tells by which of its own this machine reaches others.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

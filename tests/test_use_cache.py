@@ -158,10 +158,17 @@ def test_value_in_the_training_arguments_is_the_users_wish_for_evaluation(tmp_pa
     assert seen == {"training": {False}, "evaluation": {True}}
 
 
-def test_model_without_a_config_is_left_alone() -> None:
-    values = UseCache(nn.Linear(2, 2))
+@pytest.mark.parametrize("config", [None, {"use_cache": True}, "small"])
+def test_model_without_a_config_of_transformers_is_left_alone(config: object) -> None:
+    model = nn.Linear(2, 2)
+    values = UseCache(model)
     values.off()
     values.restore()
+    model.config = config
+    values = UseCache(model)
+    values.off()
+    values.restore()
+    assert model.config == config
 
 
 def test_value_that_somebody_sets_while_it_is_off_is_not_overwritten() -> None:

@@ -401,7 +401,7 @@ def test_listener_is_found_at_the_address_of_the_process_group_only(monkeypatch:
     assert bound(monkeypatch, "localhost") in ("127.0.0.1", "::1")
 
 
-@pytest.mark.parametrize("leads_to", ["127.0.1.1", "203.0.113.7"])
+@pytest.mark.parametrize("leads_to", ["127.0.1.1", "203.0.113.7", "0.0.0.0"])
 def test_listener_takes_the_way_out_where_the_name_of_the_machine_does_not_help(
     monkeypatch: pytest.MonkeyPatch, leads_to: str
 ) -> None:

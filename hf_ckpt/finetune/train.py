@@ -213,7 +213,7 @@ def _section_with_shape(recipe: Recipe) -> Values:
 
 def _make_base(recipe: Recipe, args: TrainingArguments, together: Together) -> None:
     """Carry out the base recipe where its weights are missing. With several processes, all of them do so together."""
-    with together.stage("looking for the base model"):
+    with together.stage("looking for the base model"), full_disk.named(Path(HF_HOME)):
         base = _missing_base(recipe)
         if base is not None:
             # Data that cannot be had is told now, not when the base is done.
