@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.on_gpu import command, exactness, measurements, probe
+from benchmarks.on_gpu import command, exactness, measurements, prepare, probe
 from benchmarks.on_gpu import prepared as prepared_file
 from benchmarks.on_gpu.identity import identity_of
 from benchmarks.on_gpu.merge import merge
@@ -21,7 +21,7 @@ from benchmarks.on_gpu.results import read
 from benchmarks.on_gpu.setting import Setting
 from benchmarks.on_gpu.stages import STAGES
 from hf_ckpt.plans import Plan
-from tests.test_on_gpu import children_of, entries, forked, in_flight, is_alive, wait_for
+from tests.test_on_gpu import children_of, entries, forked, in_flight, is_alive, run, wait_for
 
 # Imported here, so that no stage has to: each is forked from this process.
 assert {exactness, measurements, probe}
@@ -198,3 +198,25 @@ def test_what_was_prepared_for_another_run_is_said(prepared: Path, tmp_path: Pat
     found = prepared_file.read(path, identity_of("cpu", is_small=True), "cpu")
     (line,) = found.differences
     assert line.startswith("torch 1.0, here ")
+
+
+def test_rows_that_were_prepared_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "COMPARED", ())
+    monkeypatch.setattr(prepare, "LONGEST", ((24, "speed"),))
+    path, said = tmp_path / "small.json", list[str]()
+    prepare.write(path, "cpu", is_small=True, say=said.append)
+    written = path.read_bytes()
+    prepare.write(path, "cpu", is_small=True, say=said.append)
+    assert path.read_bytes() == written
+    entries = json.loads(written)["entries"]
+    assert [key.partition("/")[0] for key in entries] == ["predicted", "longest"]
+    assert not any("failed" in found for found in entries.values())
+    (rows,) = (each for each in STAGES if each.name == "speed_of_rows_24gib")
+    beforehand = prepared_file.read(path, identity_of("cpu", is_small=True), "cpu")
+    assert beforehand.differences == ()
+    with warnings.catch_warnings():
+        # Those of pytest make errors of warnings.
+        warnings.simplefilter("default")
+        results, left = run(tmp_path, rows, seconds=200.0, prepared=beforehand)
+    assert left == []
+    assert not any({"failed", "died"} & set(found) for found in results.entries(rows.name).values())
