@@ -133,11 +133,11 @@ def dispatches_of_a_layer(adapters: dict[str, Any] | None, tokens: Tensor) -> in
     return counts[1] - counts[0]
 
 
-def num_kept_in_a_layer(adapters: dict[str, Any] | None, tokens: Tensor, policy: str) -> int:
-    """Return how many outputs a layer keeps in a selective mode."""
+def num_kept_in_a_layer(adapters: dict[str, Any] | None, tokens: Tensor) -> int:
+    """Return how many outputs a layer keeps in mode `selective`."""
     model = build(adapters, str(tokens.device), 1)
     with (
-        hf_ckpt.apply(model, policy, prove="off"),
+        hf_ckpt.apply(model, "selective", prove="off"),
         mock.patch.object(KeptOutputs, "_enter", autospec=True, side_effect=KeptOutputs._enter) as entered,
     ):
         model(input_ids=tokens, use_cache=False)
@@ -167,10 +167,9 @@ def measure(name: str, device: str, num_rounds: int) -> dict[str, Any]:
         }
         for policy, contender in contenders.items()
     }
-    for policy in ("selective", "selective_attention"):
-        num_kept = num_kept_in_a_layer(ADAPTERS[name], tokens, policy)
-        over_full = 1e6 * (medians[policy] - medians["full"])
-        figures[policy] |= {"num_kept": num_kept, "us_per_kept_output": over_full / num_kept}
+    num_kept = num_kept_in_a_layer(ADAPTERS[name], tokens)
+    over_full = 1e6 * (medians["selective"] - medians["full"])
+    figures["selective"] |= {"num_kept": num_kept, "us_per_kept_output": over_full / num_kept}
     return {"num_dispatches_per_layer": num_dispatches, "policies": figures}
 
 
