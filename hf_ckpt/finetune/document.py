@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -233,8 +234,8 @@ def _read_extended(path: Path, extending: tuple[Path, ...], mistakes: Mistakes) 
 
 def _read_file(path: Path, mistakes: Mistakes) -> Entry:
     try:
-        is_file, is_pipe = path.is_file(), path.exists() and not path.is_file()
-        path.stat()
+        is_file = stat.S_ISREG(path.stat().st_mode)
+        is_pipe = not is_file
     except FileNotFoundError:
         is_file = is_pipe = False
     # A name that is too long, or holds a null character.
