@@ -29,7 +29,7 @@ from hf_ckpt.memory.planned import Plans
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -23,7 +23,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
 from benchmarks.longctx_cases import GIB, recipe_of, subject
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.least import least_plans
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
@@ -34,7 +33,8 @@ from hf_ckpt.memory.reading import sort
 from hf_ckpt.memory.simulate import trace_step
 from hf_ckpt.memory.tape import Change, Storage, Tape
 from hf_ckpt.memory.timeline import Phase, StepMemory
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "longctx_predicted.json"

@@ -23,7 +23,6 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.cli import main as hf_ckpt
 from hf_ckpt.finetune.estimate.headers import needs_of, on_hardware, with_needs
 from hf_ckpt.finetune.estimate.least import least_plans
@@ -32,6 +31,7 @@ from hf_ckpt.finetune.estimate.report import format_seconds
 from hf_ckpt.finetune.estimate.subject import is_auto
 from hf_ckpt.finetune.versions import versions
 from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 RECIPES, RESULTS = ROOT / "recipes", ROOT / "benchmarks" / "results"

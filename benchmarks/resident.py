@@ -41,7 +41,7 @@ from hf_ckpt.memory.devices import CPU
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 
 RESULT = Path(__file__).parent / "results" / "resident_cpu.json"
 _STATUS = Path("/proc/self/status")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hf_ckpt.finetune.recipe import load_recipe
     from hf_ckpt.layers import find_layers
     from hf_ckpt.patch import apply, remove
-    from hf_ckpt.plans import Plan
-    from hf_ckpt.policy import Policy
+    from hf_ckpt.policy.plan import Plan
+    from hf_ckpt.policy.policy import Policy
 
 __version__ = "0.1.0"
 
@@ -68,8 +68,8 @@ __all__ = [
 
 _HOMES = {
     "HFCkptCallback": "hf_ckpt.callback",
-    "Plan": "hf_ckpt.plans",
-    "Policy": "hf_ckpt.policy",
+    "Plan": "hf_ckpt.policy.plan",
+    "Policy": "hf_ckpt.policy.policy",
     "apply": "hf_ckpt.patch",
     "find_layers": "hf_ckpt.layers",
     "load_recipe": "hf_ckpt.finetune.recipe",

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
-from hf_ckpt.amounts import parse_budget
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.auto.lengths import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
@@ -24,16 +23,17 @@ from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.leftover import look_out
 from hf_ckpt.memory.allowed import Exact
-from hf_ckpt.modifiers import Prove, Tiles, parse_prove
 from hf_ckpt.patch import Applied, offloaders_of, remove, train_call_of
-from hf_ckpt.plans import Plan, parse
-from hf_ckpt.policy import AUTO, Mode, Policy, SegmentSize
+from hf_ckpt.policy.modifiers import Prove, Tiles, parse_prove
+from hf_ckpt.policy.plan import Plan, parse
+from hf_ckpt.policy.policy import AUTO, Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_compiler, check_engine
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
 from hf_ckpt.stack_patch import LEFTOVER
 from hf_ckpt.train_call import train_call
+from hf_ckpt.units import parse_budget
 from hf_ckpt.use_cache import UseCache
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Stack
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.input_gradients import input_embeddings
 from hf_ckpt.layers import Layer, Stack
-from hf_ckpt.plans import LayerPlan, Plan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.policy.policy import Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.offload import Stats
 from hf_ckpt.shapes import Shapes, parameter_shapes

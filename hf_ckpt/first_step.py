@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.layers import Layer, Stack
-from hf_ckpt.plans import LayerPlan, Plan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.policy.policy import Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.call import is_in_backward, tensors_of
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hf_ckpt.amounts import format_bytes
+from hf_ckpt.units import format_bytes
 
 _UNLIMITED = 2**60
 """Version 1 writes "no limit" as a number near 2**63."""

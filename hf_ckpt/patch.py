@@ -20,9 +20,9 @@ from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.heads import find_head, governed_by_other
 from hf_ckpt.layers import Stack, class_name, clean_path, find_layers
-from hf_ckpt.modifiers import HeadMode, Prove, Tiles, parse_prove
-from hf_ckpt.plans import Plan, parse, resolve
-from hf_ckpt.policy import Mode, Policy, SegmentSize
+from hf_ckpt.policy.modifiers import HeadMode, Prove, Tiles, parse_prove
+from hf_ckpt.policy.plan import Plan, parse, resolve
+from hf_ckpt.policy.policy import Mode, Policy, SegmentSize
 from hf_ckpt.refusals import check_exact, check_model, check_places
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader

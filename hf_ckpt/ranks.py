@@ -14,10 +14,10 @@ from torch import nn
 
 from hf_ckpt.errors import OtherProcessError, PlanMismatchError, in_words
 from hf_ckpt.exchange import exchange, num_processes
-from hf_ckpt.modifiers import Prove
 from hf_ckpt.patch import Applied, apply, make_plan
-from hf_ckpt.plans import Plan
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.modifiers import Prove
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import Policy
 
 Told = TypeVar("Told")
 

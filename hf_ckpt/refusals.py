@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_ckpt import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.layers import Layer, Stack, check_is_model
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.offload import check_path
 from hf_ckpt.regions.selective import Saves, check_saves

@@ -15,9 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt import fsdp
 from hf_ckpt.layers import Layer, Stack
-from hf_ckpt.modifiers import Offload
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
+from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
 from hf_ckpt.regions.module_state import STATE, ModuleState

@@ -26,7 +26,7 @@ from hf_ckpt.memory.follow import follow_trainer
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 
 VOCAB = 512
 LENGTH = 64

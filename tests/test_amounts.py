@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from hf_ckpt.amounts import Budget, format_bytes, parse_budget
 from hf_ckpt.errors import PolicyError
+from hf_ckpt.units import Budget, format_bytes, parse_budget
 
 pytestmark = pytest.mark.core
 
@@ -159,5 +159,5 @@ def test_bytes_are_shown_in_the_largest_unit(num_bytes: int, text: str) -> None:
 
 
 def test_reading_a_budget_needs_no_torch() -> None:
-    program = "import sys, hf_ckpt.amounts, hf_ckpt.memory.devices; sys.exit('torch' in sys.modules)"
+    program = "import sys, hf_ckpt.units, hf_ckpt.memory.devices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 import hf_ckpt
 from benchmarks import concept_picture
 from benchmarks.concept_picture import NUM_LAYERS, PICTURE, Shown, Span
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.policy import Mode
 from tests import training
 
 ROOT = Path(__file__).parents[1]

@@ -23,8 +23,8 @@ from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
-from hf_ckpt.modifiers import Offload
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.policy import Mode
 from tests import small_recipes, steps_by_hand
 from tests.steps_by_hand import GIB, MIB
 

@@ -24,9 +24,9 @@ from hf_ckpt.memory.offload_costs import offloaded
 from hf_ckpt.memory.planned import Planned, plan_for
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, StepTime, Timeline
-from hf_ckpt.modifiers import HeadMode, Offload
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import Mode
 
 MIB, LAYERS = 2**20, 4
 TILED = replace(FULL, tiles="auto")

@@ -32,7 +32,7 @@ from hf_ckpt.memory.devices import find_device
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase
-from hf_ckpt.plans import parse
+from hf_ckpt.policy.plan import parse
 from hf_ckpt.regions.head import Chunking, DeferredLogits
 from hf_ckpt.regions.head.gradients import InParts
 from tests import traces, training

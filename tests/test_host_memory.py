@@ -9,7 +9,7 @@ import pytest
 from hf_ckpt import host_memory
 from hf_ckpt.auto.budgets import free_host_bytes
 from hf_ckpt.host_memory import HostMemory
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
 
 pytestmark = pytest.mark.core
 

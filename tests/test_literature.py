@@ -20,7 +20,7 @@ from hf_ckpt.memory.devices import CPU, DEVICES, Device
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Phase, StepMemory
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 BF16 = torch.bfloat16

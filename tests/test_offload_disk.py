@@ -19,7 +19,7 @@ import torch
 
 import hf_ckpt
 from hf_ckpt.errors import HostMemoryError, OffloadError, PolicyError
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.regions.offload import Offloader, files
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink

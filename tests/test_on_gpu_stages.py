@@ -20,7 +20,7 @@ from benchmarks.on_gpu.merge import merge
 from benchmarks.on_gpu.results import read
 from benchmarks.on_gpu.setting import Setting
 from benchmarks.on_gpu.stages import STAGES
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 from tests.test_on_gpu import children_of, entries, forked, in_flight, is_alive, run, wait_for
 
 # Imported here, so that no stage has to: each is forked from this process.

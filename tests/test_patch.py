@@ -14,8 +14,8 @@ import hf_ckpt
 from hf_ckpt import patch
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError, UnsupportedError
 from hf_ckpt.layers import find_layers
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import Mode
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import POLICIES, every_policy
 

@@ -27,9 +27,9 @@ from hf_ckpt.memory.choices import (
 from hf_ckpt.memory.fixed import fixed_choices
 from hf_ckpt.memory.planner import Planner, choose, frontier, smallest_peak
 from hf_ckpt.memory.segment_costs import Blocks
-from hf_ckpt.modifiers import Offload
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import Mode
 
 pytestmark = pytest.mark.core
 

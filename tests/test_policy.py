@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import HFCkptError, PolicyError
-from hf_ckpt.modifiers import HeadMode, Offload
-from hf_ckpt.policy import Mode, Policy, Rule
+from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.policy import Mode, Policy, Rule
 
 pytestmark = pytest.mark.core
 

@@ -17,7 +17,7 @@ from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Phase, StepMemory
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.selective import kernels
 from hf_ckpt.regions.tensor_hashes import are_equal, fingerprint, relative_distance, scratch_bytes

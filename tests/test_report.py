@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_ckpt.finetune.report import RunSummary
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import Mode
 
 pytestmark = pytest.mark.core
 

@@ -20,8 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.plans import LayerPlan, StackPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan, StackPlan
+from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.selective import Saves, Selection, check_saves, recompute_selectively
 from hf_ckpt.regions.selective.operators import Role, kind_of
 from tests import exactness, live_storages, plain_models, traces, zoo

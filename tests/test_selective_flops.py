@@ -17,7 +17,7 @@ import hf_ckpt
 from hf_ckpt.memory.devices import CPU, DEVICES, Device
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions.value_proof import Prove
 
 pytestmark = pytest.mark.core

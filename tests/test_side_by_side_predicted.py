@@ -20,8 +20,8 @@ from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.patch import make_plan
-from hf_ckpt.plans import Plan
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import Policy
 
 LAYERS, HIDDEN, BATCH, TOKENS, RANK = 3, 64, 2, 128, 4
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 172, "num_attention_heads": 4, "num_key_value_heads": 4}

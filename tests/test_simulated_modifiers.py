@@ -24,10 +24,10 @@ from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.modifiers import HeadMode, Offload
 from hf_ckpt.patch import make_plan
-from hf_ckpt.plans import LayerPlan
-from hf_ckpt.policy import Mode, Policy
+from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.plan import LayerPlan
+from hf_ckpt.policy.policy import Mode, Policy
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 LAYERS, HIDDEN, LENGTH, VOCAB = 4, 256, 4096, 2048

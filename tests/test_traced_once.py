@@ -19,7 +19,7 @@ from hf_ckpt.memory.devices import DEVICES
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.policy import Policy
 from tests import zoo
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))

@@ -15,7 +15,7 @@ from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.calibrate import calibrate
 from hf_ckpt.memory.devices import CPU, Device
 from hf_ckpt.memory.planned import Planned, Plans
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
 
 GRANTED = Allowed(offload=Offload(), exact=False)
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""

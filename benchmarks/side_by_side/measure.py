@@ -27,7 +27,7 @@ from benchmarks.side_by_side.timing import empty, figures_of, turn
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.patch import plan_of
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 Say = Callable[[str], None]
 PLANS = "plans"

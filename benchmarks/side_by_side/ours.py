@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_ckpt
 from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"policy": "full"}),

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt import fsdp, ranks
-from hf_ckpt.amounts import Budget
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
 from hf_ckpt.auto.lengths import Batch, is_packing, largest_batch
 from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
@@ -22,6 +21,7 @@ from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, this_device
+from hf_ckpt.units import Budget
 
 
 class Auto:

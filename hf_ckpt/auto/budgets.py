@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt import host_memory
-from hf_ckpt.amounts import Budget
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.memory import quantized
 from hf_ckpt.memory.devices import Device, reserve, workspace_bytes
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.units import Budget
 
 _HOST_LEFT_FREE = 2**30
 """Bytes of host memory that are no plan's, whatever is free."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_ckpt.amounts import format_bytes
+from hf_ckpt.units import format_bytes
 
 
 class TrainingPeak:

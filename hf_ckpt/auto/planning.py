@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import ranks
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.allowances import as_granted, within_host
 from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.errors import BudgetError
@@ -36,8 +35,9 @@ from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.patch import make_plan
-from hf_ckpt.plans import Plan
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import Policy
+from hf_ckpt.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ examples:
 def _run(options: argparse.Namespace) -> int:
     # What is wrong here is refused before torch is loaded.
     recipe = read_recipe(options)
-    from hf_ckpt.amounts import parse_budget
+    from hf_ckpt.units import parse_budget
 
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_folder(options.out)

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.units import format_bytes
 
 MUCH = 0.05
 """Share of what is allocated from which on fragments, growth and errors of a prediction are worth a word."""

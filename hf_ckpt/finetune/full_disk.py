@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import DiskFullError, OtherProcessError
+from hf_ckpt.units import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # safetensors, pyarrow and tokenizers hand on the system's words in errors of their own.

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
 from hf_ckpt.figures import recomputed_share
 from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
@@ -25,9 +24,10 @@ from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.heads import find_head, governed_by_other
 from hf_ckpt.layers import Layer, Stack, find_layers
 from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.plans import resolve
-from hf_ckpt.policy import Mode, Policy
+from hf_ckpt.policy.plan import resolve
+from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.position_wise import tiled_modules
+from hf_ckpt.units import format_bytes
 
 _KEEPS = {
     Mode.NONE: "keeps every activation",

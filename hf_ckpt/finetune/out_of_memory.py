@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.lengths import Batch
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.finetune.estimate.predict import Predictor
@@ -24,7 +23,8 @@ from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import format_bytes
 
 _STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.amounts import format_bytes
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from hf_ckpt.finetune.schema import OF_RECIPES
 from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.together import Together
 from hf_ckpt.finetune.tokenizer import load_tokenizer
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.refusals import check_compiler, check_engine
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 

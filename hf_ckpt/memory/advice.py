@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from hf_ckpt.amounts import as_budget, format_bytes
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.memory.largest import largest
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
+from hf_ckpt.units import as_budget, format_bytes
 
 LENGTH_MULTIPLE = 64
 """Lengths that are advised are multiples of it: kernels work on tiles of so many tokens."""

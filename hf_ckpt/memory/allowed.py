@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
 
 Exact = bool | Literal["prefer"]
 """Whether a plan has to be bitwise: loss and gradients those of a run without a plan, to the bit."""

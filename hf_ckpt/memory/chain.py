@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hf_ckpt.modifiers import HeadMode
-from hf_ckpt.plans import LayerPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.plan import LayerPlan
+from hf_ckpt.policy.policy import Mode
 
 NONE = LayerPlan()
 """The option of doing nothing: every layer has it."""

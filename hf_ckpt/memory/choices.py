@@ -42,7 +42,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, option_of
-from hf_ckpt.plans import LayerPlan, Plan
+from hf_ckpt.policy.plan import LayerPlan, Plan
 
 
 class Moment(StrEnum):

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import PolicyError, did_you_mean
+from hf_ckpt.units import format_bytes
 
 GIB = 2**30
 MIB = 2**20

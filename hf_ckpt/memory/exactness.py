@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_ckpt.modifiers import HeadMode
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.plan import Plan
 
 TILES, CHUNKED_HEAD = "tiles", "chunked head"
 """What adds sums in another order than the model does."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, rank
 from hf_ckpt.memory.choices import Choice, predict
-from hf_ckpt.plans import LayerPlan
+from hf_ckpt.policy.plan import LayerPlan
 
 _Entries = tuple[LayerPlan, ...]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.memory.chain import option_of
-from hf_ckpt.plans import LayerPlan, StackPlan
+from hf_ckpt.policy.plan import LayerPlan, StackPlan
 
 _NUMBER = re.compile(r"\d+")
 

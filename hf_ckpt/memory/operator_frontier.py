@@ -26,8 +26,8 @@ from hf_ckpt.memory.layer_costs import LayerKey, Reading
 from hf_ckpt.memory.operators import role_of_operator
 from hf_ckpt.memory.tape import Change, Event, Region, Storage
 from hf_ckpt.memory.timeline import Phase
-from hf_ckpt.plans import LayerPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan
+from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.selective.operators import Role, is_narrow
 
 _MOST_POINTS = 6

@@ -32,10 +32,10 @@ from hf_ckpt.memory.planner import Planner, smallest_peak
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.modifiers import HeadMode, Offload
 from hf_ckpt.patch import make_plan
-from hf_ckpt.plans import Plan
-from hf_ckpt.policy import Policy
+from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import Policy
 
 _MOST_TRIES = 6
 """Of simulating a chosen plan whole."""

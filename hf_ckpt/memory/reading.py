@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from hf_ckpt.memory.tape import Change, Event, Region, Storage, Tape
 from hf_ckpt.memory.timeline import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 
 def read(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_ckpt.memory import choices
 from hf_ckpt.memory.chain import FULL, NONE, Chain, Cost, rank
-from hf_ckpt.plans import LayerPlan
+from hf_ckpt.policy.plan import LayerPlan
 
 Numbers = NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from hf_ckpt.memory.chain import FULL, rank
 from hf_ckpt.memory.choices import Block
 from hf_ckpt.memory.frontier import Front, front_of
 from hf_ckpt.memory.segment_costs import Blocks, Numbers, Segments, Single
-from hf_ckpt.plans import LayerPlan
+from hf_ckpt.policy.plan import LayerPlan
 
 Label = LayerPlan | bool
 """What counts as one option: that of a single layer, or whether segments are nested."""

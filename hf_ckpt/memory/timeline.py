@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 
 class Category(StrEnum):

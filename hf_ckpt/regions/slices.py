@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.modifiers import Tiles
+from hf_ckpt.policy.modifiers import Tiles
 
 _MOST_TILES = 16
 """What a slice needs is then a small part of what the rest of a layer needs; more slices save next to nothing."""

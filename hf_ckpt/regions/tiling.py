@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.modifiers import Tiles
+from hf_ckpt.policy.modifiers import Tiles
 from hf_ckpt.regions.call import Call, Function, keeps_activations
 from hf_ckpt.regions.independence import DroppedGraph, check_alone, check_nothing_escapes, used
 from hf_ckpt.regions.random_state import AutocastState, RandomState

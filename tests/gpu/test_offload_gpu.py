@@ -14,7 +14,7 @@ import hf_ckpt
 from benchmarks import offload
 from benchmarks.journal import FileJournal, ReadJournal
 from benchmarks.offload import disturbed, slow_link
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.offload.cuda import CudaTrip, CudaWire
 from hf_ckpt.regions.offload.pinned import PinnedPages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
@@ -12,7 +11,8 @@ from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import OF_AUTO
-from hf_ckpt.policy import AUTO
+from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.units import format_bytes
 
 
 def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:

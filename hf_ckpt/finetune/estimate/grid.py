@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.estimate import RECIPE, Fit, Say, fit_of
 from hf_ckpt.finetune.estimate.limits import with_length, with_rows
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import format_bytes
 
 _MARKS = {Fit.YES: "", Fit.PERHAPS: " ?", Fit.NO: " x"}
 _SHORTER, _LONGER, _MOST_ROWS = 2, 2, 4

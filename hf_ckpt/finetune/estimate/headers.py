@@ -11,7 +11,6 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.least import longest_row_of_all
@@ -21,6 +20,7 @@ from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import is_auto, subject_of
 from hf_ckpt.finetune.recipe import load_recipe
 from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
+from hf_ckpt.units import format_bytes
 
 CARDS = {24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
 """The card that stands for each size that `Hardware` names, in GB."""

@@ -18,7 +18,7 @@ from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.costs import may_tile
 from hf_ckpt.memory.largest import Limit
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers that offload, where there is a cap on host memory."""

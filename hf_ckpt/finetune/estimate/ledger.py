@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.finetune.estimate.report import columns
 from hf_ckpt.memory.timeline import HeldTensor, StepMemory
+from hf_ckpt.units import format_bytes
 
 _SMALL = 0.01
 """Share of a layer's bytes below which tensors are counted together."""

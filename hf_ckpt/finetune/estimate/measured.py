@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, facts, facts_of, format_seconds, memory_as_json
@@ -28,6 +27,7 @@ from hf_ckpt.memory.devices import Device, reserve
 from hf_ckpt.memory.optimizers import make_optimizer
 from hf_ckpt.memory.profile import Profile, profile_step
 from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.units import format_bytes
 
 _NUM_WARMUP = 2
 _PHASES = ("forward", "recomputation", "backward", "optimizer")

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.finetune.estimate.estimate import AUTO, RECIPE, Say, budget_of
 from hf_ckpt.finetune.estimate.least import longest_row_of_all
@@ -16,7 +15,8 @@ from hf_ckpt.finetune.estimate.report import columns, facts
 from hf_ckpt.finetune.estimate.subject import Subject, is_auto
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.largest import Limit
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import format_bytes
 
 
 @dataclass(frozen=True)

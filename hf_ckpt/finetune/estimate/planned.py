@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_ckpt.amounts import Budget, format_bytes
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
@@ -19,7 +18,8 @@ from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.devices import Device, find_device, this_device
 from hf_ckpt.memory.exactness import Exactness
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import Budget, format_bytes
 
 
 @dataclass(frozen=True)

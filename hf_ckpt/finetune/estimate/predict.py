@@ -21,8 +21,8 @@ from hf_ckpt.memory.planned import Planned, plan_for
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.modifiers import HeadMode
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.plan import Plan
 
 
 @dataclass

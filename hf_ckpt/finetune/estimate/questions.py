@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.amounts import parse_budget
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.finetune.estimate.estimate import budget_of
@@ -24,8 +23,9 @@ from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.plans import Plan
-from hf_ckpt.policy import AUTO
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.units import parse_budget
 
 Asked = Recipe | str | os.PathLike[str] | nn.Module
 """A recipe, the path of one, or a model: live, or on `meta`."""

@@ -29,10 +29,10 @@ from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.step import Step
-from hf_ckpt.modifiers import HeadMode
 from hf_ckpt.patch import check_plan
-from hf_ckpt.plans import Plan, parse, resolve
-from hf_ckpt.policy import AUTO
+from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.plan import Plan, parse, resolve
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.refusals import check_exact
 
 _STRUCTURE = ("layers", "attention", "ffn")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hf_ckpt.finetune.verify.check import Check
 from hf_ckpt.finetune.verify.record import Record, WatchedLayer
 from hf_ckpt.finetune.verify.words import listed, numbered
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.policy import Mode
 
 FORWARDS = "forward counts"
 IN_FORCE = "plan in force"

@@ -15,9 +15,9 @@ from typing import Any
 
 from hf_ckpt.finetune.verify.kinds import flags_of, kind_of
 from hf_ckpt.layers import Layer, Stack
-from hf_ckpt.modifiers import TO_DISK, Offload, Tiles
-from hf_ckpt.plans import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.modifiers import TO_DISK, Offload, Tiles
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import Mode
 
 _PER_KIND = 2
 _FEW_TILES = 3

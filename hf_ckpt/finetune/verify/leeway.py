@@ -16,8 +16,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_ckpt.layers import Layer, Stack
-from hf_ckpt.modifiers import HeadMode, Tiles
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.modifiers import HeadMode, Tiles
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.position_wise import random_modules, tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.finetune.verify.leeway import Leeway
-from hf_ckpt.plans import LayerPlan, Plan
+from hf_ckpt.policy.plan import LayerPlan, Plan
 
 Gradients = dict[str, Tensor | None]
 

@@ -33,7 +33,7 @@ from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.finetune.verify.weights import make_weights
 from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.patch import apply
-from hf_ckpt.plans import Plan
+from hf_ckpt.policy.plan import Plan
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""

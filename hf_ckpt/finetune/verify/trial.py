@@ -35,8 +35,8 @@ from hf_ckpt.finetune.verify.recorder import Recorder, plain_attributes
 from hf_ckpt.finetune.verify.subject import Subject
 from hf_ckpt.heads import find_head, governed_by_other
 from hf_ckpt.layers import Stack, find_layers
-from hf_ckpt.modifiers import HeadMode
-from hf_ckpt.plans import Plan, parse, resolve
+from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.saved_files import WRAPPERS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_ckpt.modifiers import TO_DISK, Offload
+from hf_ckpt.policy.modifiers import TO_DISK, Offload
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink
 from hf_ckpt.regions.offload.host import HostLink

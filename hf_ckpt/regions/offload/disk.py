@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HostMemoryError
 from hf_ckpt.regions.offload.buffered import BufferedLink, Filling
 from hf_ckpt.regions.offload.files import PrivateDirectory
 from hf_ckpt.regions.offload.limits import HostLimits
 from hf_ckpt.regions.offload.link import Buffer, Trip, Wire
+from hf_ckpt.units import format_bytes
 
 _NUM_WRITING = 2
 """Tensors that may wait to be written: one is written while the next is copied from the device."""

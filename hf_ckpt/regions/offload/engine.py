@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import OffloadError, UnsupportedError
-from hf_ckpt.modifiers import Offload
+from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.regions.call import Function, tensors_of
 from hf_ckpt.regions.offload.choice import link_for
 from hf_ckpt.regions.offload.handles import Flight, Gone, Handle, Keeper, Passage, Sent, unpack

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_ckpt import host_memory
-from hf_ckpt.amounts import format_bytes
 from hf_ckpt.errors import HostMemoryError
+from hf_ckpt.units import format_bytes
 
 _LEFT_OVER = 2**29
 """Bytes of the machine's memory that are left to everything else; below that a machine starts to swap or to kill."""

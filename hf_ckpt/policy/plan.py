@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_ckpt.errors import PolicyError, did_you_mean
-from hf_ckpt.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
-from hf_ckpt.plan_fields import PLAN_FORMAT, check_fields, not_a_plan
-from hf_ckpt.policy import STACK_NAMES, Mode, Policy, Rule, check_combination, slice_of
-from hf_ckpt.text_file import read_text
+from hf_ckpt.policy.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
+from hf_ckpt.policy.plan_fields import PLAN_FORMAT, check_fields, not_a_plan
+from hf_ckpt.policy.policy import STACK_NAMES, Mode, Policy, Rule, check_combination, slice_of
+from hf_ckpt.policy.text_file import read_text
 
 PLAN_SUFFIX = ".json"
 """What the name of a plan's file ends with; a policy that is such text is the plan in that file."""

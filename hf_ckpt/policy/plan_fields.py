@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
-from hf_ckpt.policy import Mode
+from hf_ckpt.policy.policy import Mode
 
 PLAN_FORMAT = 2
 """Version of the JSON layout; raised when a reader of the old one would misread the new one."""

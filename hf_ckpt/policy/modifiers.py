@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal
 
-from hf_ckpt.amounts import MOST_BYTES, parse_budget
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
+from hf_ckpt.units import MOST_BYTES, parse_budget
 
 Tiles = int | Literal["auto"]
 """Slices of the sequence that the position-wise half of a layer runs in; `auto` chooses by the length."""

@@ -12,7 +12,16 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
-from hf_ckpt.modifiers import HeadMode, Offload, Tiles, check_keys, parse_head, parse_offload, parse_save, parse_tiles
+from hf_ckpt.policy.modifiers import (
+    HeadMode,
+    Offload,
+    Tiles,
+    check_keys,
+    parse_head,
+    parse_offload,
+    parse_save,
+    parse_tiles,
+)
 
 
 class Mode(StrEnum):
