@@ -35,12 +35,12 @@ from benchmarks.journal import NO_FIGURES, Entry, Journal
 from benchmarks.repeatable import ask_cublas, repeatable_kernels
 from benchmarks.resumable import carry_out
 from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
-from hf_ckpt.layers import find_layers
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.regions.offload.cuda import Cuda, CudaTrip, CudaWire
 from hf_ckpt.regions.offload.host import HostLink
 from hf_ckpt.regions.offload.limits import HostLimits
 from hf_ckpt.regions.offload.plain import PlainWire
+from hf_ckpt.structure.layers import find_layers
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = (2048, 4096, 8192, 16384)

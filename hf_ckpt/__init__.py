@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     )
     from hf_ckpt.finetune.estimate.questions import max_length, plan, simulate
     from hf_ckpt.finetune.recipe import load_recipe
-    from hf_ckpt.layers import find_layers
     from hf_ckpt.patch import apply, remove
     from hf_ckpt.policy.plan import Plan
     from hf_ckpt.policy.policy import Policy
+    from hf_ckpt.structure.layers import find_layers
 
 __version__ = "0.1.0"
 
@@ -71,7 +71,7 @@ _HOMES = {
     "Plan": "hf_ckpt.policy.plan",
     "Policy": "hf_ckpt.policy.policy",
     "apply": "hf_ckpt.patch",
-    "find_layers": "hf_ckpt.layers",
+    "find_layers": "hf_ckpt.structure.layers",
     "load_recipe": "hf_ckpt.finetune.recipe",
     "max_length": "hf_ckpt.finetune.estimate.questions",
     "plan": "hf_ckpt.finetune.estimate.questions",

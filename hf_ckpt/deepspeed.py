@@ -15,8 +15,8 @@ from accelerate.utils import compare_versions
 from torch import nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.layers import Stack
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.structure.layers import Stack
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.layers import Layer, Stack, class_name
+from hf_ckpt.structure.layers import Layer, Stack, class_name
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_ckpt.layers import Stack
+from hf_ckpt.structure.layers import Stack
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hf_ckpt import fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.layers import Layer
-from hf_ckpt.parts import words
-from hf_ckpt.shapes import unwrapped
+from hf_ckpt.structure.layers import Layer
+from hf_ckpt.structure.parameter_shapes import unwrapped
+from hf_ckpt.structure.parts import words
 
 _OTHER_NORMS = frozenset("batch group instance weight spectral".split())
 _DRAWS = frozenset("dropout drop droppath jitter noise".split())

@@ -14,7 +14,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt import fsdp
-from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
@@ -28,6 +27,7 @@ from hf_ckpt.regions.selective import Saves, Selection, recompute_selectively
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.stack_patch import FLAG, FORWARD, FUNCTION, Doors, StackPatch
+from hf_ckpt.structure.layers import Layer, Stack
 
 Region = Callable[..., Any]
 """Runs a function so that its activations are handled: `region(function, *args)`."""

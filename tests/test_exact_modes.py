@@ -20,11 +20,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt.layers import find_layers
 from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.settings import set_forward
 from hf_ckpt.stack_patch import StackPatch
+from hf_ckpt.structure.layers import find_layers
 from tests import exactness, zoo
 from tests.exactness import Result
 from tests.modes import CLOSE, LAYERS, MODES, TILES, apart, build, in_force, in_tiles, is_bitwise, llama, worst

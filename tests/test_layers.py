@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt.errors import PolicyError, StructureError
-from hf_ckpt.layers import Layer, find_layers
+from hf_ckpt.structure.layers import Layer, find_layers
 from tests import exactness, plain_models, zoo
 
 pytestmark = pytest.mark.core

@@ -13,9 +13,9 @@ from torch import nn
 import hf_ckpt
 from hf_ckpt import patch
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError, UnsupportedError
-from hf_ckpt.layers import find_layers
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.structure.layers import find_layers
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import POLICIES, every_policy
 

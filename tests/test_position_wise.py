@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hf_ckpt
 from hf_ckpt import UnsupportedError, find_layers
-from hf_ckpt.layers import Layer
 from hf_ckpt.position_wise import random_modules, tiled_modules
+from hf_ckpt.structure.layers import Layer
 from tests import exactness, plain_models, traces
 
 pytestmark = pytest.mark.core

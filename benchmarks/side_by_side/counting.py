@@ -14,7 +14,6 @@ from torch import nn
 from benchmarks.side_by_side.step import TrainingStep
 from benchmarks.side_by_side.theirs.accelerate_fsdp import resizing_followed
 from benchmarks.side_by_side.theirs.compiled import GraphTracker
-from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.devices import CPU
 from hf_ckpt.memory.offloaded import CountedLink, host_bytes_of
 from hf_ckpt.memory.on_cuda import as_on_cuda
@@ -26,6 +25,7 @@ from hf_ckpt.memory.timeline import Category, Phase, Timeline
 from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch import offloaders_of
+from hf_ckpt.structure.layers import find_layers
 
 _MOST_POINTS = 200
 _SIGN = {Change.ALLOCATE: 1, Change.FREE: -1, Change.NOTHING: 0}

@@ -32,13 +32,13 @@ from benchmarks.side_by_side.measure import predicted
 from benchmarks.side_by_side.ours import POLICIES
 from benchmarks.side_by_side.text import text_of
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.memory.planned import Planned
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.units import format_bytes
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -18,9 +18,9 @@ from hf_ckpt.auto.planning import Planning
 from hf_ckpt.auto.skeleton import skeleton
 from hf_ckpt.errors import PolicyError, UnsupportedError
 from hf_ckpt.input_gradients import InputGradients, choose
-from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, this_device
+from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.units import Budget
 
 

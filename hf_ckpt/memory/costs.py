@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
-from hf_ckpt.layers import Layer, find_layers
 from hf_ckpt.memory.allowed import UNASKED, Allowed
 from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.memory.devices import Device
@@ -30,6 +29,7 @@ from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.position_wise import random_modules, tiled_modules
+from hf_ckpt.structure.layers import Layer, find_layers
 
 TILED = (LayerPlan(Mode.FULL, tiles="auto"), LayerPlan(Mode.NONE, tiles="auto"))
 """The options with tiles that are looked at."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.on_cuda.cublas import add_workspaces
 from hf_ckpt.memory.reading import read
@@ -20,6 +19,7 @@ from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker
 from hf_ckpt.memory.twin import fake_twin
+from hf_ckpt.structure.layers import find_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.devices import CPU, this_device
 from hf_ckpt.memory.offloaded import CountedLink, host_bytes_of
 from hf_ckpt.memory.on_cuda import as_on_cuda
@@ -24,6 +23,7 @@ from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch import offloaders_of, plan_of
+from hf_ckpt.structure.layers import find_layers
 
 _OWN_METHODS = ("get_batch_samples", "training_step")
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.regions.call import is_in_backward
+from hf_ckpt.structure.layers import Layer, Stack
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.memory.chain import option_of
 from hf_ckpt.policy.plan import LayerPlan, StackPlan
+from hf_ckpt.structure.layers import Layer, Stack
 
 _NUMBER = re.compile(r"\d+")
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.memory import proven
 from hf_ckpt.memory.concrete import Concrete
 from hf_ckpt.memory.copies import CannotCopyError, Copies
@@ -37,6 +36,7 @@ from hf_ckpt.policy.modifiers import Prove
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
 from hf_ckpt.regions.selective.operators import Role
+from hf_ckpt.structure.layers import Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""

@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 from hf_ckpt import HFCkptCallback, Plan, UnsupportedError
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.layers import find_layers
 from hf_ckpt.patch import make_plan
+from hf_ckpt.structure.layers import find_layers
 from tests import training
 from tests.distributed import runs
 from tests.distributed.runs import KINDS, callback, engine_arguments, fresh_accelerate, make_trainer, train

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ckpt.layers import find_layers
+from hf_ckpt.structure.layers import find_layers
 from tests import exactness, zoo
 from tests.gpu.test_exact_on_device import DEVICES, on_device
 

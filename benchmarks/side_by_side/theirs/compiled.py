@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_ckpt
 from benchmarks.side_by_side.contender import Contender, NotHereError
 from hf_ckpt.errors import StructureError
-from hf_ckpt.layers import find_layers
 from hf_ckpt.memory.tracker import Tracker
+from hf_ckpt.structure.layers import find_layers
 
 _BACKENDS = {"cpu": "aot_eager_decomp_partition"}
 _BUDGETS = (0.2, 0.5, 0.8)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.side_by_side.contender import Contender, NotHereError
 from benchmarks.side_by_side.theirs.transformers_own import put_back
 from hf_ckpt.errors import StructureError
-from hf_ckpt.layers import find_layers
+from hf_ckpt.structure.layers import find_layers
 
 _PRODUCT = torch.ops.aten.mm.default
 _KEPT = frozenset(

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.finetune.verify.kinds import flags_of, kind_of
-from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.policy.modifiers import TO_DISK, Offload, Tiles
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.structure.layers import Layer, Stack
 
 _PER_KIND = 2
 _FEW_TILES = 3

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from hf_ckpt.layers import Layer
+from hf_ckpt.structure.layers import Layer
 
 _NUMBER = re.compile(r"\d+")
 

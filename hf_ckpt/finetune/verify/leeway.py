@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_ckpt.layers import Layer, Stack
 from hf_ckpt.policy.modifiers import HeadMode, Tiles
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.position_wise import random_modules, tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
+from hf_ckpt.structure.layers import Layer, Stack
 
 FLOAT32 = 1e-6
 """Relative: a few units in the last place."""

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.finetune.verify.fingerprints import of_tensor, tensors_in
 from hf_ckpt.finetune.verify.record import MicroBatch, Record, StateChange
-from hf_ckpt.layers import Stack
 from hf_ckpt.regions.call import is_in_backward
 from hf_ckpt.regions.head import DeferredLogits
+from hf_ckpt.structure.layers import Stack
 
 _SEAM = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
 # Attributes that a plan sets, and that it switches for a forward without gradients.

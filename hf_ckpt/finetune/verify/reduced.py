@@ -31,9 +31,9 @@ from hf_ckpt.finetune.verify.depth import KeptStack
 from hf_ckpt.finetune.verify.special_tokens import with_tokens
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.finetune.verify.weights import make_weights
-from hf_ckpt.layers import Stack, find_layers
 from hf_ckpt.patch import apply
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.structure.layers import Stack, find_layers
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""

@@ -8,7 +8,7 @@ Note [torch's linear_cross_entropy]: torch 2.13 and later has a chunked kernel o
 right for float32 alone (in bf16 it returns the loss in bf16), where it saves a frozen head's recomputation: 1.6 s
 against 1.9 s on a CPU core (2,048 tokens, vocabulary 16,000, hidden size 256), and nothing with a trainable head. It
 knows no adapter, no soft-capping and no hook, refuses a second backward, and neither its operations nor its memory can
-be counted from outside. Liger's is left to govern where it is on (`hf_ckpt.heads.governed_by_other`).
+be counted from outside. Liger's is left to govern where it is on (`hf_ckpt.structure.lm_head.governed_by_other`).
 """
 
 from hf_ckpt.regions.head.chunking import Chunking

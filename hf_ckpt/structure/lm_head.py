@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.layers import class_name, clean_path
-from hf_ckpt.shapes import unwrapped
+from hf_ckpt.structure.layers import class_name, clean_path
+from hf_ckpt.structure.parameter_shapes import unwrapped
 
 _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cross_entropy")
 """Libraries that put a forward with a fused head and loss, or a cross entropy of their own, onto models."""

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import StructureError, did_you_mean
-from hf_ckpt.parts import PARTS, PartFinder, words
-from hf_ckpt.shapes import parameter_shapes, unwrapped
+from hf_ckpt.structure.parameter_shapes import parameter_shapes, unwrapped
+from hf_ckpt.structure.parts import PARTS, PartFinder, words
 
 # Engines put one of these around the whole model; a plan names its paths as they are without.
 _WRAPPERS_OF_MODELS = ("DistributedDataParallel", "DeepSpeedEngine")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.shapes import Shapes, unwrapped
+from hf_ckpt.structure.parameter_shapes import Shapes, unwrapped
 
 PARTS = ("attention", "ffn")
 

@@ -1,0 +1,1 @@
+"""Decoder stacks, layers, parts and the head of a model, found by structure."""
