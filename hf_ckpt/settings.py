@@ -18,10 +18,10 @@ from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.position_wise import tiled_modules
-from hf_ckpt.regions.around import KeptModules, recompute_around, run_kept
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload import Offloader, announced, offloaded
 from hf_ckpt.regions.recompute import recompute, run_region
+from hf_ckpt.regions.recompute_around import KeptModules, recompute_around, run_kept
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective import Saves, Selection, recompute_selectively
 from hf_ckpt.regions.tiling import Tiling, run_tiled

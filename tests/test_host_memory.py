@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_ckpt import host_memory
 from hf_ckpt.auto.budgets import free_host_bytes
-from hf_ckpt.host_memory import HostMemory
 from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.regions.offload import host_memory
+from hf_ckpt.regions.offload.host_memory import HostMemory
 
 pytestmark = pytest.mark.core
 

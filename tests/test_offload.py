@@ -22,11 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_ckpt
 from hf_ckpt.errors import HostMemoryError, UnsupportedError
-from hf_ckpt.host_memory import HostMemory
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.regions.offload import Link, Offloader, announced, cuda, offloaded, pinned
 from hf_ckpt.regions.offload.cuda import CudaArrival, CudaTrip, CudaWire
 from hf_ckpt.regions.offload.host import HostLink
+from hf_ckpt.regions.offload.host_memory import HostMemory
 from hf_ckpt.regions.offload.limits import HostLimits
 from hf_ckpt.regions.offload.link import DeviceMemory
 from hf_ckpt.regions.offload.pace import Pace

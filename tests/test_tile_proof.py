@@ -16,7 +16,7 @@ import hf_ckpt
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.regions import slices, tiling
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.slices import Cut, Joined
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof

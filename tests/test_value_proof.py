@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, PolicyError
-from hf_ckpt.regions import around, recompute, segments, selective, value_proof
+from hf_ckpt.regions import recompute, recompute_around, segments, selective, value_proof
 from hf_ckpt.regions.call import Call, is_in_backward
 from hf_ckpt.regions.offload import engine, handles
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.saved_inputs import SavedInputs
 from hf_ckpt.regions.selective.kept import KeptOutputs, _Handle
 from hf_ckpt.regions.tensor_hashes import are_equal, fingerprint, relative_distance
@@ -186,7 +186,7 @@ def inputs_are_detached(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
         call, tensors = take_apart(function, args)
         return call, [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
-    for module in (recompute, around, segments, selective):
+    for module in (recompute, recompute_around, segments, selective):
         patch.setattr(module, "take_apart", detached)
 
 

@@ -25,7 +25,7 @@ from hf_ckpt.finetune.verify.leeway import HALF
 from hf_ckpt.regions import recompute, segments, tiling
 from hf_ckpt.regions.call import is_in_backward
 from hf_ckpt.regions.head import chunks
-from hf_ckpt.regions.random_state import AutocastState
+from hf_ckpt.regions.rng_state import AutocastState
 from tests import small_recipes, verifying, zoo
 from tests.verifying import failed
 

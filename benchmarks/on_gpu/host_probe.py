@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import die_with_parent
-from hf_ckpt import host_memory
+from hf_ckpt.regions.offload import host_memory
 
 _ROOT = Path(__file__).parents[2]
 _NUM_FIRST = 3

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.call import Call
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.slices import Cut, outputs_of
 
 _NUM_TOKENS = 8

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.regions.call import AllRecomputed, Call, Function, keeps_activations, take_apart, tensors_of
-from hf_ckpt.regions.random_state import AutocastState, RandomState
 from hf_ckpt.regions.recompute import run_proven
+from hf_ckpt.regions.rng_state import AutocastState, RandomState
 from hf_ckpt.regions.saved_inputs import SavedInputs
 from hf_ckpt.regions.threads import OneOfSeveral
 from hf_ckpt.regions.transforms import refuse_transforms, untransformed

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.regions.call import Function
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.tensor_hashes import Fingerprint, are_equal, is_sum, plain_tensors
 from hf_ckpt.regions.value_proof import CallProof
 

@@ -28,8 +28,8 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.modifiers import Tiles
 from hf_ckpt.regions.call import Call, Function, keeps_activations
 from hf_ckpt.regions.independence import DroppedGraph, check_alone, check_nothing_escapes, used
-from hf_ckpt.regions.random_state import AutocastState, RandomState
 from hf_ckpt.regions.recompute import original_forward, recompute
+from hf_ckpt.regions.rng_state import AutocastState, RandomState
 from hf_ckpt.regions.saved_inputs import SavedInputs, saved_behind
 from hf_ckpt.regions.slices import Cut, Joined, arguments_to_cut, outputs_of
 from hf_ckpt.regions.threads import OneOfSeveral

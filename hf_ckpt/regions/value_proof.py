@@ -24,7 +24,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.policy.modifiers import Prove
 from hf_ckpt.regions.call import AllRecomputed, Function, is_in_backward, tensors_of
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.selective import kernels
 from hf_ckpt.regions.tensor_hashes import (
     Fingerprint,

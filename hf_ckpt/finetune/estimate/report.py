@@ -8,12 +8,12 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_ckpt import host_memory
 from hf_ckpt.finetune.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
 from hf_ckpt.finetune.versions import versions
 from hf_ckpt.memory.devices import Device, reserve, this_device
 from hf_ckpt.memory.exactness import Exactness
 from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.units import format_bytes
 
 _SHOWN_CATEGORIES = 2

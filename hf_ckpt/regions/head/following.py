@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_ckpt.regions.head import computing, operations, rows
 from hf_ckpt.regions.head.logits import DeferredLogits, put_off
 from hf_ckpt.regions.head.source import State, Step
-from hf_ckpt.regions.random_state import AutocastState
+from hf_ckpt.regions.rng_state import AutocastState
 
 
 def each_row(

@@ -26,7 +26,7 @@ from hf_ckpt.regions.call import Function
 from hf_ckpt.regions.head.gradients import Parts
 from hf_ckpt.regions.head.logits import DeferredLogits
 from hf_ckpt.regions.module_state import CallState
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.tensor_hashes import Fingerprint, are_equal, is_sum, relative_distance
 from hf_ckpt.regions.transforms import is_transformed
 from hf_ckpt.regions.value_proof import CallProof

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.head.chunking import Chunking
-from hf_ckpt.regions.random_state import AutocastState
+from hf_ckpt.regions.rng_state import AutocastState
 
 AT_ONCE = "_hf_ckpt_at_once"
 """Keyword of the head's forward: compute these rows now. It goes through the hooks that stand around the head, so that

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_ckpt import host_memory
 from hf_ckpt.errors import HostMemoryError
+from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.units import format_bytes
 
 _LEFT_OVER = 2**29

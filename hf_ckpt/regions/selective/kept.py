@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.random_state import RandomState
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.selective.operators import Kind, Number, Role, storages_of, tensors_in
 from hf_ckpt.regions.selective.proof import Proof
 

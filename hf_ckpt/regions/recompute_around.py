@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.call import Call, Function, take_apart, tensors_of
-from hf_ckpt.regions.random_state import RandomState
 from hf_ckpt.regions.recompute import original_forward, run_proven
+from hf_ckpt.regions.rng_state import RandomState
 from hf_ckpt.regions.transforms import refuse_transforms
 
 if TYPE_CHECKING:
