@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt import fsdp, ranks, reporters, use_cache, watch
+from hf_ckpt import ranks, reporters, use_cache
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.auto.lengths import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
+from hf_ckpt.distributed import fsdp, watchdog
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, SavedFilesError, as_written
 from hf_ckpt.figures import GIB, StepClock, offload_figures, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
@@ -189,7 +190,7 @@ class HFCkptCallback(TrainerCallback):
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
         # From here on a process that is killed is noticed by the others.
-        watch.start()
+        watchdog.start()
         # Only now is it in time: accelerate wraps layers when it prepares the model.
         self._put_back_accelerates_own = fsdp.switch_off_accelerates_own()
         model = kwargs.get("model")
@@ -219,7 +220,7 @@ class HFCkptCallback(TrainerCallback):
         _remove_leftover(model)
         use_cache.bring_back(model)
         _say_who_governs(args)
-        with watch.beginning() as watching:
+        with watchdog.beginning() as watching:
             planning, policy, is_asked = self._planned(args, state, kwargs)
             run = self._run = _Run(model, policy, self._structure, self._prove, is_asked, planning, watching)
         try:
@@ -434,7 +435,7 @@ class _Run:
         prove: Prove,
         input_require_grads: bool | None,
         planning: Planning | None = None,
-        watching: watch.Watch | None = None,
+        watching: watchdog.Watch | None = None,
     ) -> None:
         self.model = model
         self._structure = structure
@@ -507,7 +508,7 @@ class _Run:
     def report_failures(self) -> None:
         """Let the other processes know when a forward raises in this one."""
         if self._watch is not None:
-            self.applied.on_remove(watch.report_failures(self._watch, self.model))
+            self.applied.on_remove(watchdog.report_failures(self._watch, self.model))
 
     def tell_others(self, error: BaseException) -> None:
         if self._watch is not None:

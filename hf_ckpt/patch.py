@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt import deepspeed, fsdp
+from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.policy.modifiers import HeadMode, Prove, Tiles, parse_prove
 from hf_ckpt.policy.plan import Plan, parse, resolve

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import conv, padding, pooling, rnn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hf_ckpt import fsdp
+from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import Layer
 from hf_ckpt.structure.parameter_shapes import unwrapped

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_ckpt.distributed.fsdp import accelerates_plugin
 from hf_ckpt.errors import SavedFilesError, UnsupportedError
-from hf_ckpt.fsdp import accelerates_plugin
 
 Shapes = Mapping[str, tuple[int, ...]]
 

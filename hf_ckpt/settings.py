@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_ckpt import fsdp
+from hf_ckpt.distributed import fsdp
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_ckpt import deepspeed, fsdp
+from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.call import is_cache

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
-from hf_ckpt import watch
+from hf_ckpt.distributed import together as module
+from hf_ckpt.distributed import watchdog
+from hf_ckpt.distributed.together import Together
 from hf_ckpt.errors import OtherProcessError, RecipeError
-from hf_ckpt.finetune import together as module
-from hf_ckpt.finetune.together import Together
 
 Body = Callable[[int], None]
 
@@ -154,8 +154,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The exit codes with which watches wanted to end this process."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(watch, "_GRACE_S", 0.1)
-    monkeypatch.setattr(watch, "_LAST_WORD_S", 0.1)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
+    monkeypatch.setattr(watchdog, "_LAST_WORD_S", 0.1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     return codes
 

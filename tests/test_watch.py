@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from hf_ckpt import watch as module
+from hf_ckpt.distributed import watchdog as module
+from hf_ckpt.distributed.watchdog import Watch
 from hf_ckpt.errors import OtherProcessError
-from hf_ckpt.watch import Watch
 
 pytestmark = [
     pytest.mark.core,

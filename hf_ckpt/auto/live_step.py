@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import TrainingArguments
 
-from hf_ckpt import fsdp
 from hf_ckpt.auto.lengths import Batch
+from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.memory.step import Sharding, Step
 

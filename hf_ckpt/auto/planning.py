@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt import ranks
 from hf_ckpt.auto.allowances import as_granted, within_host
 from hf_ckpt.auto.lengths import Batch, batch_of
+from hf_ckpt.distributed.store import num_processes
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.exchange import num_processes
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.evaluation import simulate_evaluation

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, se
 
 from hf_ckpt.auto.lengths import Batch
 from hf_ckpt.callback import HFCkptCallback
+from hf_ckpt.distributed.together import Together
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune import full_disk
 from hf_ckpt.finetune.arguments import check_can_be_written, training_arguments
@@ -42,7 +43,6 @@ from hf_ckpt.finetune.recipe import Recipe, Values, load_recipe
 from hf_ckpt.finetune.report import RunSummary
 from hf_ckpt.finetune.schema import OF_RECIPES
 from hf_ckpt.finetune.sources import load_splits
-from hf_ckpt.finetune.together import Together
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.refusals import check_compiler, check_engine

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from hf_ckpt import HFCkptCallback, exchange, watch
+from hf_ckpt import HFCkptCallback
+from hf_ckpt.distributed import store, watchdog
 from hf_ckpt.finetune import command
 from tests.training import During, llama, trainer
 
@@ -67,7 +68,7 @@ def kill_with_a_child(*_: object) -> NoReturn:
 
 def wait_for_connection() -> None:
     """Wait until the other process would notice the end of this one."""
-    (mine,) = watch._running
+    (mine,) = watchdog._running
     while not mine.sees(1):
         time.sleep(0.05)
 
@@ -82,7 +83,7 @@ def run(fault: str, victim: int) -> None:
     """Train for more steps than are reached."""
     model, policy, callbacks = llama(), "full", []
     # Minutes, for a run whose processes have come apart by other work.
-    exchange.PATIENCE_S = 5
+    store.PATIENCE_S = 5
     if int(os.environ["RANK"]) == victim:
         if fault == "exits while saving":
             callbacks.append(During("on_save", lambda _: sys.exit(0)))
@@ -101,7 +102,7 @@ def run(fault: str, victim: int) -> None:
 
 def run_and_linger(victim: int, event: str) -> None:
     """Train; the victim raises, but its process lives on with all its connections, as under NCCL or in a notebook."""
-    watch._GRACE_S = watch._LOOK_S = 1.0
+    watchdog._GRACE_S = watchdog._LOOK_S = 1.0
     where = During(event, raise_in_forward if event == "on_step_begin" else _raise, step=2)
     callbacks = [where] if int(os.environ["RANK"]) == victim else []
     try:
@@ -114,7 +115,7 @@ def run_and_linger(victim: int, event: str) -> None:
 
 def be_killed_before_training(victim: int) -> None:
     """Be killed between the Trainer's making and its training, for which the other process is loading something."""
-    watch._GRACE_S = 1.0
+    watchdog._GRACE_S = 1.0
     with tempfile.TemporaryDirectory() as folder:
         trainer(llama(), Path(folder), HFCkptCallback("full"))
         wait_for_connection()
@@ -125,7 +126,7 @@ def be_killed_before_training(victim: int) -> None:
 
 def be_killed_in_the_command(victim: int) -> None:
     """Be killed in the first line of the fine-tuning command, while the other process reads something slow."""
-    watch._GRACE_S = 1.0
+    watchdog._GRACE_S = 1.0
     is_victim = int(os.environ["RANK"]) == victim
     command.load_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
     sys.exit(command.main(["recipe.yaml"]))
@@ -133,8 +134,8 @@ def be_killed_in_the_command(victim: int) -> None:
 
 def be_slow(victim: int) -> None:
     """Train to the end, though one process takes longer than every timeout, and strangers come to the watch's door."""
-    watch._CONNECT_S = watch._LOOK_S = watch._GRACE_S = 1.0
-    exchange.PATIENCE_S = 1
+    watchdog._CONNECT_S = watchdog._LOOK_S = watchdog._GRACE_S = 1.0
+    store.PATIENCE_S = 1
     callbacks: list[Any] = [HFCkptCallback("full")]
     if int(os.environ["RANK"]) == victim:
         # Before the plugin's own, so that the other process waits for this one there.
@@ -155,7 +156,7 @@ strangers_met: list[socket.socket] = []
 
 def send_strangers() -> None:
     """Connect to the watch of rank 0 before the other process does, and talk rubbish."""
-    while not (found := [mine for mine in watch._running if mine._listener is not None]):
+    while not (found := [mine for mine in watchdog._running if mine._listener is not None]):
         time.sleep(0.01)
     where = found[0]._listener.getsockname()
     for said in RUBBISH:

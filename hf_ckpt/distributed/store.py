@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_ckpt import watch
+from hf_ckpt.distributed import watchdog
 from hf_ckpt.errors import OtherProcessError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def _heard(store: Any, rank: int, number: int, doing: str, timeout_s: float) -> 
             return json.loads(store.get(key))
         except dist.DistError as error:
             # The store itself may be gone too, and then there is nothing to wait for.
-            if time.monotonic() - start >= timeout_s and watch.sees(rank):
+            if time.monotonic() - start >= timeout_s and watchdog.sees(rank):
                 logger.info("Process %d has not come to %s yet. It is alive, and waited for.", rank, doing)
                 continue
             raise OtherProcessError(

@@ -21,7 +21,7 @@ from hf_ckpt.errors import HFCkptError, OtherProcessError, RecipeError, in_words
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from hf_ckpt.watch import Watch
+    from hf_ckpt.distributed.watchdog import Watch
 
 DEFAULT_TIMEOUT_S = 1800
 """How long one process waits for another in a stage: as long as collectives do, if nothing else is said."""
@@ -61,7 +61,7 @@ class Together:
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            from hf_ckpt.watch import Watch, own
+            from hf_ckpt.distributed.watchdog import Watch, own
 
             self._watch = Watch(own(self._store), self.rank, self.size, outlasts_training=True)
             self._watch.is_connected.wait(_CONNECT_S)

@@ -1,0 +1,1 @@
+"""Processes, and engines of others: what ranks say to each other, FSDP and DeepSpeed."""
