@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from hf_ckpt.finetune.estimate.questions import max_length, plan, simulate
     from hf_ckpt.finetune.recipe import load_recipe
-    from hf_ckpt.patch import apply, remove
+    from hf_ckpt.patch.apply import apply, remove
     from hf_ckpt.policy.plan import Plan
     from hf_ckpt.policy.policy import Policy
     from hf_ckpt.structure.layers import find_layers
@@ -70,12 +70,12 @@ _HOMES = {
     "HFCkptCallback": "hf_ckpt.callback",
     "Plan": "hf_ckpt.policy.plan",
     "Policy": "hf_ckpt.policy.policy",
-    "apply": "hf_ckpt.patch",
+    "apply": "hf_ckpt.patch.apply",
     "find_layers": "hf_ckpt.structure.layers",
     "load_recipe": "hf_ckpt.finetune.recipe",
     "max_length": "hf_ckpt.finetune.estimate.questions",
     "plan": "hf_ckpt.finetune.estimate.questions",
-    "remove": "hf_ckpt.patch",
+    "remove": "hf_ckpt.patch.apply",
     "simulate": "hf_ckpt.finetune.estimate.questions",
 }
 

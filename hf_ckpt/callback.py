@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt import ranks, reporters, use_cache
+from hf_ckpt import ranks, reporters
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.auto.lengths import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
@@ -22,20 +22,20 @@ from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, 
 from hf_ckpt.figures import GIB, StepClock, offload_figures, peak_memory, recomputed_share
 from hf_ckpt.first_step import FirstStep
 from hf_ckpt.input_gradients import InputGradients, choose
-from hf_ckpt.leftover import look_out
 from hf_ckpt.memory.allowed import Exact
-from hf_ckpt.patch import Applied, offloaders_of, remove, train_call_of
+from hf_ckpt.patch.apply import Applied, offloaders_of, remove, train_call_of, use_cache
+from hf_ckpt.patch.checks import check_compiler, check_engine
+from hf_ckpt.patch.leftover import look_out
+from hf_ckpt.patch.stack_patch import LEFTOVER
+from hf_ckpt.patch.train_call import train_call
+from hf_ckpt.patch.use_cache import UseCache
 from hf_ckpt.policy.modifiers import Prove, Tiles, parse_prove
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Mode, Policy, SegmentSize
-from hf_ckpt.refusals import check_compiler, check_engine
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
-from hf_ckpt.stack_patch import LEFTOVER
-from hf_ckpt.train_call import train_call
 from hf_ckpt.units import parse_budget
-from hf_ckpt.use_cache import UseCache
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.asked import Auto

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.call import is_in_backward, tensors_of
 from hf_ckpt.structure.layers import Layer, Stack
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_ckpt.distributed.store import exchange, num_processes
 from hf_ckpt.errors import OtherProcessError, PlanMismatchError, in_words
-from hf_ckpt.patch import Applied, apply, make_plan
+from hf_ckpt.patch.apply import Applied, apply, make_plan
 from hf_ckpt.policy.modifiers import Prove
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy

@@ -48,7 +48,7 @@ def lora(case: zoo.Case, **options: object) -> zoo.Case:
     return zoo.Case(case.model_type, get_peft_model(case.model, config), case.inputs)
 
 
-def apply(model: nn.Module, policy: str, prove: Prove = "first_step") -> hf_ckpt.patch.Applied:
+def apply(model: nn.Module, policy: str, prove: Prove = "first_step") -> hf_ckpt.patch.apply.Applied:
     """Put one of `POLICIES` in force."""
     mode, options = POLICIES[policy]
     return hf_ckpt.apply(model, mode, prove=prove, **options)

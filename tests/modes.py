@@ -49,7 +49,7 @@ def is_bitwise(mode: str) -> bool:
 
 
 @contextmanager
-def in_force(case: zoo.Case, mode: str, folder: Path) -> Iterator[hf_ckpt.patch.Applied]:
+def in_force(case: zoo.Case, mode: str, folder: Path) -> Iterator[hf_ckpt.patch.apply.Applied]:
     """Put one of `MODES` in force; a disk is a folder."""
     policy, options = MODES[mode]
     if mode == "disk":

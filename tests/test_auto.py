@@ -33,7 +33,7 @@ from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.devices import CPU, GIB, Device, find_device
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.policy import Mode, Policy
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, weights

@@ -607,7 +607,7 @@ def test_callback_that_is_added_beside_another_is_refused_and_leaves_no_plan(tmp
     with pytest.raises(PolicyError) as raised:
         run.train()
     assert str(raised.value).startswith(TWO)
-    assert hf_ckpt.patch.plan_of(model) is None
+    assert hf_ckpt.patch.apply.plan_of(model) is None
     assert [name for module in model.modules() for name in vars(module) if name.startswith("_hf_ckpt")] == []
     assert model.config.use_cache is True
 

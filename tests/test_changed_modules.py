@@ -50,7 +50,7 @@ WRITTEN = r"since its forward weights were written to"
 IN_PLACE = "has been modified by an inplace operation"
 
 
-def in_force(case: zoo.Case, way: str) -> hf_ckpt.patch.Applied:
+def in_force(case: zoo.Case, way: str) -> hf_ckpt.patch.apply.Applied:
     """Put a policy in force without the proof of the first step: these changes come in any step."""
     policy, options = MODES[way] if way in MODES else exactness.POLICIES[way]
     return hf_ckpt.apply(case.model, policy, **options, prove="off")

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_ckpt
-from hf_ckpt import patch
+from hf_ckpt.patch.apply import apply
 from tests import exactness, traces, zoo
 from tests.exactness import every_kind_of_policy, every_policy
 
@@ -67,7 +67,7 @@ def test_plans_of_a_model_and_its_copy_are_removed_apart(copied: Callable[[nn.Mo
     other = copied(case.model)
     assert hf_ckpt.remove(other) is True
     assert hf_ckpt.remove(other) is False
-    assert patch.plan_of(case.model) is applied.plan
+    assert apply.plan_of(case.model) is applied.plan
     for one, two in zip(case.model.modules(), other.modules(), strict=True):
         assert "_hf_ckpt_applied" not in two.__dict__
         assert found[name_of(case.model, one)].keys() == two.__dict__.keys()
@@ -77,7 +77,7 @@ def test_plans_of_a_model_and_its_copy_are_removed_apart(copied: Callable[[nn.Mo
 
     second = copied(case.model)
     applied.remove()
-    assert patch.plan_of(second) == applied.plan
+    assert apply.plan_of(second) == applied.plan
     case.model.zero_grad()
     assert traces.differences(found, traces.snapshot(case.model)) == []
     with exactness.counted_entries(second) as (_, backward):

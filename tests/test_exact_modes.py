@@ -20,10 +20,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt.position_wise import tiled_modules
+from hf_ckpt.patch.layer_settings import set_forward
+from hf_ckpt.patch.stack_patch import StackPatch
+from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
-from hf_ckpt.settings import set_forward
-from hf_ckpt.stack_patch import StackPatch
 from hf_ckpt.structure.layers import find_layers
 from tests import exactness, zoo
 from tests.exactness import Result
@@ -156,7 +156,7 @@ def test_step_is_that_of_no_plan(setting: str, mode: str, tmp_path: Path) -> Non
 
 
 def check_effect(
-    setting: str, mode: str, applied: hf_ckpt.patch.Applied, forward: Counter[str], backward: Counter[str]
+    setting: str, mode: str, applied: hf_ckpt.patch.apply.Applied, forward: Counter[str], backward: Counter[str]
 ) -> None:
     """Assert that the mode did what it is for, or nothing was put to the test."""
     num_batches = 2 if setting == "accumulation" else 1

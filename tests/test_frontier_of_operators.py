@@ -21,7 +21,7 @@ from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step, trace_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Phase
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
 from tests import zoo

@@ -86,7 +86,7 @@ def step(model: nn.Module, loss_of: Loss = own_loss) -> tuple[Tensor, dict[str, 
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def chunked(model: nn.Module) -> hf_ckpt.patch.Applied:
+def chunked(model: nn.Module) -> hf_ckpt.patch.apply.Applied:
     return hf_ckpt.apply(model, "none", head="chunked")
 
 

@@ -69,7 +69,7 @@ def test_copy_carries_the_plan_and_runs_itself(mode: str, copied: Callable[[Any]
         assert not forward
         assert all(parameter.grad is None for parameter in case.model.parameters())
         hf_ckpt.remove(twin.model)
-        assert hf_ckpt.patch.plan_of(case.model) is not None
+        assert hf_ckpt.patch.apply.plan_of(case.model) is not None
         assert exactness.differences(expected, exactness.step(case)) == []
 
 
@@ -127,5 +127,5 @@ def test_trainer_with_evaluation_logs_what_it_logs_without_a_plan(mode: str, tmp
     got.train()
     assert len(training.losses(got)) == 4
     assert training.losses(got) == pytest.approx(training.losses(expected), rel=0 if is_bitwise(mode) else CLOSE)
-    assert hf_ckpt.patch.plan_of(got.model) is None
+    assert hf_ckpt.patch.apply.plan_of(got.model) is None
     assert got.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=CLOSE)

@@ -81,7 +81,7 @@ def test_plan_is_back_after_a_round_trip_of_transformers_own_checkpointing(
                 switch(case.model, "enable")
                 assert exactness.recomputed(case) == planned
                 assert exactness.differences(expected, exactness.step(case)) == []
-    said = [record.getMessage() for record in caplog.records if record.name == "hf_ckpt.stack_patch"]
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_ckpt.patch.stack_patch"]
     # Once, although it happened twice.
     assert len(said) == 1
     assert said[0].startswith("4 layers of model.layers were switched to another activation checkpointing (")

@@ -11,8 +11,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt import patch
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError, UnsupportedError
+from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.structure.layers import find_layers
@@ -180,12 +180,12 @@ def test_context_manager_removes_the_plan_when_the_block_raises() -> None:
 
 def test_summary_and_plan_are_of_what_is_in_force() -> None:
     model = llama().model
-    assert patch.plan_of(model) is None
+    assert apply.plan_of(model) is None
     with hf_ckpt.apply(model, "full", every_n_layers=2) as applied:
-        assert patch.plan_of(model) is applied.plan
+        assert apply.plan_of(model) is applied.plan
         assert applied.summary() == applied.plan.summary()
         assert applied.plan.model_class == "LlamaForCausalLM"
-    assert patch.plan_of(model) is None
+    assert apply.plan_of(model) is None
 
 
 # --- A failure leaves the model whole. ---
@@ -202,15 +202,15 @@ def test_failure_in_the_middle_leaves_the_model_whole(
 ) -> None:
     case = exactness.build("t5")
     found = traces.snapshot(case.model)
-    original = getattr(patch.StackPatch, method)
+    original = getattr(apply.StackPatch, method)
     calls = iter(range(1, 100))
 
-    def failing(self: patch.StackPatch, *args: Any) -> None:
+    def failing(self: apply.StackPatch, *args: Any) -> None:
         if next(calls) == call:
             raise Stumbled
         original(self, *args)
 
-    monkeypatch.setattr(patch.StackPatch, method, failing)
+    monkeypatch.setattr(apply.StackPatch, method, failing)
     with pytest.raises(Stumbled):
         exactness.apply(case.model, policy)
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy

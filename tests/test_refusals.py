@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.refusals import check_engine
+from hf_ckpt.patch.checks import check_engine
 from tests import exactness, modes, plain_models, traces, zoo
 from tests.exactness import POLICIES, Result
 
@@ -336,6 +336,6 @@ def test_checkpoint_function_of_another_library_is_refused(monkeypatch: pytest.M
     def reentrant(*args: object) -> None:
         """Another library's."""
 
-    monkeypatch.setattr("hf_ckpt.refusals.checkpoint", reentrant)
+    monkeypatch.setattr("hf_ckpt.patch.checks.checkpoint", reentrant)
     with pytest.raises(UnsupportedError, match=r"was .*test_refusals.*reentrant already when hf_ckpt was imported"):
         hf_ckpt.apply(zoo.build("llama").model, "full")

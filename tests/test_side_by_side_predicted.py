@@ -19,7 +19,7 @@ from benchmarks.side_by_side.predicted import DEVICE, is_done, judged, path_of, 
 from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 

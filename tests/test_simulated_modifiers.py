@@ -24,7 +24,7 @@ from hf_ckpt.memory.planner import Planner
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy

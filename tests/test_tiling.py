@@ -26,7 +26,7 @@ from hf_ckpt.memory.devices import CPU, DEVICES
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Phase
-from hf_ckpt.position_wise import tiled_modules
+from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.regions import tiling
 from hf_ckpt.regions.slices import Cut
 from hf_ckpt.regions.tiling import Tiling, run_tiled
@@ -788,7 +788,7 @@ def test_the_first_step_is_as_planned(mode: str, adapters: bool) -> None:
 
 
 def test_tiles_that_are_not_recomputed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_ckpt.settings.Tiling", partial(Tiling, recomputes=False))
+    monkeypatch.setattr("hf_ckpt.patch.layer_settings.Tiling", partial(Tiling, recomputes=False))
     case = exactness.build("llama")
     (fault,) = faults(case.model, lambda: exactness.step(case), "none")
     assert fault.startswith(

@@ -35,7 +35,7 @@ every_policy_with_tiles = pytest.mark.parametrize("policy", [*POLICIES, *TILES])
 tiles = pytest.mark.parametrize("policy", TILES)
 
 
-def apply(model: nn.Module, policy: str) -> hf_ckpt.patch.Applied:
+def apply(model: nn.Module, policy: str) -> hf_ckpt.patch.apply.Applied:
     mode, options = {**POLICIES, **TILES}[policy]
     return hf_ckpt.apply(model, mode, **options)
 

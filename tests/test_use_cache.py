@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.use_cache import UseCache
+from hf_ckpt.patch.use_cache import UseCache
 from tests import exactness, zoo
 from tests.training import During, llama, lora, rows, trainer
 

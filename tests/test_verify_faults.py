@@ -18,10 +18,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hf_ckpt import patch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.finetune.verify import causes
 from hf_ckpt.finetune.verify.leeway import HALF
+from hf_ckpt.patch.apply import apply
 from hf_ckpt.regions import recompute, segments, tiling
 from hf_ckpt.regions.call import is_in_backward
 from hf_ckpt.regions.head import chunks
@@ -453,7 +453,7 @@ def test_batch_norm_is_refused_and_the_refusal_is_the_verdict(tmp_path: Path) ->
 
 
 def test_batch_norm_that_is_updated_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(patch, "check_exact", lambda *args: None)
+    monkeypatch.setattr(apply, "check_exact", lambda *args: None)
     details = failed(report(tmp_path, setup=with_batch_norm, **FULL))
     assert details["buffers"].startswith("3 buffers differ (model.layers.1.mlp.norm.num_batches_tracked")
     assert "recomputation wrote a second time" in details["buffers"]

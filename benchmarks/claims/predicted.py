@@ -30,7 +30,7 @@ from hf_ckpt.memory.largest import largest
 from hf_ckpt.memory.reading import sort
 from hf_ckpt.memory.simulate import simulate_step, trace_step
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Policy
 
 RESULT = Path(__file__).parents[1] / "results" / "claims_predicted.json"

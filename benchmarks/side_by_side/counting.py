@@ -24,7 +24,7 @@ from hf_ckpt.memory.tape import Change, Event
 from hf_ckpt.memory.timeline import Category, Phase, Timeline
 from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.memory.watching import watch
-from hf_ckpt.patch import offloaders_of
+from hf_ckpt.patch.apply import offloaders_of
 from hf_ckpt.structure.layers import find_layers
 
 _MOST_POINTS = 200

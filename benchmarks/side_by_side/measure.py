@@ -26,7 +26,7 @@ from benchmarks.side_by_side.step import TrainingStep
 from benchmarks.side_by_side.timing import empty, figures_of, turn
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.patch import plan_of
+from hf_ckpt.patch.apply import plan_of
 from hf_ckpt.policy.plan import Plan
 
 Say = Callable[[str], None]

@@ -34,7 +34,7 @@ from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import StepMemory
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.units import format_bytes

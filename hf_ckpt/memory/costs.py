@@ -24,11 +24,11 @@ from hf_ckpt.memory.operators import is_kept_selectively
 from hf_ckpt.memory.simulate import trace_step
 from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.tape import Region
-from hf_ckpt.patch import make_plan
+from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.patch.tileable import random_modules, tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode, Policy
-from hf_ckpt.position_wise import random_modules, tiled_modules
 from hf_ckpt.structure.layers import Layer, find_layers
 
 TILED = (LayerPlan(Mode.FULL, tiles="auto"), LayerPlan(Mode.NONE, tiles="auto"))

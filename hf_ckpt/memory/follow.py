@@ -22,7 +22,7 @@ from hf_ckpt.memory.step import Step
 from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.memory.watching import watch
-from hf_ckpt.patch import offloaders_of, plan_of
+from hf_ckpt.patch.apply import offloaders_of, plan_of
 from hf_ckpt.structure.layers import find_layers
 
 _OWN_METHODS = ("get_batch_samples", "training_step")

@@ -31,7 +31,7 @@ from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.memory.twin import fake_twin
 from hf_ckpt.memory.watching import watch
-from hf_ckpt.patch import apply, make_plan
+from hf_ckpt.patch.apply import apply, make_plan
 from hf_ckpt.policy.modifiers import Prove
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy

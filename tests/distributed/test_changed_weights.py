@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def applied(model: nn.Module, way: str) -> hf_ckpt.patch.Applied:
+def applied(model: nn.Module, way: str) -> hf_ckpt.patch.apply.Applied:
     if way == "segments":
         return hf_ckpt.apply(model, "full", segment_size=2, prove="off")
     return hf_ckpt.apply(model, way, prove="off")

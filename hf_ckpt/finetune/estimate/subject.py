@@ -27,11 +27,11 @@ from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.step import Step
-from hf_ckpt.patch import check_plan
+from hf_ckpt.patch.apply import check_plan
+from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import AUTO
-from hf_ckpt.refusals import check_exact
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from hf_ckpt.patch.tileable import random_modules, tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode, Tiles
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.position_wise import random_modules, tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.structure.layers import Layer, Stack
 

@@ -31,7 +31,7 @@ from hf_ckpt.finetune.verify.depth import KeptStack
 from hf_ckpt.finetune.verify.special_tokens import with_tokens
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.finetune.verify.weights import make_weights
-from hf_ckpt.patch import apply
+from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.structure.layers import Stack, find_layers
 

@@ -33,9 +33,9 @@ from hf_ckpt.finetune.verify.locate import OperatorWatch
 from hf_ckpt.finetune.verify.record import Failure, Record, WatchedLayer
 from hf_ckpt.finetune.verify.recorder import Recorder, plain_attributes
 from hf_ckpt.finetune.verify.subject import Subject
+from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
-from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.saved_files import WRAPPERS
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other

@@ -18,12 +18,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
+from hf_ckpt.patch.train_call import TrainCall
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.call import is_cache
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.structure.layers import members
-from hf_ckpt.train_call import TrainCall
 
 logger = logging.getLogger(__name__)
 

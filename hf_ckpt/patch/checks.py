@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
-from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.offload import check_path
 from hf_ckpt.regions.selective import Saves, check_saves
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model

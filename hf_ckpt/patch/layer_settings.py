@@ -14,10 +14,11 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import fsdp
+from hf_ckpt.patch.stack_patch import FLAG, FORWARD, FUNCTION, Doors, StackPatch
+from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
-from hf_ckpt.position_wise import tiled_modules
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload import Offloader, announced, offloaded
 from hf_ckpt.regions.recompute import recompute, run_region
@@ -26,7 +27,6 @@ from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective import Saves, Selection, recompute_selectively
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
-from hf_ckpt.stack_patch import FLAG, FORWARD, FUNCTION, Doors, StackPatch
 from hf_ckpt.structure.layers import Layer, Stack
 
 Region = Callable[..., Any]

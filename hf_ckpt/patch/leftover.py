@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.patch import Applied, remove_leftover
-from hf_ckpt.train_call import TrainCall, train_call
+from hf_ckpt.patch.apply import Applied, remove_leftover
+from hf_ckpt.patch.train_call import TrainCall, train_call
 
 _SAVE, _TRAIN = "save_pretrained", "train"
 

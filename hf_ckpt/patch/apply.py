@@ -18,20 +18,20 @@ from torch import nn
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
+from hf_ckpt.patch.checks import check_exact, check_model, check_places
+from hf_ckpt.patch.layer_settings import Hosts, place, set_forward
+from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
+from hf_ckpt.patch.train_call import TrainCall
+from hf_ckpt.patch.use_cache import leave_out_of_training_forwards
 from hf_ckpt.policy.modifiers import HeadMode, Prove, Tiles, parse_prove
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import Mode, Policy, SegmentSize
-from hf_ckpt.refusals import check_exact, check_model, check_places
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.value_proof import ValueProof
-from hf_ckpt.settings import Hosts, place, set_forward
-from hf_ckpt.stack_patch import FLAG, HANDLE, StackPatch
 from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parameter_shapes import unwrapped
-from hf_ckpt.train_call import TrainCall
-from hf_ckpt.use_cache import leave_out_of_training_forwards
 
 logger = logging.getLogger(__name__)
 
