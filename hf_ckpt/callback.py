@@ -13,15 +13,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt import ranks, reporters
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.auto.lengths import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
 from hf_ckpt.distributed import fsdp, watchdog
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, SavedFilesError, as_written
-from hf_ckpt.figures import GIB, StepClock, offload_figures, peak_memory, recomputed_share
-from hf_ckpt.first_step import FirstStep
-from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.memory.allowed import Exact
 from hf_ckpt.patch.apply import Applied, offloaders_of, remove, train_call_of, use_cache
 from hf_ckpt.patch.checks import check_compiler, check_engine
@@ -34,7 +30,11 @@ from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Mode, Policy, SegmentSize
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.module_state import STATE, ModuleState
-from hf_ckpt.saved_files import SavedFiles, check_can_be_saved
+from hf_ckpt.trainer import ranks, reporters
+from hf_ckpt.trainer.first_step import FirstStep
+from hf_ckpt.trainer.input_gradients import InputGradients, choose
+from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
+from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.figures import recomputed_share
 from hf_ckpt.regions.offload.plain import PlainWire
+from hf_ckpt.trainer.metrics import recomputed_share
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
 from tests.training import During, changed, counted, llama, lora, losses, trainer, weights
@@ -355,7 +355,7 @@ def test_tokens_per_second_leave_out_the_first_step_and_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = itertools.count()
-    monkeypatch.setattr("hf_ckpt.figures.time.perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr("hf_ckpt.trainer.metrics.time.perf_counter", lambda: float(next(seconds)))
     used = callback("full")
     trainer(llama(), tmp_path, used, max_steps=3, gradient_accumulation_steps=2, **BUSY).train()
     # Two batches of two texts of eight tokens a step, which begins and ends a second later.

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, find_layers
-from hf_ckpt.first_step import FirstStep
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.trainer.first_step import FirstStep
 from tests import plain_models, zoo
 from tests.exactness import POLICIES
 from tests.training import During, llama, lora, losses, rows, trainer

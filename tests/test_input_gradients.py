@@ -14,7 +14,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.input_gradients import input_embeddings
+from hf_ckpt.trainer.input_gradients import input_embeddings
 from tests import zoo
 from tests.exactness import POLICIES
 from tests.training import During, llama, lora, losses, trainer

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import save as save_shards
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_ckpt.errors import SavedFilesError, UnsupportedError
-from hf_ckpt.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
+from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 from tests import training, twins, zoo
 
 ADAPTER = "adapter_model.safetensors"

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.first_step import FirstStep
 from hf_ckpt.regions.selective import Saves, Selection, kernels, linears, recompute_selectively
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, traces, zoo
 from tests.exactness import Result
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt import ranks
 from hf_ckpt.auto.allowances import as_granted, within_host
 from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.distributed.store import num_processes
@@ -37,6 +36,7 @@ from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.trainer import ranks
 from hf_ckpt.units import format_bytes
 
 logger = logging.getLogger(__name__)

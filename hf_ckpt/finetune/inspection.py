@@ -12,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
-from hf_ckpt.figures import recomputed_share
 from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.estimate.ledger import ledger, outside
 from hf_ckpt.finetune.estimate.subject import describe_batch, subject_of
@@ -27,6 +26,7 @@ from hf_ckpt.policy.plan import resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
+from hf_ckpt.trainer.metrics import recomputed_share
 from hf_ckpt.units import format_bytes
 
 _KEEPS = {

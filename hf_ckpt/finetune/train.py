@@ -46,7 +46,7 @@ from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
+from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
 _NUM_SAMPLE_TOKENS = 48

@@ -24,7 +24,6 @@ from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import made, with_adapter
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import POLICY_OPTIONS
-from hf_ckpt.input_gradients import InputGradients, choose
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.step import Step
 from hf_ckpt.patch.apply import check_plan
@@ -34,6 +33,7 @@ from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
+from hf_ckpt.trainer.input_gradients import InputGradients, choose
 
 _STRUCTURE = ("layers", "attention", "ffn")
 # Initial values made from the weights need the weights, and change no size.

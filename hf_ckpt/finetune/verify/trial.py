@@ -36,9 +36,9 @@ from hf_ckpt.finetune.verify.subject import Subject
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
-from hf_ckpt.saved_files import WRAPPERS
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
+from hf_ckpt.trainer.saved_files import WRAPPERS
 
 # Names that wrappers of torch give to what they wrap: activation checkpointing, FSDP1, torch.compile.
 _STRUCTURE = ("layers", "attention", "ffn")

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.input_gradients import input_embeddings
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.offload import Stats
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parameter_shapes import Shapes, parameter_shapes
+from hf_ckpt.trainer.input_gradients import input_embeddings
 
 GIB = 2**30
 

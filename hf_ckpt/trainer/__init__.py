@@ -1,0 +1,1 @@
+"""What the callback uses during a run of the Trainer."""
