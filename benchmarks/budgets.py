@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.costs import chain_of
-from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.planned import Plans
 from hf_ckpt.memory.planner import Planner
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
 
 RESULTS = Path(__file__).parent / "results"
 

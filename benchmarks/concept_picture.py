@@ -24,13 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
-from hf_ckpt.memory.operators import operator_cost
-from hf_ckpt.memory.plots import COLOURS
-from hf_ckpt.memory.reading import sort
-from hf_ckpt.memory.tape import Change, Event, Tape
-from hf_ckpt.memory.timeline import Category, Phase
-from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
-from hf_ckpt.memory.watching import watch
+from hf_ckpt.simulation.op_costs import operator_cost
+from hf_ckpt.simulation.plots import COLOURS
+from hf_ckpt.simulation.reading import sort
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import Change, Event, Tape
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.simulation.watching import watch
 from hf_ckpt.structure.layers import find_layers
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.cases import step
-from hf_ckpt.memory.tape import Change
-from hf_ckpt.memory.timeline import Category
-from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.simulation.step_memory import Category
+from hf_ckpt.simulation.tape import Change
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 
 _SIGN = {Change.ALLOCATE: 1, Change.FREE: -1}
 

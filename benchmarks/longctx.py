@@ -46,9 +46,9 @@ from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.devices import CPU, Device, find_device
 from hf_ckpt.memory.follow import follow_trainer
-from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.simulation.devices import CPU, Device, find_device
+from hf_ckpt.simulation.step_memory import StepMemory
 
 RESULTS = Path(__file__).parent / "results"
 SPEED_LENGTHS = (8192, 16384, 32768, 65536)

@@ -27,13 +27,13 @@ from hf_ckpt.finetune.estimate.least import least_plans
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.memory.devices import find_device
 from hf_ckpt.memory.largest import Limit
-from hf_ckpt.memory.reading import sort
-from hf_ckpt.memory.simulate import trace_step
-from hf_ckpt.memory.tape import Change, Storage, Tape
-from hf_ckpt.memory.timeline import Phase, StepMemory
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.reading import sort
+from hf_ckpt.simulation.simulator import trace_step
+from hf_ckpt.simulation.step_memory import Phase, StepMemory
+from hf_ckpt.simulation.tape import Change, Storage, Tape
 from hf_ckpt.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results"

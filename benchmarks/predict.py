@@ -37,11 +37,11 @@ from benchmarks.resumable import carry_out
 from benchmarks.side_by_side.text import text_of
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.devices import Device, this_device
 from hf_ckpt.memory.gauges import Clock, Memory
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.simulation.devices import Device, this_device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

@@ -35,7 +35,7 @@ def quantize(model: Any, options: dict[str, Any]) -> None:
 def _quantize_on_meta(model: Any, options: dict[str, Any]) -> None:
     from transformers import BitsAndBytesConfig
 
-    from hf_ckpt.memory.quantized import quantize_on_meta
+    from hf_ckpt.simulation.quantized import quantize_on_meta
 
     config = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import environment
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.memory.devices import CPU
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category
 
 RESULT = Path(__file__).parent / "results" / "resident_cpu.json"
 _STATUS = Path("/proc/self/status")

@@ -50,9 +50,9 @@ def simulate(case: Case) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hf_ckpt.memory.devices import find_device
-    from hf_ckpt.memory.simulate import simulate_step
-    from hf_ckpt.memory.step import Step
+    from hf_ckpt.simulation.devices import find_device
+    from hf_ckpt.simulation.simulator import simulate_step
+    from hf_ckpt.simulation.step import Step
 
     imported = time.process_time()
     sizes = asdict(case)

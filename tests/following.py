@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.memory.devices import CPU
 from hf_ckpt.memory.follow import follow_trainer
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 
 VOCAB = 512
 LENGTH = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_ckpt.memory.timeline import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
+from hf_ckpt.simulation.step_memory import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
 
 GIB = 2**30
 MIB = 2**20

@@ -10,8 +10,8 @@ import pytest
 from hf_ckpt.errors import BudgetError, PolicyError, UnsupportedError
 from hf_ckpt.memory.advice import Change, nothing_fits, where_it_lies
 from hf_ckpt.memory.largest import Limit, largest
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, Timeline
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 
 pytestmark = pytest.mark.core
 

@@ -159,5 +159,5 @@ def test_bytes_are_shown_in_the_largest_unit(num_bytes: int, text: str) -> None:
 
 
 def test_reading_a_budget_needs_no_torch() -> None:
-    program = "import sys, hf_ckpt.units, hf_ckpt.memory.devices; sys.exit('torch' in sys.modules)"
+    program = "import sys, hf_ckpt.units, hf_ckpt.simulation.devices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -27,15 +27,15 @@ from hf_ckpt.auto import planning
 from hf_ckpt.auto.budgets import Free, _usable
 from hf_ckpt.auto.lengths import Batch, largest_batch
 from hf_ckpt.auto.planning import _stepped
-from hf_ckpt.auto.skeleton import skeleton
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.devices import CPU, GIB, Device, find_device
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.simulation.devices import CPU, GIB, Device, find_device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.skeleton import skeleton
+from hf_ckpt.simulation.step import Step
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, weights
 
 ROWS, LONGEST = 2, 64

@@ -12,7 +12,7 @@ from benchmarks.claims import behaviours, formulas, measure, overhead, parts, pr
 from benchmarks.claims.following import Followed
 from benchmarks.claims.measure import EXPERIMENTS, run
 from benchmarks.claims.small import HEADS, HIDDEN, Chain, batch, follow_chain, follow_llama, llama, policy
-from hf_ckpt.memory.timeline import Phase
+from hf_ckpt.simulation.step_memory import Phase
 
 TOKENS = 32
 FFN = HIDDEN * 11008 // 4096

@@ -21,10 +21,10 @@ from benchmarks.side_by_side.contender import GROUPS, Contender, NotHereError
 from benchmarks.side_by_side.theirs import accelerate_fsdp, compiled, torchtitan_like, transformers_own, trl_offload
 from benchmarks.side_by_side.theirs.accelerate_fsdp import resizing_followed
 from benchmarks.side_by_side.theirs.compiled import GraphTracker
-from hf_ckpt.memory.operators import operator_cost
-from hf_ckpt.memory.tape import Change
-from hf_ckpt.memory.timeline import Category
-from hf_ckpt.memory.tracker import parameters_and_buffers
+from hf_ckpt.simulation.op_costs import operator_cost
+from hf_ckpt.simulation.step_memory import Category
+from hf_ckpt.simulation.tape import Change
+from hf_ckpt.simulation.tracker import parameters_and_buffers
 from tests import traces
 
 # peft goes by a name that transformers 5.23 gives up.

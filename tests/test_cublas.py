@@ -7,14 +7,14 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.devices import CPU, find_device, workspace_bytes
-from hf_ckpt.memory.evaluation import simulate_evaluation
-from hf_ckpt.memory.on_cuda.cublas import add_workspaces
 from hf_ckpt.memory.planned import plan_for
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Event, Tape
-from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory
+from hf_ckpt.simulation.cuda.cublas import add_workspaces
+from hf_ckpt.simulation.devices import CPU, find_device, workspace_bytes
+from hf_ckpt.simulation.evaluation import simulate_evaluation
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
+from hf_ckpt.simulation.tape import Event, Tape
 from tests import exactness
 
 A100, H100 = find_device("a100-80gb"), find_device("h100")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.memory import devices
-from hf_ckpt.memory.devices import (
+from hf_ckpt.simulation import devices
+from hf_ckpt.simulation.devices import (
     CPU,
     DEVICES,
     GIB,
@@ -236,7 +236,7 @@ def test_own_card_has_the_rates_of_the_table_and_the_memory_that_it_reports(monk
 def test_card_that_is_not_in_the_table_is_derived_from_its_clocks(
     name: str, fields: dict[str, object], tflops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_ckpt.memory.devices._prefers_cudnn", lambda: True)
+    monkeypatch.setattr("hf_ckpt.simulation.devices._prefers_cudnn", lambda: True)
     found = on_cuda(monkeypatch, properties("NVIDIA Prototype 1", **fields))
     known = find_device(name)
     assert found.name == "prototype1"

@@ -20,11 +20,11 @@ from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
 from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, StepMemory
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, StepMemory
 from tests import small_recipes, steps_by_hand
 from tests.steps_by_hand import GIB, MIB
 

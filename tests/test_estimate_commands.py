@@ -16,7 +16,7 @@ from hf_ckpt.cli import main
 from hf_ckpt.finetune.estimate import estimate as estimates
 from hf_ckpt.finetune.estimate.estimate import AUTO, RECIPE, Estimate, Row
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.memory.devices import Device
+from hf_ckpt.simulation.devices import Device
 from tests import small_recipes, steps_by_hand
 
 Estimates = Callable[..., list[tuple[Subject, tuple[Device, ...]]]]

@@ -16,7 +16,7 @@ from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
 from hf_ckpt.finetune.estimate.subject import Subject, describe_batch, subject_of
 from hf_ckpt.finetune.estimate.training_step import step_of
-from hf_ckpt.memory.step import Sharding
+from hf_ckpt.simulation.step import Sharding
 from tests import small_recipes
 
 ROOT = Path(__file__).parents[1]

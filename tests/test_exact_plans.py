@@ -14,19 +14,19 @@ from torch import nn
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto.allowances import allowed_by, granted_by
 from hf_ckpt.errors import BudgetError, PolicyError
-from hf_ckpt.memory import planned
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.memory.choices import entries_of, predict
-from hf_ckpt.memory.devices import Device, find_device
 from hf_ckpt.memory.exactness import CHUNKED_HEAD, TILES, Exactness, inexact_parts
 from hf_ckpt.memory.offload_costs import offloaded
 from hf_ckpt.memory.planned import Planned, plan_for
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, StepTime, Timeline
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.simulation import planned
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, StepTime, Timeline
 
 MIB, LAYERS = 2**20, 4
 TILED = replace(FULL, tiles="auto")

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.memory.concrete import Concrete
-from hf_ckpt.memory.fake_kernels import explain, substitute
-from hf_ckpt.memory.twin import fake_twin
+from hf_ckpt.simulation.constant_folding import Concrete
+from hf_ckpt.simulation.fake_kernels import explain, substitute
+from hf_ckpt.simulation.fake_model import fake_twin
 from tests import zoo
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default

@@ -14,16 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.memory.chain import FULL, NONE, Chain, Cost
 from hf_ckpt.memory.costs import chain_of
-from hf_ckpt.memory.devices import DEVICES
 from hf_ckpt.memory.layer_costs import Reading
 from hf_ckpt.memory.operator_frontier import operator_points
 from hf_ckpt.memory.planner import Planner
-from hf_ckpt.memory.simulate import simulate_step, trace_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Phase
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.simulation.devices import DEVICES
+from hf_ckpt.simulation.simulator import simulate_step, trace_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Phase
 from tests import zoo
 from tests.following import Run
 

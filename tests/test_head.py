@@ -27,13 +27,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
-from hf_ckpt.memory.devices import find_device
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, Phase
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.regions.head import Chunking, DeferredLogits
 from hf_ckpt.regions.head.gradients import InParts
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from tests import traces, training
 

@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_ckpt.memory.devices import CPU, DEVICES, Device
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Phase, StepMemory
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import CPU, DEVICES, Device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Phase, StepMemory
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 BF16 = torch.bfloat16

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import Trainer, TrainingArguments
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.memory.optimizers import SUPPORTED, host_tensors, is_paged, make_optimizer
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation.optimizers import SUPPORTED, host_tensors, is_paged, make_optimizer
+from hf_ckpt.simulation.step import Step
 
 
 class Model(nn.Module):

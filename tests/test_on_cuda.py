@@ -17,12 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from hf_ckpt.memory.concrete import Concrete
-from hf_ckpt.memory.devices import CPU, DEVICES, Device
-from hf_ckpt.memory.on_cuda import as_on_cuda, attention_to_build, restore_attention
-from hf_ckpt.memory.on_cuda.attention import Kernel, choose_kernel
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.twin import fake_twin
+from hf_ckpt.simulation.constant_folding import Concrete
+from hf_ckpt.simulation.cuda import as_on_cuda, attention_to_build, restore_attention
+from hf_ckpt.simulation.cuda.attention import Kernel, choose_kernel
+from hf_ckpt.simulation.devices import CPU, DEVICES, Device
+from hf_ckpt.simulation.fake_model import fake_twin
+from hf_ckpt.simulation.step import Step
 from tests.live_storages import LiveStorages
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

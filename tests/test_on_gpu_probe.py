@@ -20,9 +20,18 @@ from benchmarks.journal import NO_FIGURES, FileJournal
 from benchmarks.on_gpu import constants, host_probe, probe, sdpa_probe
 from benchmarks.on_gpu.setting import Setting
 from benchmarks.predict import device_of, fields_of
-from hf_ckpt.memory import devices
 from hf_ckpt.memory.calibrate import rows_of_run
-from hf_ckpt.memory.devices import CPU, DEVICES, MEASURED, RATES, Device, find_device, measured_devices, with_measured
+from hf_ckpt.simulation import devices
+from hf_ckpt.simulation.devices import (
+    CPU,
+    DEVICES,
+    MEASURED,
+    RATES,
+    Device,
+    find_device,
+    measured_devices,
+    with_measured,
+)
 
 GIB = 2**30
 H200 = devices.find_device("h200")

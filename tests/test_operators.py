@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_ckpt.memory.devices import CPU, Device, find_device
-from hf_ckpt.memory.operators import (
+from hf_ckpt.simulation.devices import CPU, Device, find_device
+from hf_ckpt.simulation.op_costs import (
     FREE,
     OperatorCost,
     Queue,

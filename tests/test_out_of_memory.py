@@ -20,8 +20,8 @@ from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.failure import Failure, Figures, Part, RunWatch
 from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.out_of_memory import explanation
-from hf_ckpt.memory.devices import find_device, reserve
-from hf_ckpt.memory.timeline import Category, Phase, Place, StepMemory, Timeline
+from hf_ckpt.simulation.devices import find_device, reserve
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 from tests import small_recipes
 
 MIB, GIB = 2**20, 2**30

@@ -10,7 +10,7 @@ import pytest
 from hf_ckpt import load_recipe
 from hf_ckpt.finetune.estimate.overrides import written
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation.step import Step
 from tests import small_recipes
 
 AUTO = {"policy": "auto", "memory_budget": "1GiB"}

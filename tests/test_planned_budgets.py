@@ -13,15 +13,15 @@ from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.chain import Chain
 from hf_ckpt.memory.choices import to_plan
 from hf_ckpt.memory.costs import chain_of
-from hf_ckpt.memory.devices import CPU, find_device
 from hf_ckpt.memory.planned import plan_for
 from hf_ckpt.memory.planner import Planner
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import CPU, find_device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
 
 TINY = CASES["tiny"]
 

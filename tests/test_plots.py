@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hf_ckpt.memory import plots
-from hf_ckpt.memory.plots import Curve
-from hf_ckpt.memory.timeline import Category, Phase, Place, Timeline
+from hf_ckpt.simulation import plots
+from hf_ckpt.simulation.plots import Curve
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, Timeline
 from tests import steps_by_hand
 from tests.steps_by_hand import GIB
 

@@ -16,8 +16,8 @@ from torch import nn
 from benchmarks import predict
 from benchmarks.journal import FileJournal, ReadJournal
 from benchmarks.predict_cases import CONFIGURATIONS, SEGMENTS, SHAPES, Configuration, build, small
-from hf_ckpt.memory.devices import DEVICES
-from hf_ckpt.memory.timeline import Category
+from hf_ckpt.simulation.devices import DEVICES
+from hf_ckpt.simulation.step_memory import Category
 
 OPTIONS = predict.Options(device="cpu", is_small=True, num_warmup=1, num_steps=1, calibration_s=0.05)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import hf_ckpt
 from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.devices import CPU
 from hf_ckpt.memory.layer_ranges import LayerRanges
 from hf_ckpt.memory.profile import LayerFigures, PhaseFigures, Profile, profile_step
+from hf_ckpt.simulation.devices import CPU
 from tests import exactness, zoo
 
 MIB = 2**20

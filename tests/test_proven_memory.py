@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.memory.devices import CPU, DEVICES
 from hf_ckpt.memory.follow import follow_trainer
 from hf_ckpt.memory.planned import plan_for
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Phase, StepMemory
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.selective import kernels
 from hf_ckpt.regions.tensor_hashes import are_equal, fingerprint, relative_distance, scratch_bytes
+from hf_ckpt.simulation.devices import CPU, DEVICES
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Phase, StepMemory
 from tests import live_storages
 from tests.following import Run
 

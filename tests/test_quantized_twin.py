@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.memory import quantized
-from hf_ckpt.memory.concrete import Concrete
-from hf_ckpt.memory.devices import CPU, DEVICES, Device
-from hf_ckpt.memory.on_cuda import as_on_cuda
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.constant_folding import Concrete
+from hf_ckpt.simulation.cuda import as_on_cuda
+from hf_ckpt.simulation.devices import CPU, DEVICES, Device
+from hf_ckpt.simulation.step import Step
 from tests.live_storages import LiveStorages
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -10,7 +10,7 @@ import pytest
 
 from hf_ckpt import RecipeError
 from hf_ckpt.finetune.estimate.headers import Needs, needs_of, with_needs, written_needs
-from hf_ckpt.memory.devices import CPU, find_device
+from hf_ckpt.simulation.devices import CPU, find_device
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from hf_ckpt.memory.devices import CPU, DEVICES, Device
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions.value_proof import Prove
+from hf_ckpt.simulation.devices import CPU, DEVICES, Device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
 
 pytestmark = pytest.mark.core
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_ckpt.memory.devices import find_device
-from hf_ckpt.memory.sharding import weights_of
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Sharding, Step
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.sharding import weights_of
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.structure.layers import find_layers
 
 WORLD_SIZE = 8

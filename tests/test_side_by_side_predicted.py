@@ -16,12 +16,12 @@ from benchmarks.side_by_side.budgets import Budget
 from benchmarks.side_by_side.cases import CASES, Case, build
 from benchmarks.side_by_side.contenders import CONTENDERS
 from benchmarks.side_by_side.predicted import DEVICE, is_done, judged, path_of, predict, text_of
-from hf_ckpt.memory.devices import Device, find_device
-from hf_ckpt.memory.operators import copy_seconds
-from hf_ckpt.memory.simulate import simulate_step
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.op_costs import copy_seconds
+from hf_ckpt.simulation.simulator import simulate_step
 
 LAYERS, HIDDEN, BATCH, TOKENS, RANK = 3, 64, 2, 128, 4
 SIZES = {"hidden_size": HIDDEN, "intermediate_size": 172, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -48,7 +48,7 @@ def result() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predicted, "plans", planned)
         # Beside those of a model of this size, what plans differ in is less than what counts as another budget.
-        patch.setattr("hf_ckpt.memory.on_cuda.cublas.workspace_bytes", lambda device: 0)
+        patch.setattr("hf_ckpt.simulation.cuda.cublas.workspace_bytes", lambda device: 0)
         return predict(tiny(), [CONTENDERS[name] for name in [*names, "full"]], num_budgets=4)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.memory.follow import follow_trainer
-from hf_ckpt.memory.timeline import Phase, StepMemory
+from hf_ckpt.simulation.step_memory import Phase, StepMemory
 from tests.following import LENGTH, Run, differences
 
 # The Trainer has a few numbers of its own, of 4 bytes each: its running loss, the count of tokens, a scaled loss.

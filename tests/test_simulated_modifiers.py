@@ -17,17 +17,17 @@ from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.chain import FULL, NONE, Chain
 from hf_ckpt.memory.choices import predict, to_plan
 from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
-from hf_ckpt.memory.devices import CPU, DEVICES
 from hf_ckpt.memory.offload_costs import offloaded, with_gaps
 from hf_ckpt.memory.planned import Plans, plan_for
 from hf_ckpt.memory.planner import Planner
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.simulation.devices import CPU, DEVICES
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 LAYERS, HIDDEN, LENGTH, VOCAB = 4, 256, 4096, 2048

@@ -21,14 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt import UnsupportedError, find_layers
-from hf_ckpt.memory.devices import CPU, DEVICES
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Phase
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.regions import tiling
 from hf_ckpt.regions.slices import Cut
 from hf_ckpt.regions.tiling import Tiling, run_tiled
+from hf_ckpt.simulation.devices import CPU, DEVICES
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import Result

@@ -13,13 +13,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_ckpt.memory import simulate
-from hf_ckpt.memory.copies import Copies
-from hf_ckpt.memory.devices import DEVICES
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation import simulator
+from hf_ckpt.simulation.devices import DEVICES
+from hf_ckpt.simulation.layer_reuse import Copies
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 from tests import zoo
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
@@ -70,7 +70,7 @@ def counted_copies() -> Iterator[list[int]]:
         counts.append(sum(len(units[number].layers) for units, stand_ins in pairs for number in stand_ins))
         return copies
 
-    with mock.patch.object(simulate, "Copies", mock.Mock(choose=chosen)):
+    with mock.patch.object(simulator, "Copies", mock.Mock(choose=chosen)):
         yield counts
 
 

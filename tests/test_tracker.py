@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.tape import settle
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tape import settle
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 
 KIB = 1024
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_ckpt.memory.twin import fake_twin
+from hf_ckpt.simulation.fake_model import fake_twin
 
 
 class Model(nn.Module):

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_ckpt.memory.operators import operator_cost
-from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.tape import Change, Tape
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
-from hf_ckpt.memory.watching import watch
+from hf_ckpt.simulation.op_costs import operator_cost
+from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tape import Change, Tape
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.simulation.watching import watch
 from hf_ckpt.structure.layers import find_layers
 
 _SIGN = {Change.ALLOCATE: 1, Change.FREE: -1}

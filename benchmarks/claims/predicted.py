@@ -25,13 +25,13 @@ from benchmarks.claims.formulas import GB, GIB
 from benchmarks.claims.measure import write
 from benchmarks.claims.overhead import every_n_policies, without_early_stop
 from benchmarks.side_by_side.cases import CASES, Case, build
-from hf_ckpt.memory.devices import find_device
 from hf_ckpt.memory.largest import largest
-from hf_ckpt.memory.reading import sort
-from hf_ckpt.memory.simulate import simulate_step, trace_step
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.reading import sort
+from hf_ckpt.simulation.simulator import simulate_step, trace_step
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 
 RESULT = Path(__file__).parents[1] / "results" / "claims_predicted.json"
 NOT_MEASURED = "not yet measured on a GPU"

@@ -16,7 +16,7 @@ from benchmarks.on_gpu.results import Results
 from benchmarks.on_gpu.setting import Prepared, Setting, Stage, WrongInputError
 from benchmarks.on_gpu.stages import STAGES
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.memory.devices import find_device
+from hf_ckpt.simulation.devices import find_device
 
 
 def main(words: list[str] | None = None, began: float | None = None, doc: str | None = None) -> None:

@@ -20,9 +20,9 @@ from benchmarks.predict import device_of
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.recipe import load_recipe
-from hf_ckpt.memory.devices import DEVICES, MEASURED, RATES, Device, find_device, with_measured
-from hf_ckpt.memory.operators import attention_efficiency
-from hf_ckpt.memory.simulate import simulate_step
+from hf_ckpt.simulation.devices import DEVICES, MEASURED, RATES, Device, find_device, with_measured
+from hf_ckpt.simulation.op_costs import attention_efficiency
+from hf_ckpt.simulation.simulator import simulate_step
 
 MOST_SPREAD = 0.03
 """Largest less smallest repetition, as a share of the median, up to which a figure is taken."""

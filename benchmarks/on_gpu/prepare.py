@@ -18,7 +18,7 @@ from benchmarks.on_gpu.setting import WrongInputError
 from benchmarks.side_by_side import predicted
 from benchmarks.side_by_side.contenders import chosen
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.memory.devices import CPU, Device, find_device
+from hf_ckpt.simulation.devices import CPU, Device, find_device
 
 NUM_BUDGETS = 4
 """For so many budgets plans are made at least, for each case of the comparison."""

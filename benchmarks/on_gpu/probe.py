@@ -25,10 +25,10 @@ from benchmarks.on_gpu import host_probe, sdpa_probe
 from benchmarks.on_gpu.setting import Assembled, Setting
 from benchmarks.predict import fields_of
 from hf_ckpt.memory.calibrate import calibrate, rows_of_run
-from hf_ckpt.memory.devices import this_device, workspace_bytes
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.regions.offload.cuda import Cuda
 from hf_ckpt.regions.offload.pinned import PinnedByTorch, PinnedPages, PinningError
+from hf_ckpt.simulation.devices import this_device, workspace_bytes
 
 NUM_REPETITIONS = 5
 CALIBRATION_S = 3.0

@@ -13,9 +13,9 @@ from benchmarks.side_by_side.cases import Case
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.devices import CPU, Device
 from hf_ckpt.memory.planned import Planned, Plans
 from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.simulation.devices import CPU, Device
 
 GRANTED = Allowed(offload=Offload(), exact=False)
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""

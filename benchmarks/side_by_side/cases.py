@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.quantize import quantize
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation.step import Step
 
 _TWIN_LAYERS = 8
 _TWIN_TOKENS = 512

@@ -14,17 +14,17 @@ from torch import nn
 from benchmarks.side_by_side.step import TrainingStep
 from benchmarks.side_by_side.theirs.accelerate_fsdp import resizing_followed
 from benchmarks.side_by_side.theirs.compiled import GraphTracker
-from hf_ckpt.memory.devices import CPU
-from hf_ckpt.memory.offloaded import CountedLink, host_bytes_of
-from hf_ckpt.memory.on_cuda import as_on_cuda
-from hf_ckpt.memory.operators import operator_cost
-from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Change, Event
-from hf_ckpt.memory.timeline import Category, Phase, Timeline
-from hf_ckpt.memory.tracker import Tracker, parameters_and_buffers
-from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch.apply import offloaders_of
+from hf_ckpt.simulation.cuda import as_on_cuda
+from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.offload import CountedLink, host_bytes_of
+from hf_ckpt.simulation.op_costs import operator_cost
+from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Timeline
+from hf_ckpt.simulation.tape import Change, Event
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
+from hf_ckpt.simulation.watching import watch
 from hf_ckpt.structure.layers import find_layers
 
 _MOST_POINTS = 200

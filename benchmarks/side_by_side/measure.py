@@ -25,9 +25,9 @@ from benchmarks.side_by_side.ours import planned
 from benchmarks.side_by_side.step import TrainingStep
 from benchmarks.side_by_side.timing import empty, figures_of, turn
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.patch.apply import plan_of
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.step_memory import StepMemory
 
 Say = Callable[[str], None]
 PLANS = "plans"

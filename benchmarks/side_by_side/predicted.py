@@ -32,12 +32,12 @@ from benchmarks.side_by_side.measure import predicted
 from benchmarks.side_by_side.ours import POLICIES
 from benchmarks.side_by_side.text import text_of
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.memory.devices import Device, find_device
-from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.memory.planned import Planned
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.op_costs import copy_seconds
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.units import format_bytes
 

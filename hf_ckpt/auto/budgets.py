@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.memory import quantized
-from hf_ckpt.memory.devices import Device, reserve, workspace_bytes
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.regions.offload import host_memory
+from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.devices import Device, reserve, workspace_bytes
 from hf_ckpt.units import Budget
 
 _HOST_LEFT_FREE = 2**30

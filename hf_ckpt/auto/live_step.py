@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from hf_ckpt.auto.lengths import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.memory.step import Sharding, Step
+from hf_ckpt.simulation.step import Sharding, Step
 
 OPTIMIZER_FIELDS = (
     *("optim_args", "optim_target_modules", "learning_rate", "weight_decay"),

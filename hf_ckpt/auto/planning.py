@@ -26,16 +26,16 @@ from hf_ckpt.auto.lengths import Batch, batch_of
 from hf_ckpt.distributed.store import num_processes
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest
 from hf_ckpt.memory.planned import plan_for
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.evaluation import simulate_evaluation
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.trainer import ranks
 from hf_ckpt.units import format_bytes
 

@@ -22,7 +22,7 @@ from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_o
 if TYPE_CHECKING:
     from hf_ckpt.finetune.estimate.estimate import Estimate
     from hf_ckpt.finetune.estimate.subject import Subject
-    from hf_ckpt.memory.devices import Device
+    from hf_ckpt.simulation.devices import Device
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.auto.lengths import Batch, batch_of
-from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
 MUCH = 0.05

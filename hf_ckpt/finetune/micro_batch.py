@@ -20,9 +20,9 @@ from hf_ckpt.finetune.engine import Engine, asked_engine
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.devices import CPU, Device, this_device
 from hf_ckpt.memory.planned import plan_for
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation.devices import CPU, Device, this_device
+from hf_ckpt.simulation.step import Step
 from hf_ckpt.trainer import ranks
 from hf_ckpt.trainer.input_gradients import InputGradients, choose
 from hf_ckpt.units import parse_budget

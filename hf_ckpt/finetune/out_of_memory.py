@@ -18,12 +18,12 @@ from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.failure import MUCH, Failure, Figures, Part, RunWatch, part_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.devices import Device, reserve
-from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.largest import largest
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, StepMemory
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.devices import Device, reserve
+from hf_ckpt.simulation.evaluation import simulate_evaluation
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes
 
 _STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_ckpt.memory.devices import Device, this_device
 from hf_ckpt.memory.gauges import Clock
-from hf_ckpt.memory.operators import FREE, operator_cost
+from hf_ckpt.simulation.devices import Device, this_device
+from hf_ckpt.simulation.op_costs import FREE, operator_cost
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_MEASUREMENTS = 8

@@ -16,19 +16,19 @@ from torch import nn
 from hf_ckpt.errors import HFCkptError, UnsupportedError
 from hf_ckpt.memory.allowed import UNASKED, Allowed
 from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.layer_costs import LayerKey, Reading
 from hf_ckpt.memory.offload_costs import offloaded
 from hf_ckpt.memory.operator_frontier import operator_points
-from hf_ckpt.memory.operators import is_kept_selectively
-from hf_ckpt.memory.simulate import trace_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Region
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.tileable import random_modules, tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.op_costs import is_kept_selectively
+from hf_ckpt.simulation.simulator import trace_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.tape import Region
 from hf_ckpt.structure.layers import Layer, find_layers
 
 TILED = (LayerPlan(Mode.FULL, tiles="auto"), LayerPlan(Mode.NONE, tiles="auto"))

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.memory.devices import CPU, this_device
-from hf_ckpt.memory.offloaded import CountedLink, host_bytes_of
-from hf_ckpt.memory.on_cuda import as_on_cuda
-from hf_ckpt.memory.on_cuda.cublas import add_workspaces
-from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
-from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch.apply import offloaders_of, plan_of
+from hf_ckpt.simulation.cuda import as_on_cuda
+from hf_ckpt.simulation.cuda.cublas import add_workspaces
+from hf_ckpt.simulation.devices import CPU, this_device
+from hf_ckpt.simulation.offload import CountedLink, host_bytes_of
+from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
+from hf_ckpt.simulation.watching import watch
 from hf_ckpt.structure.layers import find_layers
 
 _OWN_METHODS = ("get_batch_samples", "training_step")

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from hf_ckpt.memory.chain import Cost
-from hf_ckpt.memory.reading import sort
-from hf_ckpt.memory.simulate import num_repeats
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Change, Event, Mark, Region, Tape
-from hf_ckpt.memory.timeline import Category, Phase
+from hf_ckpt.simulation.reading import sort
+from hf_ckpt.simulation.simulator import num_repeats
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import Change, Event, Mark, Region, Tape
 
 LayerKey = tuple[int, int]
 """Number of the stack, and `layer_idx`."""

@@ -14,11 +14,11 @@ from dataclasses import replace
 from itertools import accumulate
 
 from hf_ckpt.memory.chain import NONE, Chain, ChainLayer, Cost
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.operators import copy_seconds
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import WHOLE_LAYER_MODES, Mode
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.op_costs import copy_seconds
 
 _Costs = dict[LayerPlan, Cost]
 _GAPPED = (LayerPlan(Mode.SELECTIVE), LayerPlan(Mode.SELECTIVE_ATTENTION))

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from hf_ckpt.memory.chain import Cost
 from hf_ckpt.memory.layer_costs import LayerKey, Reading
-from hf_ckpt.memory.operators import role_of_operator
-from hf_ckpt.memory.tape import Change, Event, Region, Storage
-from hf_ckpt.memory.timeline import Phase
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.selective.operators import Role, is_narrow
+from hf_ckpt.simulation.op_costs import role_of_operator
+from hf_ckpt.simulation.step_memory import Phase
+from hf_ckpt.simulation.tape import Change, Event, Region, Storage
 
 _MOST_POINTS = 6
 """Lists of outputs that are offered for one kind of layer, between `full` and all of them."""

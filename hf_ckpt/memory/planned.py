@@ -24,18 +24,18 @@ from hf_ckpt.memory.bounds import best_case
 from hf_ckpt.memory.chain import NONE, Chain
 from hf_ckpt.memory.choices import Choice, predict, to_plan
 from hf_ckpt.memory.costs import chain_of, with_chunked_head, with_tiles
-from hf_ckpt.memory.devices import Device
 from hf_ckpt.memory.exactness import TILES, Exactness, inexact_parts
 from hf_ckpt.memory.fixed import fixed_choices
 from hf_ckpt.memory.offload_costs import offloaded, with_gaps
 from hf_ckpt.memory.planner import Planner, smallest_peak
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 
 _MOST_TRIES = 6
 """Of simulating a chosen plan whole."""

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import BudgetError, HFCkptError, OtherProcessError
-from hf_ckpt.memory.devices import CPU
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Sharding, Step
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Sharding, Step
 from tests.distributed.runs import Outcome, full_fine_tune, train
 from tests.zoo_tables import LENGTH
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.devices import DEVICES, GIB, reserve, this_device
 from hf_ckpt.memory.profile import profile_step
+from hf_ckpt.simulation.devices import DEVICES, GIB, reserve, this_device
 from tests.gpu.test_exact_on_device import DEVICES as PLACES
 from tests.gpu.test_exact_on_device import on_device
 

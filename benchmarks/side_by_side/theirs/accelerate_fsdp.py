@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from benchmarks.side_by_side.contender import Contender, NotHereError
 from hf_ckpt.errors import StructureError
-from hf_ckpt.memory.tracker import Tracker
+from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import class_name, find_layers
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

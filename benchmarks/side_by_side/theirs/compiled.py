@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_ckpt
 from benchmarks.side_by_side.contender import Contender, NotHereError
 from hf_ckpt.errors import StructureError
-from hf_ckpt.memory.tracker import Tracker
+from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import find_layers
 
 _BACKENDS = {"cpu": "aot_eager_decomp_partition"}

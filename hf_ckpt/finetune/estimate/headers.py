@@ -19,7 +19,7 @@ from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import is_auto, subject_of
 from hf_ckpt.finetune.recipe import load_recipe
-from hf_ckpt.memory.devices import CPU, Device, find_device, reserve
+from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
 from hf_ckpt.units import format_bytes
 
 CARDS = {24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hf_ckpt.finetune.estimate.report import columns
-from hf_ckpt.memory.timeline import HeldTensor, StepMemory
+from hf_ckpt.simulation.step_memory import HeldTensor, StepMemory
 from hf_ckpt.units import format_bytes
 
 _SMALL = 0.01

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.memory.largest import Limit, largest
-from hf_ckpt.memory.step import Step
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.step import Step
 
 LENGTH_UNIT = 64
 """Tokens that lengths are counted in: kernels work on tiles of so many."""

@@ -23,10 +23,10 @@ from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.devices import Device, reserve
-from hf_ckpt.memory.optimizers import make_optimizer
 from hf_ckpt.memory.profile import Profile, profile_step
-from hf_ckpt.memory.timeline import StepMemory
+from hf_ckpt.simulation.devices import Device, reserve
+from hf_ckpt.simulation.optimizers import make_optimizer
+from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
 _NUM_WARMUP = 2

@@ -15,14 +15,14 @@ from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.training_step import evaluation_step_of
 from hf_ckpt.memory.chain import NONE, Chain
 from hf_ckpt.memory.costs import chain_of
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.evaluation import simulate_evaluation
 from hf_ckpt.memory.planned import Planned, plan_for
-from hf_ckpt.memory.simulate import simulate_step
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.evaluation import simulate_evaluation
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 
 
 @dataclass

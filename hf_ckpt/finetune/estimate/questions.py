@@ -20,11 +20,11 @@ from hf_ckpt.finetune.estimate.subject import Subject, is_auto, subject_of, subj
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
 from hf_ckpt.finetune.recipe import Recipe, load_recipe
 from hf_ckpt.finetune.schema import POLICY_OPTIONS
-from hf_ckpt.memory.devices import Device, find_device
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import StepMemory
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import parse_budget
 
 Asked = Recipe | str | os.PathLike[str] | nn.Module
@@ -41,7 +41,7 @@ def simulate(
         plan: a plan, or a policy as `HFCkptCallback` takes it; None takes the recipe's own, and no plan for a model.
         device: name of a device, such as `rtx4090`; this machine's GPU, or a card of 24 GB, if left out.
         options: what `HFCkptCallback` takes beside a policy, such as `offload="cpu"` and `head="chunked"`; and fields
-            of `hf_ckpt.memory.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
+            of `hf_ckpt.simulation.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
 
     Raises:
         RecipeError: the recipe cannot be simulated, or a step has no such field.

@@ -17,7 +17,7 @@ import yaml
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.engine import Engine
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.step import Sharding
+from hf_ckpt.simulation.step import Sharding
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 """Engines of several processes, as `--engine` and `Sharding.engine` name them."""

@@ -25,12 +25,12 @@ from hf_ckpt.finetune.model import made, with_adapter
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.step import Step
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.simulation.step import Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose
@@ -221,7 +221,7 @@ def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
     section = recipe.quantization if recipe.quantization is not None else _own_quantisation(found.config)
     if section is None:
         return model
-    from hf_ckpt.memory.quantized import quantize_on_meta
+    from hf_ckpt.simulation.quantized import quantize_on_meta
 
     quantize_on_meta(model, BitsAndBytesConfig(**section))  # type: ignore[no-untyped-call]
     return model

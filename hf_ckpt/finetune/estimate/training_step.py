@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH
-from hf_ckpt.memory.step import Sharding, Step
+from hf_ckpt.simulation.step import Sharding, Step
 
 _OPTIMIZER_FIELDS = (
     *("optim_args", "optim_target_modules", "learning_rate", "weight_decay"),

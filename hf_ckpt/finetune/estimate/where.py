@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.memory.devices import CPU, Device, find_device, this_device
+from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
 
 _USUAL = ("rtx4090", "a6000", "a100-80gb")
 """One card each with 24, 48 and 80 GB, for where no device was named and there is none."""

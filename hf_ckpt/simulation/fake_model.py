@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_ckpt.memory import quantized
-from hf_ckpt.memory.instance_forwards import follow_forwards
+from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.instance_forwards import follow_forwards
 
 
 def fake_twin(

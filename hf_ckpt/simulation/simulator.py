@@ -12,30 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_ckpt.memory import proven
-from hf_ckpt.memory.concrete import Concrete
-from hf_ckpt.memory.copies import CannotCopyError, Copies
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.fake_kernels import explain
-from hf_ckpt.memory.offloaded import CountedLink, add_waits, as_it_runs, host_bytes_of
-from hf_ckpt.memory.on_cuda import as_on_cuda
-from hf_ckpt.memory.on_cuda.cublas import add_workspaces
-from hf_ckpt.memory.operators import Queue, is_kept_selectively, operator_cost, role_of_operator, seconds_of
-from hf_ckpt.memory.optimizers import host_tensors, make_optimizer
-from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.running import run_step
-from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Event, Tape, settle
-from hf_ckpt.memory.timeline import Category, Phase, StepMemory
-from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
-from hf_ckpt.memory.twin import fake_twin
-from hf_ckpt.memory.watching import watch
 from hf_ckpt.patch.apply import apply, make_plan
 from hf_ckpt.policy.modifiers import Prove
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
 from hf_ckpt.regions.selective.operators import Role
+from hf_ckpt.simulation import proof_memory
+from hf_ckpt.simulation.constant_folding import Concrete
+from hf_ckpt.simulation.cuda import as_on_cuda
+from hf_ckpt.simulation.cuda.cublas import add_workspaces
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.fake_kernels import explain
+from hf_ckpt.simulation.fake_model import fake_twin
+from hf_ckpt.simulation.layer_reuse import CannotCopyError, Copies
+from hf_ckpt.simulation.offload import CountedLink, add_waits, as_it_runs, host_bytes_of
+from hf_ckpt.simulation.op_costs import Queue, is_kept_selectively, operator_cost, role_of_operator, seconds_of
+from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
+from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.run_step import run_step
+from hf_ckpt.simulation.sharding import computes_in, on_one_rank, weights_of
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tape import Event, Tape, settle
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
+from hf_ckpt.simulation.watching import watch
 from hf_ckpt.structure.layers import Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -160,7 +160,7 @@ def _traced(
     if plan is not None:
         prove: Prove = "first_step" if step.is_proven else "off"
         applied = apply(twin, plan if copies is None else copies.without(plan), prove=prove, **structure)
-        applied.value_proof.use(partial(proven.simulated, tracker))
+        applied.value_proof.use(partial(proof_memory.simulated, tracker))
         for offloader in applied.offloaders:
             offloader.use_link(CountedLink(tracker))
     if copies is not None:

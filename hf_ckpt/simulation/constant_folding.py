@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_ckpt.memory.fake_kernels import substitute
+from hf_ckpt.simulation.fake_kernels import substitute
 
 _MOST_ELEMENTS = 2**22
 """What is larger than that (a mask [S, S], say) stays fake."""

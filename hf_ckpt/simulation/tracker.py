@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hf_ckpt.memory import quantized
-from hf_ckpt.memory.tape import Change, Event, Mark, Storage, Tape, Transfer
-from hf_ckpt.memory.timeline import Category, Phase, Place
 from hf_ckpt.regions.call import is_in_backward, tensors_of
+from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.step_memory import Category, Phase, Place
+from hf_ckpt.simulation.tape import Change, Event, Mark, Storage, Tape, Transfer
 
 Costs = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hf_ckpt.memory.tape import Change, Event, Region, Storage, Tape
-from hf_ckpt.memory.timeline import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.step_memory import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
+from hf_ckpt.simulation.tape import Change, Event, Region, Storage, Tape
 
 
 def read(

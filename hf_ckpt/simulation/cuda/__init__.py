@@ -26,11 +26,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.memory import quantized
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.on_cuda import attention, autocast, flash, norms
-from hf_ckpt.memory.on_cuda.flash import attention_to_build, restore_attention
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.cuda import attention, autocast, flash, norms
+from hf_ckpt.simulation.cuda.flash import attention_to_build, restore_attention
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.step import Step
 
 __all__ = ["as_on_cuda", "attention_to_build", "restore_attention"]
 

@@ -9,9 +9,9 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, Phase
-from hf_ckpt.memory.tracker import Tracker
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tracker import Tracker
 
 _MICRO_BATCHES = 2
 """The first one makes the gradients, all others add to them."""

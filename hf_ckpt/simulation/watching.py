@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.memory.tape import Mark, Region
-from hf_ckpt.memory.timeline import Phase, Place
-from hf_ckpt.memory.tracker import Tracker
 from hf_ckpt.regions.call import is_in_backward, tensors_of
+from hf_ckpt.simulation.step_memory import Phase, Place
+from hf_ckpt.simulation.tape import Mark, Region
+from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import PARTS
 

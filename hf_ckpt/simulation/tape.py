@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 
-from hf_ckpt.memory.timeline import Category, Place
+from hf_ckpt.simulation.step_memory import Category, Place
 
 
 @dataclass(slots=True, eq=False)

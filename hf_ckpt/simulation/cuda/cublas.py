@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from hf_ckpt.memory.devices import Device, workspace_bytes
-from hf_ckpt.memory.tape import Storage, Tape
-from hf_ckpt.memory.timeline import Category, Phase
-from hf_ckpt.memory.tracker import BLOCK_BYTES
+from hf_ckpt.simulation.devices import Device, workspace_bytes
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import Storage, Tape
+from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm mv addmv dot vdot addbmm _addmm_activation _scaled_mm _int_mm".split())
 _OF_AUTOGRAD = (Phase.BACKWARD, Phase.RECOMPUTATION)

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_ckpt.errors import UnsupportedError, did_you_mean
-from hf_ckpt.memory.step import Step
+from hf_ckpt.simulation.step import Step
 
 _OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _OF_BITSANDBYTES = (

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_ckpt.memory.likeness import Unit, traced_units, units_of
-from hf_ckpt.memory.tape import Change, Event, Mark, Region, Storage, Tape
-from hf_ckpt.memory.timeline import Category, Phase, Place
-from hf_ckpt.memory.tracker import Tracker
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.regions.call import is_in_backward, tensors_of
+from hf_ckpt.simulation.likeness import Unit, traced_units, units_of
+from hf_ckpt.simulation.step_memory import Category, Phase, Place
+from hf_ckpt.simulation.tape import Change, Event, Mark, Region, Storage, Tape
+from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
 
 

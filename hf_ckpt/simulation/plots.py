@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.memory.timeline import Category, StepMemory, Timeline
+from hf_ckpt.simulation.step_memory import Category, StepMemory, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hf_ckpt.memory.tracker import Tracker
 from hf_ckpt.regions.call import Function
 from hf_ckpt.regions.tensor_hashes import scratch_bytes
 from hf_ckpt.regions.value_proof import CallProof, RegionProof, module_of, modules_inside, tensors_held
+from hf_ckpt.simulation.tracker import Tracker
 
 _HASH_BYTES = 8
 _SKETCH_BYTES = 4 * 65

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.operators import copy_seconds
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.tape import Change, Event, Mark, Region, Storage, Tape
-from hf_ckpt.memory.timeline import Category, Phase, Place
-from hf_ckpt.memory.tracker import BLOCK_BYTES
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.op_costs import copy_seconds
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Place
+from hf_ckpt.simulation.tape import Change, Event, Mark, Region, Storage, Tape
+from hf_ckpt.simulation.tracker import BLOCK_BYTES
 from hf_ckpt.structure.layers import Stack
 
 _Key = tuple[int, int] | None

@@ -17,8 +17,8 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_ckpt.memory.on_cuda import autocast
-from hf_ckpt.memory.on_cuda.attention import flash
+from hf_ckpt.simulation.cuda import autocast
+from hf_ckpt.simulation.cuda.attention import flash
 
 NAME = "hf_ckpt_flash"
 """Under which transformers finds it while a step is simulated."""

@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.operators import copy_seconds
-from hf_ckpt.memory.tape import Event, Move, Tape, Transfer
-from hf_ckpt.memory.tracker import Tracker
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import Plan, StackPlan
 from hf_ckpt.regions.offload import Link
 from hf_ckpt.regions.offload.schedule import is_offloaded
 from hf_ckpt.regions.offload.tensors import Layout
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.op_costs import copy_seconds
+from hf_ckpt.simulation.tape import Event, Move, Tape, Transfer
+from hf_ckpt.simulation.tracker import Tracker
 
 
 @dataclass(eq=False)

@@ -13,8 +13,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
-from hf_ckpt.memory import quantized
-from hf_ckpt.memory.instance_forwards import follow_forwards
+from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.instance_forwards import follow_forwards
 
 
 def skeleton(model: nn.Module) -> nn.Module:

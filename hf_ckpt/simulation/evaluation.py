@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.on_cuda.cublas import add_workspaces
-from hf_ckpt.memory.reading import read
-from hf_ckpt.memory.running import make_inputs, prepared
-from hf_ckpt.memory.sharding import computes_in, on_one_rank, weights_of
-from hf_ckpt.memory.simulate import followed
-from hf_ckpt.memory.step import Step
-from hf_ckpt.memory.timeline import Category, StepMemory
-from hf_ckpt.memory.tracker import BLOCK_BYTES, Tracker
-from hf_ckpt.memory.twin import fake_twin
+from hf_ckpt.simulation.cuda.cublas import add_workspaces
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.fake_model import fake_twin
+from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.run_step import make_inputs, prepared
+from hf_ckpt.simulation.sharding import computes_in, on_one_rank, weights_of
+from hf_ckpt.simulation.simulator import followed
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, StepMemory
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker
 from hf_ckpt.structure.layers import find_layers
 
 

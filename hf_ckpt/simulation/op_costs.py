@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._ops import OperatorBase
 from torch.utils.flop_counter import flop_registry
 
-from hf_ckpt.memory.devices import Device
-from hf_ckpt.memory.tape import Event
-from hf_ckpt.memory.timeline import Phase
-from hf_ckpt.memory.tracker import is_without_memory
 from hf_ckpt.regions.selective.operators import Role
 from hf_ckpt.regions.selective.operators import kind_of as selective_kind_of
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.step_memory import Phase
+from hf_ckpt.simulation.tape import Event
+from hf_ckpt.simulation.tracker import is_without_memory
 
 Formula = Callable[[Any, Any, Any], int]
 """FLOPs of an operator's arguments, named arguments and output."""
