@@ -27,7 +27,7 @@ from hf_ckpt.finetune.estimate.least import least_plans
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.memory.largest import Limit
+from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.reading import sort

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError, UnsupportedError
-from hf_ckpt.memory.advice import Change, nothing_fits, where_it_lies
-from hf_ckpt.memory.largest import Limit, largest
+from hf_ckpt.planner.advice import Change, nothing_fits, where_it_lies
+from hf_ckpt.planner.bisect import Limit, largest
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 

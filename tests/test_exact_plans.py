@@ -14,12 +14,12 @@ from torch import nn
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto.allowances import allowed_by, granted_by
 from hf_ckpt.errors import BudgetError, PolicyError
-from hf_ckpt.memory.allowed import Allowed
-from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.memory.choices import entries_of, predict
-from hf_ckpt.memory.exactness import CHUNKED_HEAD, TILES, Exactness, inexact_parts
-from hf_ckpt.memory.offload_costs import offloaded
-from hf_ckpt.memory.planned import Planned, plan_for
+from hf_ckpt.planner.allowed import Allowed
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
+from hf_ckpt.planner.exactness import CHUNKED_HEAD, TILES, Exactness, inexact_parts
+from hf_ckpt.planner.offload_costs import offloaded
+from hf_ckpt.planner.peak_formulas import entries_of, predict
+from hf_ckpt.planner.search import Planned, plan_for
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode

@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_ckpt.memory.chain import FULL, NONE, Chain, Cost
-from hf_ckpt.memory.costs import chain_of
-from hf_ckpt.memory.layer_costs import Reading
-from hf_ckpt.memory.operator_frontier import operator_points
-from hf_ckpt.memory.planner import Planner
 from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.planner.chain import FULL, NONE, Chain, Cost
+from hf_ckpt.planner.layer_costs import chain_of
+from hf_ckpt.planner.pareto import Planner
+from hf_ckpt.planner.save_lists import operator_points
+from hf_ckpt.planner.step_reading import Reading
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.simulation.devices import DEVICES

@@ -13,7 +13,7 @@ from benchmarks import longctx
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT
-from hf_ckpt.memory.largest import Limit
+from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.simulation.devices import CPU
 
 MIB = 2**20

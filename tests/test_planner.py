@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError
-from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.memory.choices import (
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
+from hf_ckpt.planner.fixed import fixed_choices
+from hf_ckpt.planner.pareto import Planner, choose, frontier, smallest_peak
+from hf_ckpt.planner.peak_formulas import (
     Block,
     Choice,
     Moment,
@@ -24,9 +26,7 @@ from hf_ckpt.memory.choices import (
     predict,
     to_plan,
 )
-from hf_ckpt.memory.fixed import fixed_choices
-from hf_ckpt.memory.planner import Planner, choose, frontier, smallest_peak
-from hf_ckpt.memory.segment_costs import Blocks
+from hf_ckpt.planner.segment_costs import Blocks
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode

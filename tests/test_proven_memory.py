@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.memory.follow import follow_trainer
-from hf_ckpt.memory.planned import plan_for
+from hf_ckpt.planner.search import plan_for
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.selective import kernels

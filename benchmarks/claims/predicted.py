@@ -25,8 +25,8 @@ from benchmarks.claims.formulas import GB, GIB
 from benchmarks.claims.measure import write
 from benchmarks.claims.overhead import every_n_policies, without_early_stop
 from benchmarks.side_by_side.cases import CASES, Case, build
-from hf_ckpt.memory.largest import largest
 from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.reading import sort

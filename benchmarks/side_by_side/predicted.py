@@ -32,7 +32,7 @@ from benchmarks.side_by_side.measure import predicted
 from benchmarks.side_by_side.ours import POLICIES
 from benchmarks.side_by_side.text import text_of
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.memory.planned import Planned
+from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.op_costs import copy_seconds

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
-from hf_ckpt.memory.allowed import PREFER, Allowed, Exact
+from hf_ckpt.planner.allowed import PREFER, Allowed, Exact
 from hf_ckpt.policy.modifiers import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO

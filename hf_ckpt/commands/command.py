@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_ckpt.finetune.estimate.subject import Subject
     from hf_ckpt.finetune.recipe import Recipe
-    from hf_ckpt.memory.allowed import Exact
+    from hf_ckpt.planner.allowed import Exact
 
 HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_ckpt.memory.chain import option_of
+from hf_ckpt.planner.chain import option_of
 from hf_ckpt.policy.plan import LayerPlan, StackPlan
 from hf_ckpt.structure.layers import Layer, Stack
 

@@ -13,7 +13,7 @@ from hf_ckpt.finetune.estimate.limits import largest_batch, longest_row
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, facts
 from hf_ckpt.finetune.estimate.subject import Subject, is_auto
-from hf_ckpt.memory.largest import Limit
+from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.units import format_bytes

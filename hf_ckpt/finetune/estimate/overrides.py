@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.finetune.estimate.subject import Subject, is_auto
 from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH, OF_AUTO, POLICY_OPTIONS
-from hf_ckpt.memory.advice import as_keywords
+from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.policy.policy import AUTO
 
 _OF_TRAINING = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim")
@@ -20,7 +20,7 @@ def written(subject: Subject, options: Mapping[str, object]) -> str:
 
     Args:
         subject: of a recipe; for that of a model, keyword arguments are returned.
-        options: by the names of `hf_ckpt.memory.advice.Write`.
+        options: by the names of `hf_ckpt.planner.advice.Write`.
     """
     if subject.recipe is None:
         return as_keywords({_OF_STEPS.get(name, name): value for name, value in options.items()})

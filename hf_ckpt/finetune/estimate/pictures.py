@@ -10,8 +10,8 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.finetune.estimate.estimate import Estimate, Say
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, describe_batch
-from hf_ckpt.memory.chain import FULL, NONE, Chain
-from hf_ckpt.memory.planner import frontier
+from hf_ckpt.planner.chain import FULL, NONE, Chain
+from hf_ckpt.planner.pareto import frontier
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.plots import Curve, draw_checkpoints, draw_frontier, draw_steps
 from hf_ckpt.simulation.step_memory import StepMemory

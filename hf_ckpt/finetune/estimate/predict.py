@@ -13,9 +13,9 @@ from typing import Any
 from hf_ckpt.finetune.estimate.overrides import written
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.training_step import evaluation_step_of
-from hf_ckpt.memory.chain import NONE, Chain
-from hf_ckpt.memory.costs import chain_of
-from hf_ckpt.memory.planned import Planned, plan_for
+from hf_ckpt.planner.chain import NONE, Chain
+from hf_ckpt.planner.layer_costs import chain_of
+from hf_ckpt.planner.search import Planned, plan_for
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import Device

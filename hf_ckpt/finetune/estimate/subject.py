@@ -24,9 +24,9 @@ from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import made, with_adapter
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.schema import POLICY_OPTIONS
-from hf_ckpt.memory.allowed import Allowed
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
+from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import AUTO

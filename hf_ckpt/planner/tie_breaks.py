@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ckpt.memory.chain import FULL, rank
-from hf_ckpt.memory.choices import Block
-from hf_ckpt.memory.frontier import Front, front_of
-from hf_ckpt.memory.segment_costs import Blocks, Numbers, Segments, Single
+from hf_ckpt.planner.chain import FULL, rank
+from hf_ckpt.planner.frontier import Front, front_of
+from hf_ckpt.planner.peak_formulas import Block
+from hf_ckpt.planner.segment_costs import Blocks, Numbers, Segments, Single
 from hf_ckpt.policy.plan import LayerPlan
 
 Label = LayerPlan | bool

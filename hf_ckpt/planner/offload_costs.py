@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from hf_ckpt.memory.chain import NONE, Chain, ChainLayer, Cost
+from hf_ckpt.planner.chain import NONE, Chain, ChainLayer, Cost
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import WHOLE_LAYER_MODES, Mode

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, rank
-from hf_ckpt.memory.choices import Choice, predict
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, rank
+from hf_ckpt.planner.peak_formulas import Choice, predict
 from hf_ckpt.policy.plan import LayerPlan
 
 _Entries = tuple[LayerPlan, ...]

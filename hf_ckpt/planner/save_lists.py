@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_ckpt.memory.chain import Cost
-from hf_ckpt.memory.layer_costs import LayerKey, Reading
+from hf_ckpt.planner.chain import Cost
+from hf_ckpt.planner.step_reading import LayerKey, Reading
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.selective.operators import Role, is_narrow

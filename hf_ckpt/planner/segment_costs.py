@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_ckpt.memory.chain import FULL, NONE, Chain, Cost, rank
+from hf_ckpt.planner.chain import FULL, NONE, Chain, Cost, rank
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.simulation import choices
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ckpt.memory.segment_costs import Blocks, Numbers, Segments
+from hf_ckpt.planner.segment_costs import Blocks, Numbers, Segments
 
 NO_TICKS = np.iinfo(np.int64).max // 4
 """More time than there is."""

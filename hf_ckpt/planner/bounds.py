@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, Cost
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode
 

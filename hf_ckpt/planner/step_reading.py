@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from hf_ckpt.memory.chain import Cost
+from hf_ckpt.planner.chain import Cost
 from hf_ckpt.simulation.reading import sort
 from hf_ckpt.simulation.simulator import num_repeats
 from hf_ckpt.simulation.step import Step

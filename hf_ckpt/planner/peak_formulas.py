@@ -41,7 +41,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hf_ckpt.memory.chain import FULL, NONE, Chain, ChainLayer, option_of
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, option_of
 from hf_ckpt.policy.plan import LayerPlan, Plan
 
 

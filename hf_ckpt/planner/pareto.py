@@ -21,11 +21,11 @@ from itertools import islice
 import numpy as np
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.memory.chain import Chain
-from hf_ckpt.memory.choices import Choice, entries_from, predict
-from hf_ckpt.memory.frontier import fronts_of
-from hf_ckpt.memory.segment_costs import Blocks, Numbers
-from hf_ckpt.memory.tie_breaks import TieBreak
+from hf_ckpt.planner.chain import Chain
+from hf_ckpt.planner.frontier import fronts_of
+from hf_ckpt.planner.peak_formulas import Choice, entries_from, predict
+from hf_ckpt.planner.segment_costs import Blocks, Numbers
+from hf_ckpt.planner.tie_breaks import TieBreak
 from hf_ckpt.simulation import choices
 from hf_ckpt.units import format_bytes
 

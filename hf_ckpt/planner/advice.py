@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.memory.largest import largest
+from hf_ckpt.planner.bisect import largest
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import as_budget, format_bytes

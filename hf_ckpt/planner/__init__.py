@@ -1,0 +1,1 @@
+"""From costs and a budget to a plan."""
