@@ -36,8 +36,8 @@ from benchmarks.predict_cases import CONFIGURATIONS, SHAPES, Configuration, Shap
 from benchmarks.resumable import carry_out
 from benchmarks.side_by_side.text import text_of
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.gauges import Clock, Memory
+from hf_ckpt.measure.calibrate import calibrate
+from hf_ckpt.measure.gauges import Clock, Memory
 from hf_ckpt.simulation.devices import Device, this_device
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step

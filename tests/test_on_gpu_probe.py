@@ -20,7 +20,7 @@ from benchmarks.journal import NO_FIGURES, FileJournal
 from benchmarks.on_gpu import constants, host_probe, probe, sdpa_probe
 from benchmarks.on_gpu.setting import Setting
 from benchmarks.predict import device_of, fields_of
-from hf_ckpt.memory.calibrate import rows_of_run
+from hf_ckpt.measure.calibrate import rows_of_run
 from hf_ckpt.simulation import devices
 from hf_ckpt.simulation.devices import (
     CPU,

@@ -24,7 +24,7 @@ from benchmarks.journal import Entry, Journal, sentence_of
 from benchmarks.on_gpu import host_probe, sdpa_probe
 from benchmarks.on_gpu.setting import Assembled, Setting
 from benchmarks.predict import fields_of
-from hf_ckpt.memory.calibrate import calibrate, rows_of_run
+from hf_ckpt.measure.calibrate import calibrate, rows_of_run
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.regions.offload.cuda import Cuda
 from hf_ckpt.regions.offload.pinned import PinnedByTorch, PinnedPages, PinningError

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.journal import Entry, sentence_of
-from hf_ckpt.memory.calibrate import rows_of_run
+from hf_ckpt.measure.calibrate import rows_of_run
 
 _NUM_REPEATS = 3
 _NUM_KERNELS = 12

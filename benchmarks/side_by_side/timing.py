@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.side_by_side.step import TrainingStep
-from hf_ckpt.memory.gauges import Clock, Memory
-from hf_ckpt.memory.layer_ranges import LayerRanges
+from hf_ckpt.measure.gauges import Clock, Memory
+from hf_ckpt.measure.layer_ranges import LayerRanges
 from hf_ckpt.structure.layers import find_layers
 
 PHASES = ("forward", "backward", "optimizer")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.profile import profile_step
+from hf_ckpt.measure.calibrate import calibrate
+from hf_ckpt.measure.profile import profile_step
 from hf_ckpt.simulation.devices import DEVICES, GIB, reserve, this_device
 from tests.gpu.test_exact_on_device import DEVICES as PLACES
 from tests.gpu.test_exact_on_device import on_device

@@ -22,8 +22,8 @@ from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.tokenizer import load_tokenizer
-from hf_ckpt.memory.calibrate import calibrate
-from hf_ckpt.memory.profile import Profile, profile_step
+from hf_ckpt.measure.calibrate import calibrate
+from hf_ckpt.measure.profile import Profile, profile_step
 from hf_ckpt.simulation.devices import Device, reserve
 from hf_ckpt.simulation.optimizers import make_optimizer
 from hf_ckpt.simulation.step_memory import StepMemory

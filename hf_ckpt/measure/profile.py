@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.memory.gauges import Clock, Memory
-from hf_ckpt.memory.layer_ranges import LayerRanges, Range
+from hf_ckpt.measure.gauges import Clock, Memory
+from hf_ckpt.measure.layer_ranges import LayerRanges, Range
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.units import format_bytes

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_ckpt.memory.gauges import Clock
+from hf_ckpt.measure.gauges import Clock
 from hf_ckpt.simulation.devices import Device, this_device
 from hf_ckpt.simulation.op_costs import FREE, operator_cost
 

@@ -1,0 +1,1 @@
+"""A step that really runs, measured."""
