@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
-from hf_ckpt.auto.lengths import Batch, batch_of, largest_batch
+from hf_ckpt.auto.batch_bounds import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
 from hf_ckpt.distributed import fsdp, watchdog
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, SavedFilesError, as_written
@@ -38,8 +38,8 @@ from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.asked import Auto
-    from hf_ckpt.auto.planning import Planning
+    from hf_ckpt.auto.auto import Auto
+    from hf_ckpt.auto.replan import Planning
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class HFCkptCallback(TrainerCallback):
             allowed = allowed_by({**shorthand, "exact": exact})
             budget = None if memory_budget is None else parse_budget(memory_budget)
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
-            from hf_ckpt.auto.asked import Auto
+            from hf_ckpt.auto.auto import Auto
 
             self._auto = Auto(budget, max_length, self._structure, allowed, is_proven=prove != "off")
         else:

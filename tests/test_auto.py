@@ -23,10 +23,10 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
-from hf_ckpt.auto import planning
+from hf_ckpt.auto import replan
+from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import Free, _usable
-from hf_ckpt.auto.lengths import Batch, largest_batch
-from hf_ckpt.auto.planning import _stepped
+from hf_ckpt.auto.replan import _stepped
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.allowed import Allowed
@@ -168,7 +168,7 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
         plan = make_plan(model, Policy.parse("full", offload=allowed.offload_option), **structure)
         return SimpleNamespace(plan=plan, memory=simulate_step(model, plan, step(), CPU), exactness=None)
 
-    monkeypatch.setattr(planning, "plan_for", plan_for)
+    monkeypatch.setattr(replan, "plan_for", plan_for)
     offload = {"to": "cpu", "min_bytes": 0}
     model, callback = lora(), HFCkptCallback("auto", memory_budget=between("lora", 0.4), offload=offload, tiles=1)
     trainer = run(model, tmp_path, callback, eval_strategy="steps", eval_steps=1)
@@ -206,7 +206,7 @@ def plans_full(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = make_plan(model, Policy.parse("full"), **structure)
         return SimpleNamespace(plan=plan, memory=simulate_step(model, plan, step, device), exactness=None)
 
-    monkeypatch.setattr(planning, "plan_for", plan_for)
+    monkeypatch.setattr(replan, "plan_for", plan_for)
 
 
 def test_stream_is_planned_as_batches_come_and_anew_for_a_longer_one(

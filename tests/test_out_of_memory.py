@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt import load_recipe
-from hf_ckpt.auto.lengths import Batch
+from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.arguments import training_arguments
 from hf_ckpt.finetune.command import main

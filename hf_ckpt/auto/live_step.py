@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.lengths import Batch
+from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.step import Sharding, Step

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.lengths import Batch, batch_of
+from hf_ckpt.auto.batch_bounds import Batch, batch_of
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 

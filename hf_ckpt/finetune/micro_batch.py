@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
-from hf_ckpt.auto.lengths import Batch, largest_batch
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.finetune.data import PreparedData
 from hf_ckpt.finetune.engine import Engine, asked_engine

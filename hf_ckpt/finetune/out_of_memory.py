@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_ckpt.auto.lengths import Batch
+from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.allowances import as_granted, within_host
-from hf_ckpt.auto.lengths import Batch, batch_of
+from hf_ckpt.auto.batch_bounds import Batch, batch_of
 from hf_ckpt.distributed.store import num_processes
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan

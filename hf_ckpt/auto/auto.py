@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
+from hf_ckpt.auto.batch_bounds import Batch, is_packing, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
-from hf_ckpt.auto.lengths import Batch, is_packing, largest_batch
 from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
-from hf_ckpt.auto.planning import Planning
+from hf_ckpt.auto.replan import Planning
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import PolicyError, UnsupportedError
 from hf_ckpt.planner.allowed import Allowed
