@@ -45,8 +45,8 @@ from hf_ckpt.finetune.estimate.least import least_plans
 from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.step_memory import StepMemory
 

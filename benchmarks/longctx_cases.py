@@ -15,9 +15,9 @@ import torch
 from benchmarks.quantize import quantize
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.full_config import find_config
-from hf_ckpt.finetune.known_configs import KNOWN_CONFIGS
 from hf_ckpt.finetune.model import made, with_adapter
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "llama3_8b_qlora_longctx.yaml"
 GIB = 2**30

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_ckpt.finetune.estimate.questions import max_length, plan, simulate
-    from hf_ckpt.finetune.recipe import load_recipe
     from hf_ckpt.patch.apply import apply, remove
     from hf_ckpt.policy.plan import Plan
     from hf_ckpt.policy.policy import Policy
+    from hf_ckpt.recipe.recipe import load_recipe
     from hf_ckpt.structure.layers import find_layers
 
 __version__ = "0.1.0"
@@ -72,7 +72,7 @@ _HOMES = {
     "Policy": "hf_ckpt.policy.policy",
     "apply": "hf_ckpt.patch.apply",
     "find_layers": "hf_ckpt.structure.layers",
-    "load_recipe": "hf_ckpt.finetune.recipe",
+    "load_recipe": "hf_ckpt.recipe.recipe",
     "max_length": "hf_ckpt.finetune.estimate.questions",
     "plan": "hf_ckpt.finetune.estimate.questions",
     "remove": "hf_ckpt.patch.apply",

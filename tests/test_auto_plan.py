@@ -6,8 +6,8 @@ import pytest
 
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
 TINY = "recipes/tiny_llama_lora.yaml"
 

@@ -209,9 +209,7 @@ def output_of(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "module", ["hf_ckpt", "hf_ckpt.policy.policy", "hf_ckpt.policy.plan", "hf_ckpt.finetune.recipe"]
-)
+@pytest.mark.parametrize("module", ["hf_ckpt", "hf_ckpt.policy.policy", "hf_ckpt.policy.plan", "hf_ckpt.recipe.recipe"])
 def test_import_has_no_side_effect_and_loads_nothing_heavy(module: str) -> None:
     effects = json.loads(output_of(EFFECTS_OF_IMPORT.format(module=module)))
     assert effects["unchanged"] is True

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_ckpt import Plan
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
 from hf_ckpt.finetune.report import RunSummary
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from tests import twins
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")

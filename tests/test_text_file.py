@@ -17,8 +17,8 @@ import pytest
 from hf_ckpt import cli
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.command import main
-from hf_ckpt.finetune.recipe import load_recipe
 from hf_ckpt.policy.policy import text_file
+from hf_ckpt.recipe.recipe import load_recipe
 
 pytestmark = [pytest.mark.core, pytest.mark.skipif(os.name != "posix", reason="reads devices")]
 

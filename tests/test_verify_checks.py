@@ -13,7 +13,6 @@ import torch
 from peft import LoraModel
 from safetensors.torch import load_file, save_file
 
-from hf_ckpt.finetune.recipe import load_recipe
 from hf_ckpt.finetune.verify import comparisons, processes, saved, surroundings, verify
 from hf_ckpt.finetune.verify.check import Check, Report
 from hf_ckpt.finetune.verify.counts import check_counts, check_in_force
@@ -21,6 +20,7 @@ from hf_ckpt.finetune.verify.record import Record, StateChange, UserHook
 from hf_ckpt.finetune.verify.subject import Subject
 from hf_ckpt.finetune.verify.trials import Trials
 from hf_ckpt.finetune.verify.verify import _Verification
+from hf_ckpt.recipe.recipe import load_recipe
 from tests import small_recipes
 
 LAYERS = "base_model.model.model.layers"

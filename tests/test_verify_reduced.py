@@ -15,11 +15,11 @@ from transformers import CONFIG_MAPPING, Trainer
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
 from hf_ckpt.finetune import full_config
 from hf_ckpt.finetune.arguments import training_arguments
-from hf_ckpt.finetune.known_configs import KNOWN_CONFIGS
 from hf_ckpt.finetune.model import build_model
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
 from hf_ckpt.finetune.verify.batches import dataset
 from hf_ckpt.finetune.verify.reduced import Reduced, reduced
+from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from tests import zoo, zoo_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")

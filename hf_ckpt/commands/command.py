@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_ckpt.finetune.estimate.subject import Subject
-    from hf_ckpt.finetune.recipe import Recipe
     from hf_ckpt.planner.allowed import Exact
+    from hf_ckpt.recipe.recipe import Recipe
 
 HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C."""
@@ -59,7 +59,7 @@ def read_recipe(options: argparse.Namespace) -> Recipe:
     Raises:
         RecipeError: it is wrong; torch has not been loaded by then.
     """
-    from hf_ckpt.finetune.recipe import load_recipe
+    from hf_ckpt.recipe.recipe import load_recipe
 
     return load_recipe(options.recipe, options.overrides)
 

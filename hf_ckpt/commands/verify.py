@@ -16,8 +16,8 @@ from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.finetune.verify.launch import PROGRESS, Answer, ask, leave_answer
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.recipe import Recipe
     from hf_ckpt.finetune.verify.check import Report
+    from hf_ckpt.recipe.recipe import Recipe
 
 _ENGINES = ("ddp", "fsdp1", "fsdp2")
 _COLUMNS = 120

@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.engine import check_one_engine
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from hf_ckpt.distributed.together import Together
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
-from hf_ckpt.finetune.recipe import load_recipe
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
+from hf_ckpt.recipe.recipe import load_recipe
 
 _FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
 """Exit codes: the device's memory was not enough; wrong input; Ctrl-C."""

@@ -24,9 +24,9 @@ from hf_ckpt.errors import DataError
 from hf_ckpt.finetune.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode
 from hf_ckpt.finetune.layouts import find_layout
 from hf_ckpt.finetune.packing import packing_collator
-from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.tokenizer import complete_tokenizer
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 
 _FEATURES = Features(
     {

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations import deepspeed
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 
 _FLOAT_STORAGE = ("bfloat16", "float16", "float32")
 

@@ -13,9 +13,9 @@ from huggingface_hub import constants
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.known_configs import known_config
 from hf_ckpt.finetune.model import holds_weights
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.known_configs import known_config
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
 _SECONDS_TO_ANSWER = 5
 # No tokenizer is there yet, and the shape of the layers does not depend on it.

@@ -19,8 +19,8 @@ from hf_ckpt.finetune.data import PreparedData
 from hf_ckpt.finetune.engine import Engine, asked_engine
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import subject_of
-from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.planner.search import plan_for
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, this_device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.trainer import ranks

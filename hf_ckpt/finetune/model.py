@@ -22,11 +22,11 @@ from transformers import (
 
 from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.finetune.schema import OF_AUTO
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.modifiers import parse_offload
 from hf_ckpt.policy.policy import AUTO, Mode
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import OF_AUTO
 from hf_ckpt.regions.offload.files import check_path
 
 # What says where adapters go. The rest, such as initial values made from the weights, needs the weights.

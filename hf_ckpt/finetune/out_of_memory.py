@@ -17,9 +17,9 @@ from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.failure import MUCH, Failure, Figures, Part, RunWatch, part_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
-from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device, reserve
 from hf_ckpt.simulation.evaluation import simulate_evaluation
 from hf_ckpt.simulation.step import Step

@@ -39,13 +39,13 @@ from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, w
 from hf_ckpt.finetune.model import build_model, holds_weights, load_base, rehearse
 from hf_ckpt.finetune.out_of_memory import explained
 from hf_ckpt.finetune.packing import check_packing
-from hf_ckpt.finetune.recipe import Recipe, Values, load_recipe
 from hf_ckpt.finetune.report import RunSummary
-from hf_ckpt.finetune.schema import OF_RECIPES
 from hf_ckpt.finetune.sources import load_splits
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
+from hf_ckpt.recipe.schema import OF_RECIPES
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"

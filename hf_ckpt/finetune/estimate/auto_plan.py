@@ -9,9 +9,9 @@ from hf_ckpt.finetune.estimate.estimate import budget_of
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.subject import subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
-from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.finetune.schema import OF_AUTO
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import OF_AUTO
 from hf_ckpt.units import format_bytes
 
 

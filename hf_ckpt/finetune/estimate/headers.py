@@ -18,7 +18,7 @@ from hf_ckpt.finetune.estimate.limits import longest_row
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import is_auto, subject_of
-from hf_ckpt.finetune.recipe import load_recipe
+from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
 from hf_ckpt.units import format_bytes
 

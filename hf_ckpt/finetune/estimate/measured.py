@@ -20,10 +20,10 @@ from hf_ckpt.finetune.estimate.report import columns, facts, facts_of, format_se
 from hf_ckpt.finetune.estimate.subject import Subject, random_model, subject_of
 from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.model import build_model
-from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.tokenizer import load_tokenizer
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device, reserve
 from hf_ckpt.simulation.optimizers import make_optimizer
 from hf_ckpt.simulation.step_memory import StepMemory

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.finetune.estimate.subject import Subject, is_auto
-from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH, OF_AUTO, POLICY_OPTIONS
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH, OF_AUTO, POLICY_OPTIONS
 
 _OF_TRAINING = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim")
 _OF_STEPS = {"max_length": "seq_length", "row_length": "seq_length", "per_device_train_batch_size": "batch_size"}

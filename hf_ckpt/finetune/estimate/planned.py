@@ -13,10 +13,10 @@ from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, exactness_as_json, facts, facts_of, format_seconds, memory_as_json
 from hf_ckpt.finetune.estimate.subject import Subject
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
-from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.exactness import Exactness
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device, find_device, this_device
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes

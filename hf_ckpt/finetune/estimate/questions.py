@@ -18,10 +18,10 @@ from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import Subject, is_auto, subject_of, subject_of_model
 from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
-from hf_ckpt.finetune.recipe import Recipe, load_recipe
-from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.schema import POLICY_OPTIONS
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory

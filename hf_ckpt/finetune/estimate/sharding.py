@@ -16,7 +16,7 @@ import yaml
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.engine import Engine
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 
 ENGINES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")

@@ -22,14 +22,14 @@ from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
 from hf_ckpt.finetune.estimate.training_step import step_of, training_value
 from hf_ckpt.finetune.full_config import Found, find_config
 from hf_ckpt.finetune.model import made, with_adapter
-from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import POLICY_OPTIONS
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head

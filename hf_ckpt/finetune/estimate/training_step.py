@@ -9,8 +9,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.recipe import Recipe
-from hf_ckpt.finetune.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.simulation.step import Sharding, Step
 
 _OPTIMIZER_FIELDS = (

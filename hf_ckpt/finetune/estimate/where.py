@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
 
 _USUAL = ("rtx4090", "a6000", "a100-80gb")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from hf_ckpt.finetune.data import padding_collator
 from hf_ckpt.finetune.examples import IGNORED
 from hf_ckpt.finetune.packing import packing_collator
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 
 NUM_TOKENS = 32
 """Tokens of a row; each second row of a recipe that pads is shorter."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from hf_ckpt.finetune.arguments import training_arguments
 from hf_ckpt.finetune.model import build_model
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 
 MAX_ACCUMULATION = 2
 """Micro-batches of an optimizer step; two show that gradients add up, more only take longer."""

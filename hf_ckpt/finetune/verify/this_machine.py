@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_ckpt.finetune.recipe import Recipe
+from hf_ckpt.recipe.recipe import Recipe
 
 _MOST_ROWS = 2
 # Where a run reports, saves, evaluates and goes on from; how it loads data; what is tried out for it.

@@ -22,8 +22,6 @@ from transformers import (
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
-from hf_ckpt.finetune.recipe import Values
-from hf_ckpt.finetune.schema import POLICY_OPTIONS
 from hf_ckpt.finetune.verify.engine import VerifyTrainer, engine_of
 from hf_ckpt.finetune.verify.fingerprints import local, of_random_state, of_tensor, of_values
 from hf_ckpt.finetune.verify.generation import changes, generated, logits, use_cache_of
@@ -36,6 +34,8 @@ from hf_ckpt.finetune.verify.subject import Subject
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
+from hf_ckpt.recipe.recipe import Values
+from hf_ckpt.recipe.schema import POLICY_OPTIONS
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.saved_files import WRAPPERS

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.recipe import Recipe
 from hf_ckpt.finetune.tokenizer import complete_tokenizer
 from hf_ckpt.finetune.verify import comparisons, processes, surroundings
 from hf_ckpt.finetune.verify.batches import dataset
@@ -39,6 +38,7 @@ from hf_ckpt.finetune.verify.subject import MAX_ACCUMULATION, Subject
 from hf_ckpt.finetune.verify.trial import run_trial
 from hf_ckpt.finetune.verify.trials import Trials, first_module_before
 from hf_ckpt.finetune.verify.words import counted
+from hf_ckpt.recipe.recipe import Recipe
 
 NUM_STEPS = 4
 """Optimizer steps of a trial, unless told otherwise: two before the checkpoint that is resumed from, and two after."""

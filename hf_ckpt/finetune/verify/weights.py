@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.recipe import Values
+from hf_ckpt.recipe.recipe import Values
 
 _ROWS, _TOKENS = 2, 24
 _WHERE_ZERO = 0.02

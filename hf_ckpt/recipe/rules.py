@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.finetune import upstream
-from hf_ckpt.finetune.checkpointing_rules import CHECKPOINTING_RULES
-from hf_ckpt.finetune.checks import Draft
-from hf_ckpt.finetune.values import show
+from hf_ckpt.recipe import upstream_fields
+from hf_ckpt.recipe.checkpointing_rules import CHECKPOINTING_RULES
+from hf_ckpt.recipe.field_checks import Draft
+from hf_ckpt.recipe.values import show
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
 
 def _training(draft: Draft, name: str) -> Any:
     """Return a value of the training section, or its default."""
-    return draft.get(f"training.{name}", upstream.training_keys()[name].default)
+    return draft.get(f"training.{name}", upstream_fields.training_keys()[name].default)
 
 
 def _are_counts(*values: object) -> bool:

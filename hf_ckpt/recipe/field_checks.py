@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_ckpt.errors import did_you_mean
-from hf_ckpt.finetune import upstream
-from hf_ckpt.finetune.document import Entry, Mistakes, Place
-from hf_ckpt.finetune.schema import OTHER_NAMES, REQUIRED_SECTIONS, Section, nested_sections, sections
-from hf_ckpt.finetune.values import Type, advice, show
+from hf_ckpt.recipe import upstream_fields
+from hf_ckpt.recipe.document import Entry, Mistakes, Place
+from hf_ckpt.recipe.schema import OTHER_NAMES, REQUIRED_SECTIONS, Section, nested_sections, sections
+from hf_ckpt.recipe.values import Type, advice, show
 
 # In what is ours, null means that a key is not there: it takes away what another recipe gave.
 _NULL_IS_ABSENT = ("model", "model.tokenizer", "model.tokenizer.train", "data", "data.columns", "checkpointing")
@@ -134,7 +134,7 @@ def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
 
 
 def _check_model_type(draft: Draft, model_type: object) -> None:
-    types = upstream.causal_model_types()
+    types = upstream_fields.causal_model_types()
     if model_type is None:
         draft.refuse("model.config.model_type", f"missing. {_EXAMPLES['model.config']}")
     elif types and model_type not in types:

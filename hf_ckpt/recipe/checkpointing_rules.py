@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.finetune.checks import Draft
-from hf_ckpt.finetune.document import beside
-from hf_ckpt.finetune.schema import OF_AUTO, POLICY_OPTIONS
 from hf_ckpt.policy.modifiers import parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.document import beside
+from hf_ckpt.recipe.field_checks import Draft
+from hf_ckpt.recipe.schema import OF_AUTO, POLICY_OPTIONS
 from hf_ckpt.units import parse_budget
 
 _READERS: Mapping[str, Callable[[object], object]] = {

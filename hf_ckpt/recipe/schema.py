@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_ckpt.finetune import upstream
-from hf_ckpt.finetune.upstream import DTYPES, Key, Keys
-from hf_ckpt.finetune.values import parse_type
+from hf_ckpt.recipe import upstream_fields
+from hf_ckpt.recipe.upstream_fields import DTYPES, Key, Keys
+from hf_ckpt.recipe.values import parse_type
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ OTHER_NAMES = {
 
 def sections() -> dict[str, Section]:
     """Return the sections of a recipe by name, as the installed libraries know them."""
-    transformers = f"transformers {upstream.version('transformers')}"
+    transformers = f"transformers {upstream_fields.version('transformers')}"
     known = (
         Section("model", "the model section", _own(_MODEL)),
-        Section("lora", f"LoraConfig (peft {upstream.version('peft')})", upstream.lora_keys()),
-        Section("quantization", f"BitsAndBytesConfig ({transformers})", upstream.quantization_keys()),
+        Section("lora", f"LoraConfig (peft {upstream_fields.version('peft')})", upstream_fields.lora_keys()),
+        Section("quantization", f"BitsAndBytesConfig ({transformers})", upstream_fields.quantization_keys()),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
-        Section("training", f"TrainingArguments ({transformers})", upstream.training_keys(), ("output_dir",)),
+        Section("training", f"TrainingArguments ({transformers})", upstream_fields.training_keys(), ("output_dir",)),
     )
     return {section.name: section for section in known}
 
@@ -150,9 +150,9 @@ def nested_sections(model_type: object) -> dict[str, Section]:
         ),
         "data.columns": Section("data.columns", "the mapping of columns", _own(_COLUMNS)),
     }
-    config = upstream.config_keys(model_type) if isinstance(model_type, str) else None
+    config = upstream_fields.config_keys(model_type) if isinstance(model_type, str) else None
     if config is not None:
-        owner = f"{config.class_name} (transformers {upstream.version('transformers')})"
+        owner = f"{config.class_name} (transformers {upstream_fields.version('transformers')})"
         known["model.config"] = Section("model.config", owner, config.keys, ("model_type",))
     return known
 

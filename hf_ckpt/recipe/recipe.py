@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.checks import Draft, check_keys
-from hf_ckpt.finetune.document import Mistakes, beside, read_document, there_is_no, write_yaml
-from hf_ckpt.finetune.rules import check_rules
+from hf_ckpt.recipe.document import Mistakes, beside, read_document, there_is_no, write_yaml
+from hf_ckpt.recipe.field_checks import Draft, check_keys
+from hf_ckpt.recipe.rules import check_rules
 
 Values = Mapping[str, Any]
 

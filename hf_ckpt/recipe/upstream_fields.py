@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.values import Kind, Type, parse_type
+from hf_ckpt.recipe.values import Kind, Type, parse_type
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from hf_ckpt.errors import RecipeError, did_you_mean
-from hf_ckpt.finetune.values import show
 from hf_ckpt.policy.text_file import read_text
+from hf_ckpt.recipe.values import show
 
 _MOST_VALUES = 5_000
 _DEEPEST = 64
