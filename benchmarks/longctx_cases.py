@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.quantize import quantize
 from hf_ckpt.finetune.estimate.subject import Subject, subject_of
-from hf_ckpt.finetune.full_config import find_config
-from hf_ckpt.finetune.model import made, with_adapter
+from hf_ckpt.loading.model import made, with_adapter
+from hf_ckpt.loading.model_config import find_config
 from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 

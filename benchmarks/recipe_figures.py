@@ -29,7 +29,7 @@ from hf_ckpt.finetune.estimate.least import least_plans
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import format_seconds
 from hf_ckpt.finetune.estimate.subject import is_auto
-from hf_ckpt.finetune.versions import versions
+from hf_ckpt.loading.versions import versions
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 

@@ -10,7 +10,7 @@ import pytest
 from hf_ckpt import Plan, RecipeError, load_recipe
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.command import main
-from hf_ckpt.finetune.report import RunSummary
+from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes
 
 CONFIG = {

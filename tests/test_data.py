@@ -12,9 +12,9 @@ from byte_tokenizer import CHATML, EOS_AFTER_TURNS, MARKED_TURNS, byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune import examples
-from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt_ids
-from hf_ckpt.finetune.examples import decode
+from hf_ckpt.loading import examples
+from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.loading.examples import decode
 
 pytestmark = pytest.mark.core
 

@@ -14,8 +14,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_ckpt import RecipeError, load_recipe
-from hf_ckpt.finetune.arguments import training_arguments
-from hf_ckpt.finetune.engine import (
+from hf_ckpt.loading.engine import (
     Engine,
     asked_engine,
     check_engine_runs,
@@ -24,6 +23,7 @@ from hf_ckpt.finetune.engine import (
     num_parameters,
     on_one_process,
 )
+from hf_ckpt.loading.training_args import training_arguments
 from tests import small_recipes, training
 
 FSDP1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}

@@ -16,8 +16,8 @@ from byte_tokenizer import (
 from transformers import PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune.examples import DEFAULT_LOSS_ON, Encoder
-from hf_ckpt.finetune.layouts import Layout
+from hf_ckpt.loading.columns import Layout
+from hf_ckpt.loading.examples import DEFAULT_LOSS_ON, Encoder
 
 pytestmark = pytest.mark.core
 

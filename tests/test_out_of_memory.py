@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hf_ckpt import load_recipe
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.arguments import training_arguments
 from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.failure import Failure, Figures, Part, RunWatch
-from hf_ckpt.finetune.model import build_model
-from hf_ckpt.finetune.out_of_memory import explanation
+from hf_ckpt.finetune.oom_report import explanation
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.simulation.devices import find_device, reserve
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 from tests import small_recipes

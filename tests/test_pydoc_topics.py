@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ckpt.finetune import pydoc_topics
+from hf_ckpt.loading import pydoc_topics
 
 pytestmark = pytest.mark.core
 
@@ -52,7 +52,7 @@ def test_no_text_is_repeated() -> None:
 
 def test_splits_are_the_same_in_another_process() -> None:
     code = (
-        "import hashlib; from hf_ckpt.finetune.pydoc_topics import splits;"
+        "import hashlib; from hf_ckpt.loading.pydoc_topics import splits;"
         "print(hashlib.sha256(repr(splits()).encode()).hexdigest())"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune.sources import load_splits
+from hf_ckpt.loading.sources import load_splits
 
 pytestmark = [
     pytest.mark.core,

@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune.tokenizer import MIN_VOCAB_SIZE, complete_tokenizer, load_tokenizer, train_tokenizer
+from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, complete_tokenizer, load_tokenizer, train_tokenizer
 
 pytestmark = pytest.mark.core
 
@@ -35,7 +35,7 @@ def test_trained_tokenizer_reads_back_every_text(tmp_path: Path) -> None:
 
 def test_trained_tokenizer_is_the_same_in_another_process(tmp_path: Path) -> None:
     code = (
-        "import hashlib, pathlib; from hf_ckpt.finetune.tokenizer import train_tokenizer;"
+        "import hashlib, pathlib; from hf_ckpt.loading.tokenizer import train_tokenizer;"
         f"path = train_tokenizer({TEXTS!r}, vocab_size=300, cache_dir=pathlib.Path({str(tmp_path / 'there')!r}));"
         "print(path.name, hashlib.sha256((path / 'tokenizer.json').read_bytes()).hexdigest())"
     )

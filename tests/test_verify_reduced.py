@@ -13,11 +13,11 @@ import torch
 from transformers import CONFIG_MAPPING, Trainer
 
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
-from hf_ckpt.finetune import full_config
-from hf_ckpt.finetune.arguments import training_arguments
-from hf_ckpt.finetune.model import build_model
 from hf_ckpt.finetune.verify.batches import dataset
 from hf_ckpt.finetune.verify.reduced import Reduced, reduced
+from hf_ckpt.loading import model_config
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from tests import zoo, zoo_tables
@@ -316,11 +316,11 @@ def test_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch,
         asked.append(request.full_url)
         raise OSError("no route")
 
-    monkeypatch.setattr(full_config.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(full_config.urllib.request, "urlopen", nobody)
+    monkeypatch.setattr(model_config.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_config.urllib.request, "urlopen", nobody)
     recipe = replace(recipe_of(tmp_path, llama()), model={"name_or_path": "meta-llama/Llama-2-7b-hf"})
-    assert full_config.find_config(recipe).config.num_hidden_layers == 32
-    assert asked == [full_config.constants.ENDPOINT]
+    assert model_config.find_config(recipe).config.num_hidden_layers == 32
+    assert asked == [model_config.constants.ENDPOINT]
 
 
 PARAMETERS = {
@@ -340,7 +340,7 @@ def test_known_config_has_as_many_parameters_as_the_weights_on_the_hub(hub_id: s
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(full_config.known_config(hub_id))
+        model = AutoModelForCausalLM.from_config(model_config.known_config(hub_id))
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[hub_id]
 
 

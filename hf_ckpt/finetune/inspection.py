@@ -16,9 +16,9 @@ from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.estimate.ledger import ledger, outside
 from hf_ckpt.finetune.estimate.subject import describe_batch, subject_of
 from hf_ckpt.finetune.estimate.where import devices_for
-from hf_ckpt.finetune.full_config import find_config
 from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
+from hf_ckpt.loading.model_config import find_config
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import resolve
 from hf_ckpt.policy.policy import Mode, Policy

@@ -15,10 +15,10 @@ from transformers import TrainingArguments
 from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
 from hf_ckpt.errors import BudgetError, RecipeError
-from hf_ckpt.finetune.data import PreparedData
-from hf_ckpt.finetune.engine import Engine, asked_engine
 from hf_ckpt.finetune.estimate.sharding import Launch
 from hf_ckpt.finetune.estimate.subject import subject_of
+from hf_ckpt.loading.dataset import PreparedData
+from hf_ckpt.loading.engine import Engine, asked_engine
 from hf_ckpt.planner.search import plan_for
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, this_device

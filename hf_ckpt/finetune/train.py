@@ -22,9 +22,12 @@ from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.together import Together
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune import full_disk
-from hf_ckpt.finetune.arguments import check_can_be_written, training_arguments
-from hf_ckpt.finetune.data import PreparedData, describe_example, prepare, sample_prompt_ids
-from hf_ckpt.finetune.engine import (
+from hf_ckpt.finetune.failure import RunWatch
+from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
+from hf_ckpt.finetune.oom_report import explained
+from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.loading.engine import (
     check_engine_runs,
     check_engine_suits,
     describe,
@@ -33,15 +36,12 @@ from hf_ckpt.finetune.engine import (
     on_one_process,
     ready_to_generate,
 )
-from hf_ckpt.finetune.examples import decode
-from hf_ckpt.finetune.failure import RunWatch
-from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
-from hf_ckpt.finetune.model import build_model, holds_weights, load_base, rehearse
-from hf_ckpt.finetune.out_of_memory import explained
-from hf_ckpt.finetune.packing import check_packing
-from hf_ckpt.finetune.report import RunSummary
-from hf_ckpt.finetune.sources import load_splits
-from hf_ckpt.finetune.tokenizer import load_tokenizer
+from hf_ckpt.loading.examples import decode
+from hf_ckpt.loading.model import build_model, holds_weights, load_base, rehearse
+from hf_ckpt.loading.packing import check_packing
+from hf_ckpt.loading.sources import load_splits
+from hf_ckpt.loading.tokenizer import load_tokenizer
+from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe

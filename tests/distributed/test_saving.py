@@ -21,9 +21,9 @@ from hf_ckpt import DataError, RecipeError, UnsupportedError, load_recipe
 from hf_ckpt.errors import OtherProcessError, SavedFilesError
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.command import main
-from hf_ckpt.finetune.model import build_model
-from hf_ckpt.finetune.report import RunSummary
-from hf_ckpt.finetune.tokenizer import load_tokenizer
+from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.tokenizer import load_tokenizer
 from tests import small_recipes, twins
 from tests.distributed import runs
 from tests.distributed.launching import launched, made_by_first, share_twins

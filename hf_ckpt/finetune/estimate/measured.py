@@ -18,9 +18,9 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune.estimate.predict import Predictor
 from hf_ckpt.finetune.estimate.report import columns, facts, facts_of, format_seconds, memory_as_json
 from hf_ckpt.finetune.estimate.subject import Subject, random_model, subject_of
-from hf_ckpt.finetune.full_config import find_config
-from hf_ckpt.finetune.model import build_model
-from hf_ckpt.finetune.tokenizer import load_tokenizer
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.model_config import find_config
+from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
 from hf_ckpt.recipe.recipe import Recipe

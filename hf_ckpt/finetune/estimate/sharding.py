@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.engine import Engine
+from hf_ckpt.loading.engine import Engine
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 

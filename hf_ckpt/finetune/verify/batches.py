@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from hf_ckpt.finetune.data import padding_collator
-from hf_ckpt.finetune.examples import IGNORED
-from hf_ckpt.finetune.packing import packing_collator
+from hf_ckpt.loading.dataset import padding_collator
+from hf_ckpt.loading.examples import IGNORED
+from hf_ckpt.loading.packing import packing_collator
 from hf_ckpt.recipe.recipe import Recipe
 
 NUM_TOKENS = 32

@@ -21,14 +21,14 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
 from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
-from hf_ckpt.finetune.full_config import Found, find_config
-from hf_ckpt.finetune.model import rehearse
-from hf_ckpt.finetune.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.finetune.verify import adapters, depth, processes, widths
 from hf_ckpt.finetune.verify.depth import KeptStack
 from hf_ckpt.finetune.verify.special_tokens import with_tokens
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.finetune.verify.weights import make_weights
+from hf_ckpt.loading.model import rehearse
+from hf_ckpt.loading.model_config import Found, find_config
+from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values

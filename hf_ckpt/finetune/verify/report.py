@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_ckpt.finetune.verify.check import Check, Report
-from hf_ckpt.finetune.versions import versions
+from hf_ckpt.loading.versions import versions
 
 _WORDS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
 _NARROWEST = 60

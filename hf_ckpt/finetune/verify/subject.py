@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from hf_ckpt.finetune.arguments import training_arguments
-from hf_ckpt.finetune.model import build_model
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.recipe import Recipe
 
 MAX_ACCUMULATION = 2

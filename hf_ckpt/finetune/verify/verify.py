@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.tokenizer import complete_tokenizer
 from hf_ckpt.finetune.verify import comparisons, processes, surroundings
 from hf_ckpt.finetune.verify.batches import dataset
 from hf_ckpt.finetune.verify.causes import cause_of, describe
@@ -38,6 +37,7 @@ from hf_ckpt.finetune.verify.subject import MAX_ACCUMULATION, Subject
 from hf_ckpt.finetune.verify.trial import run_trial
 from hf_ckpt.finetune.verify.trials import Trials, first_module_before
 from hf_ckpt.finetune.verify.words import counted
+from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.recipe import Recipe
 
 NUM_STEPS = 4

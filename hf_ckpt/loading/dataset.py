@@ -21,11 +21,11 @@ from datasets import Dataset, Features, List, Value
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode
-from hf_ckpt.finetune.layouts import find_layout
-from hf_ckpt.finetune.packing import packing_collator
-from hf_ckpt.finetune.sources import load_splits
-from hf_ckpt.finetune.tokenizer import complete_tokenizer
+from hf_ckpt.loading.columns import find_layout
+from hf_ckpt.loading.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode
+from hf_ckpt.loading.packing import packing_collator
+from hf_ckpt.loading.sources import load_splits
+from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 
 _FEATURES = Features(

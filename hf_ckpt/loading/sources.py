@@ -16,7 +16,7 @@ import datasets
 from datasets import Dataset
 
 from hf_ckpt.errors import DataError, did_you_mean
-from hf_ckpt.finetune import pydoc_topics
+from hf_ckpt.loading import pydoc_topics
 
 BUILDERS = {
     ".json": "json",

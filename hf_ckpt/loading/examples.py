@@ -25,8 +25,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune import layouts
-from hf_ckpt.finetune.layouts import Conversation, Example, Layout, PromptCompletion, Text
+from hf_ckpt.loading import columns
+from hf_ckpt.loading.columns import Conversation, Example, Layout, PromptCompletion, Text
 
 IGNORED = -100
 DEFAULT_LOSS_ON = {"text": "all", "prompt_completion": "completion", "messages": "assistant"}
@@ -57,7 +57,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _code_hash() -> str:
-    files = (Path(__file__), Path(layouts.__file__))
+    files = (Path(__file__), Path(columns.__file__))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

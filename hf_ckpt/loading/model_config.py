@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.model import holds_weights
+from hf_ckpt.loading.model import holds_weights
 from hf_ckpt.recipe.known_configs import known_config
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.finetune.layouts import Conversation, Example, PromptCompletion, Text, find_layout
-from hf_ckpt.finetune.sources import load_splits
+from hf_ckpt.loading.columns import Conversation, Example, PromptCompletion, Text, find_layout
+from hf_ckpt.loading.sources import load_splits
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 # 256 bytes and the three special tokens.
