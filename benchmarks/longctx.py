@@ -41,10 +41,10 @@ from benchmarks.longctx_predict import Search
 from benchmarks.predict import StepGauge, reserved_bytes
 from benchmarks.resumable import carry_out
 from hf_ckpt import HFCkptCallback, Plan
-from hf_ckpt.finetune.estimate.least import least_plans
-from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.estimate.least import least_plans
+from hf_ckpt.estimate.limits import LENGTH_UNIT, with_length
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device

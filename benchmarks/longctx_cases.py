@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.quantize import quantize
-from hf_ckpt.finetune.estimate.subject import Subject, subject_of
+from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.loading.model import made, with_adapter
 from hf_ckpt.loading.model_config import find_config
 from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS

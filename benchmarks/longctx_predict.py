@@ -23,10 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
 from benchmarks.longctx_cases import GIB, recipe_of, subject
-from hf_ckpt.finetune.estimate.least import least_plans
-from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, with_length
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.estimate.least import least_plans
+from hf_ckpt.estimate.limits import LENGTH_UNIT, with_length
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device

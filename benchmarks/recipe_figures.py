@@ -24,11 +24,11 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from hf_ckpt.cli import main as hf_ckpt
-from hf_ckpt.finetune.estimate.headers import needs_of, on_hardware, with_needs
-from hf_ckpt.finetune.estimate.least import least_plans
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import format_seconds
-from hf_ckpt.finetune.estimate.subject import is_auto
+from hf_ckpt.estimate.least import least_plans
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.recipe_headers import needs_of, on_hardware, with_needs
+from hf_ckpt.estimate.subject import is_auto
+from hf_ckpt.estimate.tables import format_seconds
 from hf_ckpt.loading.versions import versions
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes

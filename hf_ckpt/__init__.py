@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         StructureError,
         UnsupportedError,
     )
-    from hf_ckpt.finetune.estimate.questions import max_length, plan, simulate
+    from hf_ckpt.estimate.api import max_length, plan, simulate
     from hf_ckpt.patch.apply import apply, remove
     from hf_ckpt.policy.plan import Plan
     from hf_ckpt.policy.policy import Policy
@@ -73,10 +73,10 @@ _HOMES = {
     "apply": "hf_ckpt.patch.apply",
     "find_layers": "hf_ckpt.structure.layers",
     "load_recipe": "hf_ckpt.recipe.recipe",
-    "max_length": "hf_ckpt.finetune.estimate.questions",
-    "plan": "hf_ckpt.finetune.estimate.questions",
+    "max_length": "hf_ckpt.estimate.api",
+    "plan": "hf_ckpt.estimate.api",
     "remove": "hf_ckpt.patch.apply",
-    "simulate": "hf_ckpt.finetune.estimate.questions",
+    "simulate": "hf_ckpt.estimate.api",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
+from hf_ckpt.estimate.auto_plan import with_auto_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 

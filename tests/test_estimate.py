@@ -13,12 +13,12 @@ import pytest
 
 from hf_ckpt import Plan, PolicyError, RecipeError, load_recipe
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.finetune.estimate import grid, most, predict, questions, report
-from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, RECIPE, Estimate, Fit, Row, estimate, fit_of
-from hf_ckpt.finetune.estimate.ledger import ledger, outside
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject, subject_of
-from hf_ckpt.finetune.estimate.where import devices_for
+from hf_ckpt.estimate import api, grid, most, predict, tables
+from hf_ckpt.estimate.estimate import AUTO, FIXED, RECIPE, Estimate, Fit, Row, estimate, fit_of
+from hf_ckpt.estimate.ledger import ledger, outside
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject, subject_of
+from hf_ckpt.estimate.where import devices_for
 from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.policy import Mode
@@ -87,7 +87,7 @@ def test_mode_that_the_model_has_no_part_for_is_refused_in_its_row(tmp_path: Pat
     assert 'asks for "attention", but no attention was found' in rows["attention"].refusal
     # Policy `auto` has no plan before the planner makes it.
     assert (list(rows), found.decides, found.fits) == (["attention", AUTO], AUTO, True)
-    assert report.table(found).splitlines()[-1].startswith("The planner's choice fits on rtx4090: ")
+    assert tables.table(found).splitlines()[-1].startswith("The planner's choice fits on rtx4090: ")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_evaluation_has_to_fit_too(found: Estimate) -> None:
     assert found.evaluation is None
     large = replace(found, evaluation=replace(found.steps()["none"], peak_bytes=CARD.memory_bytes))
     assert not large.fits
-    assert "A batch of its evaluation needs 23.6 GiB" in report.table(large)
-    assert "does not fit on rtx4090: 23.6 GiB and" in report.table(large)
+    assert "A batch of its evaluation needs 23.6 GiB" in tables.table(large)
+    assert "does not fit on rtx4090: 23.6 GiB and" in tables.table(large)
 
 
 def test_batch_of_the_recipes_evaluation_is_simulated(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def by_hand(*devices: Device) -> Estimate:
 
 
 def test_table_says_what_fills_memory_when_and_for_how_long() -> None:
-    lines = report.table(by_hand(CARD)).splitlines()
+    lines = tables.table(by_hand(CARD)).splitlines()
     assert lines[0] == "hf-ckpt estimate recipe.yaml"
     assert lines[3].startswith(
         "  device  GeForce RTX 4090, 23.6 GiB, of which 548.9 MiB to 1.9 GiB are left for context"
@@ -165,7 +165,7 @@ def test_table_says_what_fills_memory_when_and_for_how_long() -> None:
 
 
 def test_table_of_several_devices_has_a_column_for_each() -> None:
-    lines = report.table(by_hand(CARD, find_device("a6000"))).splitlines()
+    lines = tables.table(by_hand(CARD, find_device("a6000"))).splitlines()
     header = next(line for line in lines if line.startswith("  plan"))
     assert header.endswith("step, rtx4090  rtx4090               a6000")
     none = next(line for line in lines if line.startswith("  none"))
@@ -176,43 +176,43 @@ def test_table_of_several_devices_has_a_column_for_each() -> None:
 
 def test_the_attention_that_is_assumed_has_a_line_where_there_is_a_choice() -> None:
     hopper = find_device("h100")
-    words = " ".join(report.table(by_hand(CARD, hopper)).split())
+    words = " ".join(tables.table(by_hand(CARD, hopper)).split())
     assert words.count(" attention h100: ") == words.count(f" attention h100: {hopper.describe_attention()} ") == 1
     assert " attention rtx4090" not in words
-    devices = report.as_json(by_hand(CARD, hopper))["devices"]
+    devices = tables.as_json(by_hand(CARD, hopper))["devices"]
     assert [device["attention"] for device in devices] == [None, hopper.describe_attention()]
 
 
 def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_hand(CARD)
-    assert " host " not in report.table(found)
-    assert report.as_json(found)["host"] == []
+    assert " host " not in tables.table(found)
+    assert tables.as_json(found)["host"] == []
     rows = tuple(
         replace(row, memory=replace(row.memory, host_bytes=3 * GIB)) if row.name == RECIPE and row.memory else row
         for row in found.rows
     )
     found = replace(found, rows=rows)
-    lines = report.table(found).splitlines()
+    lines = tables.table(found).splitlines()
     assert lines[5].split()[-3:] == ["step", "host", "fits"]
     assert " ".join(lines[6].split()).endswith("3 s 3.0 GiB yes")
     assert lines[-1] == "It needs 3.0 GiB of host memory beside rtx4090."
     # On this machine it is known what is free.
-    monkeypatch.setattr(report, "this_device", lambda: CARD)
-    monkeypatch.setattr(report.host_memory, "available_bytes", lambda *, trusts: None if trusts else 2 * GIB)
-    assert report.table(found).splitlines()[-1] == (
+    monkeypatch.setattr(tables, "this_device", lambda: CARD)
+    monkeypatch.setattr(tables.host_memory, "available_bytes", lambda *, trusts: None if trusts else 2 * GIB)
+    assert tables.table(found).splitlines()[-1] == (
         "It needs 3.0 GiB of host memory; 2.0 GiB are free here: it does not fit: offload fewer layers (fraction), or "
         "to disk."
     )
-    assert report.as_json(found)["host"] == [
+    assert tables.as_json(found)["host"] == [
         {"device": "rtx4090", "needed_bytes": 3 * GIB, "free_bytes": 2 * GIB},
     ]
     allowed = Allowed(offload=Offload(trust_host_memory=True))
     trusted = replace(found, subject=replace(found.subject, allowed=allowed))
-    assert report.table(trusted).splitlines()[-1] == "It needs 3.0 GiB of host memory beside rtx4090."
+    assert tables.table(trusted).splitlines()[-1] == "It needs 3.0 GiB of host memory beside rtx4090."
 
 
 def test_json_has_every_figure() -> None:
-    read = json.loads(report.to_json(report.as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"]))
+    read = json.loads(tables.to_json(tables.as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"]))
     assert read["command"] == "hf-ckpt estimate recipe.yaml 'data.path=a b'"
     assert read["versions"].keys() >= {"python", "hf_ckpt", "torch", "transformers", "accelerate"}
     assert (read["recipe"], read["fits"], read["decides"]) == ("recipe.yaml", True, "recipe")
@@ -226,7 +226,7 @@ def test_json_has_every_figure() -> None:
 
 
 def test_seconds_have_three_digits() -> None:
-    assert [report.format_seconds(value) for value in (12.345, 1.0, 0.01234)] == ["12.3 s", "1 s", "12.3 ms"]
+    assert [tables.format_seconds(value) for value in (12.345, 1.0, 0.01234)] == ["12.3 s", "1 s", "12.3 ms"]
 
 
 # --- The ledger. ---
@@ -352,7 +352,7 @@ def test_recipe_for_the_cpu_is_estimated_for_it(tmp_path: Path) -> None:
 
 
 def test_three_sizes_stand_in_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_ckpt.finetune.estimate import where
+    from hf_ckpt.estimate import where
 
     monkeypatch.setattr(where, "this_device", lambda: CPU)
     assert [device.name for device in devices_for(None, ())] == ["rtx4090", "a6000", "a100-80gb"]
@@ -371,38 +371,38 @@ def test_named_devices_go_first(tmp_path: Path) -> None:
 def test_simulate_takes_a_recipe_its_path_or_a_model(tmp_path: Path) -> None:
     path = small_recipes.write(tmp_path)
     subject = small_subject(tmp_path)
-    by_path = questions.simulate(path, device="rtx4090")
-    assert questions.simulate(load_recipe(path), device=CARD).peak_bytes == by_path.peak_bytes
+    by_path = api.simulate(path, device="rtx4090")
+    assert api.simulate(load_recipe(path), device=CARD).peak_bytes == by_path.peak_bytes
     assert by_path.plan == subject.plan
     fields = {"batch_size": 2, "seq_length": 64, "is_padded": True}
-    by_model = questions.simulate(subject.model, plan=subject.plan, device="rtx4090", **fields)
+    by_model = api.simulate(subject.model, plan=subject.plan, device="rtx4090", **fields)
     assert by_model.peak_bytes == by_path.peak_bytes
-    assert questions.simulate(subject.model, device="rtx4090", **fields).plan is None
+    assert api.simulate(subject.model, device="rtx4090", **fields).plan is None
 
 
 def test_simulate_takes_fields_of_the_step(tmp_path: Path) -> None:
     path = small_recipes.write(tmp_path)
-    shorter = questions.simulate(path, plan="none", device="rtx4090", seq_length=32)
-    assert shorter.peak_bytes < questions.simulate(path, plan="none", device="rtx4090").peak_bytes
+    shorter = api.simulate(path, plan="none", device="rtx4090", seq_length=32)
+    assert shorter.peak_bytes < api.simulate(path, plan="none", device="rtx4090").peak_bytes
     with pytest.raises(RecipeError, match=r"A step has no such field.*'length'.*Its fields are batch_size, seq_length"):
-        questions.simulate(path, device="rtx4090", length=32)
+        api.simulate(path, device="rtx4090", length=32)
 
 
 def test_what_is_added_to_a_policy_is_simulated_with_it(tmp_path: Path) -> None:
     path = small_recipes.write(tmp_path)
     long = {"seq_length": 2048, "batch_size": 1, "is_padded": False}
-    full = questions.simulate(path, plan="full", device="rtx4090", **long)
+    full = api.simulate(path, plan="full", device="rtx4090", **long)
     added: dict[str, Any] = {"offload": {"to": "cpu", "min_bytes": 0}, "tiles": "auto", "head": "chunked"}
-    least = questions.simulate(path, plan="full", device="rtx4090", **added, **long)
+    least = api.simulate(path, plan="full", device="rtx4090", **added, **long)
     # Those of a model of this size are most of its peak.
     workspaces = full.by_category[Category.WORKSPACES]
     assert least.peak_bytes - workspaces < 0.7 * (full.peak_bytes - workspaces)
     # The inputs of three of four layers: 2,048 tokens of 32 numbers in float32.
     assert least.host_bytes == 3 * 2048 * 32 * 4
     with pytest.raises(PolicyError, match="tiles was given without a policy that it belongs to"):
-        questions.simulate(path, device="rtx4090", tiles=2)
+        api.simulate(path, device="rtx4090", tiles=2)
     with pytest.raises(PolicyError, match="segment_size was given where a plan is chosen for each layer"):
-        questions.plan(path, memory_budget="1GiB", device="rtx4090", segment_size=2)
+        api.plan(path, memory_budget="1GiB", device="rtx4090", segment_size=2)
 
 
 def test_row_of_any_plan_is_longer_with_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_row_of_any_plan_is_longer_with_what_is_allowed(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(predict.Predictor, "memory", linear)
     path = small_recipes.write(tmp_path, checkpointing={"policy": "auto"})
-    ask = partial(questions.max_length, path, memory_budget="1MiB", device="rtx4090")
+    ask = partial(api.max_length, path, memory_budget="1MiB", device="rtx4090")
     assert ask(plan="auto", tiles=1, head="plain") == 128
     assert ask(plan="auto", tiles=1) == 256
     assert ask() == ask(plan="auto", tiles="auto") // 2 * 2
@@ -426,8 +426,8 @@ def test_row_of_any_plan_is_longer_with_what_is_allowed(tmp_path: Path, monkeypa
 def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
     path, none = found.subject.recipe, found.steps()["none"]
     assert path is not None
-    plan = questions.plan(path, memory_budget=f"{none.peak_bytes - 1}B", device="rtx4090")
-    planned = questions.simulate(path, plan=plan, device="rtx4090")
+    plan = api.plan(path, memory_budget=f"{none.peak_bytes - 1}B", device="rtx4090")
+    planned = api.simulate(path, plan=plan, device="rtx4090")
     assert planned.peak_bytes < none.peak_bytes
     assert none.time.total < planned.time.total <= found.steps()["full"].time.total
 
@@ -446,20 +446,20 @@ def test_budget_that_cannot_be_met_or_read_is_refused(
     budget: str, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as raised:
-        questions.plan(small_recipes.write(tmp_path), memory_budget=budget, device="rtx4090")
+        api.plan(small_recipes.write(tmp_path), memory_budget=budget, device="rtx4090")
     assert message in str(raised.value)
 
 
 def test_unknown_device_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r'Unknown device "rtx409".*Did you mean "rtx4090"'):
-        questions.simulate(small_recipes.write(tmp_path), device="rtx409")
+        api.simulate(small_recipes.write(tmp_path), device="rtx409")
 
 
 @pytest.mark.usefixtures("linear")
 def test_max_length_grows_with_the_budget(tmp_path: Path) -> None:
     path = small_recipes.write(tmp_path)
     lengths = [
-        questions.max_length(path, plan="none", memory_budget=budget, device="rtx4090")
+        api.max_length(path, plan="none", memory_budget=budget, device="rtx4090")
         for budget in ("1KiB", "1.5MiB", "2MiB")
     ]
     assert lengths == [0, 256, 512]

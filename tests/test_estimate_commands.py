@@ -13,9 +13,9 @@ import pytest
 
 from hf_ckpt import Plan
 from hf_ckpt.cli import main
-from hf_ckpt.finetune.estimate import estimate as estimates
-from hf_ckpt.finetune.estimate.estimate import AUTO, RECIPE, Estimate, Row
-from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.estimate import estimate as estimates
+from hf_ckpt.estimate.estimate import AUTO, RECIPE, Estimate, Row
+from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.simulation.devices import Device
 from tests import small_recipes, steps_by_hand
 

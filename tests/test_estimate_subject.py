@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from hf_ckpt import PolicyError, RecipeError, load_recipe
-from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
-from hf_ckpt.finetune.estimate.subject import Subject, describe_batch, subject_of
-from hf_ckpt.finetune.estimate.training_step import step_of
+from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
+from hf_ckpt.estimate.subject import Subject, describe_batch, subject_of
+from hf_ckpt.estimate.training_step import step_of
 from hf_ckpt.simulation.step import Sharding
 from tests import small_recipes
 

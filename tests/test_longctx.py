@@ -12,7 +12,7 @@ import torch
 from benchmarks import longctx
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
-from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT
+from hf_ckpt.estimate.limits import LENGTH_UNIT
 from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.simulation.devices import CPU
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt import RecipeError
-from hf_ckpt.finetune.estimate.headers import Needs, needs_of, with_needs, written_needs
+from hf_ckpt.estimate.recipe_headers import Needs, needs_of, with_needs, written_needs
 from hf_ckpt.simulation.devices import CPU, find_device
 
 RECIPES = Path(__file__).parents[1] / "recipes"

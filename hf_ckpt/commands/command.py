@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.estimate.subject import Subject
+    from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.planner.allowed import Exact
     from hf_ckpt.recipe.recipe import Recipe
 

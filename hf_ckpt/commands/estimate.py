@@ -20,8 +20,8 @@ from hf_ckpt.commands.command import (
 from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_of
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.estimate.estimate import Estimate
-    from hf_ckpt.finetune.estimate.subject import Subject
+    from hf_ckpt.estimate.estimate import Estimate
+    from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.simulation.devices import Device
 
 
@@ -67,8 +67,8 @@ def _run(options: argparse.Namespace) -> int:
     check_launch(options)
     say("Building the model without weights ...")
     with quiet():
-        from hf_ckpt.finetune.estimate.subject import subject_of
-        from hf_ckpt.finetune.estimate.where import devices_for
+        from hf_ckpt.estimate.subject import subject_of
+        from hf_ckpt.estimate.where import devices_for
 
         devices = devices_for(recipe, options.device or ())
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
@@ -81,8 +81,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _estimate(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace) -> int:
     with quiet():
-        from hf_ckpt.finetune.estimate.estimate import estimate
-        from hf_ckpt.finetune.estimate.report import as_json, table, to_json
+        from hf_ckpt.estimate.estimate import estimate
+        from hf_ckpt.estimate.tables import as_json, table, to_json
 
         found = estimate(subject, devices, say)
         if options.plot is not None:
@@ -92,7 +92,7 @@ def _estimate(subject: Subject, devices: tuple[Device, ...], options: argparse.N
 
 
 def _plot(found: Estimate, path: Path) -> None:
-    from hf_ckpt.finetune.estimate.pictures import draw_all
+    from hf_ckpt.estimate.pictures import draw_all
 
     for written in draw_all(found, path, say):
         say(f"Wrote {written}")
@@ -100,9 +100,9 @@ def _plot(found: Estimate, path: Path) -> None:
 
 def _grid(subject: Subject, device: Device, options: argparse.Namespace) -> int:
     with quiet():
-        from hf_ckpt.finetune.estimate import grid
-        from hf_ckpt.finetune.estimate.predict import Predictor
-        from hf_ckpt.finetune.estimate.report import to_json
+        from hf_ckpt.estimate import grid
+        from hf_ckpt.estimate.predict import Predictor
+        from hf_ckpt.estimate.tables import to_json
 
         predictor = Predictor(subject, device)
         found = grid.grids(predictor, say)
@@ -114,8 +114,8 @@ def _grid(subject: Subject, device: Device, options: argparse.Namespace) -> int:
 
 def _limits(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace) -> int:
     with quiet():
-        from hf_ckpt.finetune.estimate import most
-        from hf_ckpt.finetune.estimate.report import to_json
+        from hf_ckpt.estimate import most
+        from hf_ckpt.estimate.tables import to_json
 
         found = most.find(subject, devices, is_length=options.max_length, say=say)
         text = to_json(most.as_json(found), options.words) if options.json else most.table(found)

@@ -10,7 +10,7 @@ from hf_ckpt.commands.command import count
 from hf_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.estimate.sharding import Launch
+    from hf_ckpt.estimate.launch_sharding import Launch
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,6 @@ def check_launch(options: argparse.Namespace) -> None:
 
 def launch_of(options: argparse.Namespace) -> Launch:
     """Return how the recipe is launched."""
-    from hf_ckpt.finetune.estimate.sharding import Launch
+    from hf_ckpt.estimate.launch_sharding import Launch
 
     return Launch(config=options.accelerate_config, engine=options.engine, num_processes=options.processes)

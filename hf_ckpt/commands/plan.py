@@ -20,7 +20,7 @@ from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_o
 from hf_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.estimate.planned import PlannedRecipe
+    from hf_ckpt.estimate.plan import PlannedRecipe
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,19 +62,19 @@ def _run(options: argparse.Namespace) -> int:
     check_launch(options)
     say("Building the model without weights ...")
     with quiet():
-        from hf_ckpt.finetune.estimate import planned
-        from hf_ckpt.finetune.estimate.report import to_json
-        from hf_ckpt.finetune.estimate.subject import subject_of
+        from hf_ckpt.estimate import plan
+        from hf_ckpt.estimate.subject import subject_of
+        from hf_ckpt.estimate.tables import to_json
 
-        device = planned.device_for(recipe, options.device, budget)
+        device = plan.device_for(recipe, options.device, budget)
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
-        found = planned.plan_recipe(subject, device, budget, say, with_fixed=options.plot is not None)
+        found = plan.plan_recipe(subject, device, budget, say, with_fixed=options.plot is not None)
         if options.plot is not None:
             _plot(found, options.plot)
     if options.out is not None:
         options.out.write_text(found.plan.to_json() + "\n", encoding="utf-8")
         say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
-    print(to_json(planned.as_json(found), options.words) if options.json else planned.text(found))
+    print(to_json(plan.as_json(found), options.words) if options.json else plan.text(found))
     return HOLDS
 
 
@@ -88,7 +88,7 @@ def _check_folder(path: Path | None) -> None:
 
 
 def _plot(found: PlannedRecipe, path: Path) -> None:
-    from hf_ckpt.finetune.estimate.pictures import draw_planned
+    from hf_ckpt.estimate.pictures import draw_planned
 
     draw_planned(found.chain, found.steps(), path, subject=found.subject, device=found.device)
     say(f"Wrote {path}")

@@ -33,11 +33,11 @@ def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe(options)
     say("Building the model without weights ...")
     with quiet(), tempfile.TemporaryDirectory(prefix="hf_ckpt-profile-") as folder:
-        from hf_ckpt.finetune.estimate import measured
-        from hf_ckpt.finetune.estimate.report import to_json
+        from hf_ckpt.estimate import profile
+        from hf_ckpt.estimate.tables import to_json
 
-        found = measured.measure(recipe, say, num_steps=options.steps, trace=options.trace, folder=Path(folder))
-    print(to_json(measured.as_json(found), options.words) if options.json else measured.text(found))
+        found = profile.measure(recipe, say, num_steps=options.steps, trace=options.trace, folder=Path(folder))
+    print(to_json(profile.as_json(found), options.words) if options.json else profile.text(found))
     return HOLDS
 
 

@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
 from hf_ckpt.errors import BudgetError, RecipeError
-from hf_ckpt.finetune.estimate.sharding import Launch
-from hf_ckpt.finetune.estimate.subject import subject_of
+from hf_ckpt.estimate.launch_sharding import Launch
+from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.loading.dataset import PreparedData
 from hf_ckpt.loading.engine import Engine, asked_engine
 from hf_ckpt.planner.search import plan_for

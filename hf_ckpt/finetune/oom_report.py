@@ -13,8 +13,8 @@ from transformers import Trainer, TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject, subject_of
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.failure import MUCH, Failure, Figures, Part, RunWatch, part_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.planner.bisect import largest

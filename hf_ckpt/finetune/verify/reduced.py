@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
-from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
+from hf_ckpt.estimate.auto_plan import with_auto_plan
 from hf_ckpt.finetune.verify import adapters, depth, processes, widths
 from hf_ckpt.finetune.verify.depth import KeptStack
 from hf_ckpt.finetune.verify.special_tokens import with_tokens

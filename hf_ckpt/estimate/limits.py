@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_ckpt.finetune.estimate.predict import Predictor
+from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.planner.bisect import Limit, largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step import Step

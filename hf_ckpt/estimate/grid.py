@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.finetune.estimate.estimate import RECIPE, Fit, Say, fit_of
-from hf_ckpt.finetune.estimate.limits import with_length, with_rows
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import columns
+from hf_ckpt.estimate.estimate import RECIPE, Fit, Say, fit_of
+from hf_ckpt.estimate.limits import with_length, with_rows
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.tables import columns
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.units import format_bytes
 

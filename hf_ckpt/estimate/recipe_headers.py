@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.estimate.estimate import budget_of
-from hf_ckpt.finetune.estimate.least import longest_row_of_all
-from hf_ckpt.finetune.estimate.limits import longest_row
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.sharding import Launch
-from hf_ckpt.finetune.estimate.subject import is_auto, subject_of
+from hf_ckpt.estimate.estimate import budget_of
+from hf_ckpt.estimate.launch_sharding import Launch
+from hf_ckpt.estimate.least import longest_row_of_all
+from hf_ckpt.estimate.limits import longest_row
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import is_auto, subject_of
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
 from hf_ckpt.units import format_bytes

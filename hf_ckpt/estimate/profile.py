@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import columns, facts, facts_of, format_seconds, memory_as_json
-from hf_ckpt.finetune.estimate.subject import Subject, random_model, subject_of
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject, random_model, subject_of
+from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds, memory_as_json
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.model_config import find_config
 from hf_ckpt.loading.tokenizer import load_tokenizer

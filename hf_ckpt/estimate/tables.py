@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_ckpt.finetune.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
+from hf_ckpt.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
 from hf_ckpt.loading.versions import versions
 from hf_ckpt.planner.exactness import Exactness
 from hf_ckpt.regions.offload import host_memory

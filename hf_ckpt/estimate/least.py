@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.finetune.estimate.limits import LENGTH_UNIT, longest_row, with_length
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject
+from hf_ckpt.estimate.limits import LENGTH_UNIT, longest_row, with_length
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.planner.layer_costs import may_tile

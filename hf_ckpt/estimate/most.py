@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.finetune.estimate.estimate import AUTO, RECIPE, Say, budget_of
-from hf_ckpt.finetune.estimate.least import longest_row_of_all
-from hf_ckpt.finetune.estimate.limits import largest_batch, longest_row
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import columns, facts
-from hf_ckpt.finetune.estimate.subject import Subject, is_auto
+from hf_ckpt.estimate.estimate import AUTO, RECIPE, Say, budget_of
+from hf_ckpt.estimate.least import longest_row_of_all
+from hf_ckpt.estimate.limits import largest_batch, longest_row
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject, is_auto
+from hf_ckpt.estimate.tables import columns, facts
 from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import Device

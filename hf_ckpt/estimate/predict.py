@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from hf_ckpt.finetune.estimate.overrides import written
-from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.finetune.estimate.training_step import evaluation_step_of
+from hf_ckpt.estimate.overrides import written
+from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.training_step import evaluation_step_of
 from hf_ckpt.planner.chain import NONE, Chain
 from hf_ckpt.planner.layer_costs import chain_of
 from hf_ckpt.planner.search import Planned, plan_for

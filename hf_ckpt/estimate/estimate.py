@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.subject import Subject, is_auto
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject, is_auto
 from hf_ckpt.planner.exactness import Exactness
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import Device, reserve

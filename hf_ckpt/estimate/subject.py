@@ -18,8 +18,8 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 from hf_ckpt.auto.allowances import allowed_by, granted_by
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.estimate.sharding import Launch, describe, sharding_of
-from hf_ckpt.finetune.estimate.training_step import step_of, training_value
+from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
+from hf_ckpt.estimate.training_step import step_of, training_value
 from hf_ckpt.loading.model import made, with_adapter
 from hf_ckpt.loading.model_config import Found, find_config
 from hf_ckpt.patch.apply import check_plan

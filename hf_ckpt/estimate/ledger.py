@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hf_ckpt.finetune.estimate.report import columns
+from hf_ckpt.estimate.tables import columns
 from hf_ckpt.simulation.step_memory import HeldTensor, StepMemory
 from hf_ckpt.units import format_bytes
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError, RecipeError
-from hf_ckpt.finetune.estimate.estimate import AUTO, FIXED, budget_of
-from hf_ckpt.finetune.estimate.predict import Predictor
-from hf_ckpt.finetune.estimate.report import columns, exactness_as_json, facts, facts_of, format_seconds, memory_as_json
-from hf_ckpt.finetune.estimate.subject import Subject
-from hf_ckpt.finetune.estimate.where import devices_for, usual_device_with
+from hf_ckpt.estimate.estimate import AUTO, FIXED, budget_of
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.tables import columns, exactness_as_json, facts, facts_of, format_seconds, memory_as_json
+from hf_ckpt.estimate.where import devices_for, usual_device_with
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.exactness import Exactness
 from hf_ckpt.policy.plan import Plan

@@ -12,10 +12,10 @@ from itertools import groupby
 from pathlib import Path
 
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
-from hf_ckpt.finetune.estimate.auto_plan import with_auto_plan
-from hf_ckpt.finetune.estimate.ledger import ledger, outside
-from hf_ckpt.finetune.estimate.subject import describe_batch, subject_of
-from hf_ckpt.finetune.estimate.where import devices_for
+from hf_ckpt.estimate.auto_plan import with_auto_plan
+from hf_ckpt.estimate.ledger import ledger, outside
+from hf_ckpt.estimate.subject import describe_batch, subject_of
+from hf_ckpt.estimate.where import devices_for
 from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
 from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.loading.model_config import find_config
