@@ -17,7 +17,7 @@ from hf_ckpt.commands.plan import PLAN
 from hf_ckpt.commands.profile import PROFILE
 from hf_ckpt.commands.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.finetune.verify.launch import LostProcessError
+from hf_ckpt.verify.launch import LostProcessError
 
 _COMMANDS = {"estimate": ESTIMATE, "plan": PLAN, "verify": VERIFY, "inspect": INSPECT, "profile": PROFILE}
 # What the plugin does not need and recipes do, by the extra that brings it.

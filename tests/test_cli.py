@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from hf_ckpt.cli import main
-from hf_ckpt.finetune.verify import launch, report, verify
-from hf_ckpt.finetune.verify.check import Check, Report
+from hf_ckpt.verify import launch, report
+from hf_ckpt.verify import run as verify
+from hf_ckpt.verify.check import Check, Report
 from tests import small_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -313,7 +314,7 @@ def test_processes_do_not_outlive_a_command_that_is_told_to_end(tmp_path: Path) 
     noted = tmp_path / "pid"
     code = textwrap.dedent(
         f"""
-        from hf_ckpt.finetune.verify import launch
+        from hf_ckpt.verify import launch
         launch._torchrun = lambda num_processes: {own!r}
         launch.ask([{str(noted)!r}], num_processes=2, say=print)
         """

@@ -13,14 +13,14 @@ import torch
 from peft import LoraModel
 from safetensors.torch import load_file, save_file
 
-from hf_ckpt.finetune.verify import comparisons, processes, saved, surroundings, verify
-from hf_ckpt.finetune.verify.check import Check, Report
-from hf_ckpt.finetune.verify.counts import check_counts, check_in_force
-from hf_ckpt.finetune.verify.record import Record, StateChange, UserHook
-from hf_ckpt.finetune.verify.subject import Subject
-from hf_ckpt.finetune.verify.trials import Trials
-from hf_ckpt.finetune.verify.verify import _Verification
 from hf_ckpt.recipe.recipe import load_recipe
+from hf_ckpt.verify import compare, processes, run, saved, state_checks
+from hf_ckpt.verify.check import Check, Report
+from hf_ckpt.verify.counts import check_counts, check_in_force
+from hf_ckpt.verify.record import Record, StateChange, UserHook
+from hf_ckpt.verify.run import _Verification
+from hf_ckpt.verify.subject import Subject
+from hf_ckpt.verify.trials import Trials
 from tests import small_recipes
 
 LAYERS = "base_model.model.model.layers"
@@ -32,8 +32,8 @@ def proven(tmp_path_factory: pytest.TempPathFactory) -> tuple[Subject, Trials, R
     """A recipe with adapters, its three trials and a resumed one, as `verify` makes them."""
     folder = tmp_path_factory.mktemp("proven")
     recipe = load_recipe(small_recipes.write(folder, lora=small_recipes.LORA, checkpointing={"policy": "full"}))
-    small = verify.reduced(recipe, folder / "model", is_full=False).recipe
-    subject = verify._subject(small, folder, 2, None)
+    small = run.reduced(recipe, folder / "model", is_full=False).recipe
+    subject = run._subject(small, folder, 2, None)
     runs = _Verification(subject, folder, 2, lambda line: None, saves_model_only=False)
     reference, repeated = runs._run("without", ""), runs._run("repeated", "")
     planned = runs._run("planned", "", is_planned=True, save_at=1)
@@ -104,15 +104,15 @@ def in_force(trials: Trials) -> Check:
 
 
 def flags(trials: Trials) -> Check:
-    return next(surroundings.check_state(trials.planned))
+    return next(state_checks.check_state(trials.planned))
 
 
 def autocast(trials: Trials) -> Check:
-    return list(surroundings.check_state(trials.planned))[1]
+    return list(state_checks.check_state(trials.planned))[1]
 
 
 def use_cache(trials: Trials) -> Check:
-    return surroundings.check_use_cache(trials.planned)
+    return state_checks.check_use_cache(trials.planned)
 
 
 def other_loss(record: Record) -> None:
@@ -136,19 +136,19 @@ def other_state(what: str, before: object, after: object) -> Change:
 
 
 FAULTS: list[tuple[str, Callable[[Trials], Check], Change, str]] = [
-    ("loss", comparisons.check_loss, other_loss, "the first in micro-batch 2"),
-    ("gradients", comparisons.check_gradients, change_gradient, "1 parameter got another gradient, from step 2 on"),
-    ("gradients", comparisons.check_gradients, lose_gradient, "1 parameter lost the gradient"),
-    ("trainable parameters", comparisons.check_trainable, lose_gradient, "recomputation loses the gradient"),
-    ("trainable parameters", comparisons.check_trainable, stand_still, "no trainable parameter moved"),
-    ("weights", comparisons.check_weights, lambda r: first(r.tensors_after), "frozen ones among them"),
-    ("random numbers", surroundings.check_random_numbers, draw, "From micro-batch 2 on, the torch generator"),
-    ("buffers", surroundings.check_buffers, lambda r: first(r.buffers), "1 buffer differs"),
-    ("buffers", surroundings.check_buffers, lambda r: r.attributes.update({"a.calls": 3}), "a.calls None, 3 with"),
-    ("names", surroundings.check_names, with_name("during"), "differ during training: new are module a.new_one"),
-    ("names", surroundings.check_names, with_name("after"), "differ after training: new are module a.new_one"),
+    ("loss", compare.check_loss, other_loss, "the first in micro-batch 2"),
+    ("gradients", compare.check_gradients, change_gradient, "1 parameter got another gradient, from step 2 on"),
+    ("gradients", compare.check_gradients, lose_gradient, "1 parameter lost the gradient"),
+    ("trainable parameters", compare.check_trainable, lose_gradient, "recomputation loses the gradient"),
+    ("trainable parameters", compare.check_trainable, stand_still, "no trainable parameter moved"),
+    ("weights", compare.check_weights, lambda r: first(r.tensors_after), "frozen ones among them"),
+    ("random numbers", state_checks.check_random_numbers, draw, "From micro-batch 2 on, the torch generator"),
+    ("buffers", state_checks.check_buffers, lambda r: first(r.buffers), "1 buffer differs"),
+    ("buffers", state_checks.check_buffers, lambda r: r.attributes.update({"a.calls": 3}), "a.calls None, 3 with"),
+    ("names", state_checks.check_names, with_name("during"), "differ during training: new are module a.new_one"),
+    ("names", state_checks.check_names, with_name("after"), "differ after training: new are module a.new_one"),
     ("use_cache", use_cache, other_cache, "was True before training and is False after it"),
-    ("generation", surroundings.check_generation, other_tokens, "Generation after training gives (1, 2)"),
+    ("generation", state_checks.check_generation, other_tokens, "Generation after training gives (1, 2)"),
     ("forward counts", counts, count_again(f"{LAYERS}.0.input_layernorm", 7), f"{LAYERS}.0 ran 2 times, and 7 times"),
     ("forward counts", counts, count_again("base_model.model.lm_head", 1), "lm_head ran again in backward although"),
     ("forward counts", counts, no_plan, "was not the one that the policy means"),
@@ -176,8 +176,8 @@ def test_reference_that_does_not_repeat_itself_fails(trials: Trials) -> None:
         micro.loss += 1e-6
         micro.outputs[5] = (micro.outputs[5][0], ("other",))
 
-    assert comparisons.check_repeatability(trials).verdict == "pass"
-    wrong = comparisons.check_repeatability(changed(trials, other_output, "repeated"))
+    assert compare.check_repeatability(trials).verdict == "pass"
+    wrong = compare.check_repeatability(changed(trials, other_output, "repeated"))
     assert wrong.verdict == "fail"
     assert f"The first module whose output differs is {trials.reference.micro_batches[1].outputs[5][0]}" in wrong.detail
 
@@ -193,13 +193,13 @@ def test_gradients_are_held_against_the_noise_of_the_reference(
         record.num_steps = 1
 
     noise = changed(trials, lambda record: noisy(record, 1e-4), "repeated")
-    found = comparisons.check_gradients(changed(noise, lambda record: noisy(record, factor * 1e-4 + 1e-9)))
+    found = compare.check_gradients(changed(noise, lambda record: noisy(record, factor * 1e-4 + 1e-9)))
     assert found.verdict == verdict
     assert ("within what the reference itself varies" in found.detail) is (verdict == "pass")
 
 
 def test_one_bit_in_a_gradient_is_no_noise_when_the_reference_repeats_itself(trials: Trials) -> None:
-    found = comparisons.check_gradients(changed(trials, change_gradient))
+    found = compare.check_gradients(changed(trials, change_gradient))
     assert found.verdict == "fail"
     assert found.figures["num_not_equal"] == 1
     assert 0 < found.figures["max_relative_error"] < 1e-6
@@ -211,9 +211,9 @@ def test_hook_is_judged_by_what_it_leaves_behind(trials: Trials) -> None:
         for record, change in (("reference", reference), ("repeated", repeated), ("planned", planned)):
             runs = runs_again if record == "planned" else 0
             with_hooks = changed(with_hooks, lambda r, c=change, n=runs: setattr(r, "hooks", [hook(c, n)]), record)
-        return surroundings.check_hooks(with_hooks)
+        return state_checks.check_hooks(with_hooks)
 
-    assert surroundings.check_hooks(trials).verdict == "skip"
+    assert state_checks.check_hooks(trials).verdict == "skip"
     assert hooks(4, 4, 8, 4).verdict == "fail"
     assert hooks(4, 4, 4, 4).verdict == "pass"
     # A hook that notes the time differs in any case, which says nothing of the plan.

@@ -19,13 +19,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.finetune.verify import causes
-from hf_ckpt.finetune.verify.leeway import HALF
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.regions import recompute, segments, tiling
 from hf_ckpt.regions.call import is_in_backward
 from hf_ckpt.regions.head import chunks
 from hf_ckpt.regions.rng_state import AutocastState
+from hf_ckpt.verify import causes
+from hf_ckpt.verify.tolerance import HALF
 from tests import small_recipes, verifying, zoo
 from tests.verifying import failed
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ckpt.finetune.verify.batches import NUM_TOKENS, Batches, dataset
-from hf_ckpt.finetune.verify.engine import engine_of, with_engine
-from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.loading.tokenizer import train_tokenizer
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.verify.batches import NUM_TOKENS, Batches, dataset
+from hf_ckpt.verify.this_machine import on_this_machine
+from hf_ckpt.verify.trial_engine import engine_of, with_engine
 from tests.byte_tokenizer import byte_tokenizer
 
 FSDP1 = {"fsdp": True, "fsdp_config": {"fsdp_version": 1, "reshard_after_forward": "shard_grad_op"}}

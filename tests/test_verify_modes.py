@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.finetune.verify.gradients import between_gradients
-from hf_ckpt.finetune.verify.leeway import FLOAT32, HALF, Leeway
-from hf_ckpt.finetune.verify.record import Record
-from hf_ckpt.finetune.verify.trials import Trials
 from hf_ckpt.regions.call import is_in_backward
+from hf_ckpt.verify.gradients import between_gradients
+from hf_ckpt.verify.record import Record
+from hf_ckpt.verify.tolerance import FLOAT32, HALF, Leeway
+from hf_ckpt.verify.trials import Trials
 from tests import small_recipes
 from tests.verifying import failed, of, report
 

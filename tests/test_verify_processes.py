@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_ckpt.finetune.verify import causes
+from hf_ckpt.verify import causes
 from tests import small_recipes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

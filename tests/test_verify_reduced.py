@@ -13,13 +13,13 @@ import torch
 from transformers import CONFIG_MAPPING, Trainer
 
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
-from hf_ckpt.finetune.verify.batches import dataset
-from hf_ckpt.finetune.verify.reduced import Reduced, reduced
 from hf_ckpt.loading import model_config
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.verify.batches import dataset
+from hf_ckpt.verify.reduce_model import Reduced, reduced
 from tests import zoo, zoo_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")

@@ -16,8 +16,6 @@ from hf_ckpt.estimate.auto_plan import with_auto_plan
 from hf_ckpt.estimate.ledger import ledger, outside
 from hf_ckpt.estimate.subject import describe_batch, subject_of
 from hf_ckpt.estimate.where import devices_for
-from hf_ckpt.finetune.verify.reduced import FullSize, at_full_size, fields_of, written_section
-from hf_ckpt.finetune.verify.this_machine import on_this_machine
 from hf_ckpt.loading.model_config import find_config
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import resolve
@@ -28,6 +26,8 @@ from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.metrics import recomputed_share
 from hf_ckpt.units import format_bytes
+from hf_ckpt.verify.reduce_model import FullSize, at_full_size, fields_of, written_section
+from hf_ckpt.verify.this_machine import on_this_machine
 
 _KEEPS = {
     Mode.NONE: "keeps every activation",

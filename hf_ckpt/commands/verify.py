@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.commands.command import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, read_recipe, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
-from hf_ckpt.finetune.verify.launch import PROGRESS, Answer, ask, leave_answer
+from hf_ckpt.verify.launch import PROGRESS, Answer, ask, leave_answer
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.verify.check import Report
     from hf_ckpt.recipe.recipe import Recipe
+    from hf_ckpt.verify.check import Report
 
 _ENGINES = ("ddp", "fsdp1", "fsdp2")
 _COLUMNS = 120
@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
     answer = ask(_for_others(options), num_processes=options.processes, say=say)
     if answer.refusal:
         raise RecipeError(answer.refusal)
-    from hf_ckpt.finetune.verify.report import from_json
+    from hf_ckpt.verify.report import from_json
 
     return _show(from_json(answer.report), options)
 
@@ -68,13 +68,13 @@ def _verified(
     recipe: Recipe, options: argparse.Namespace, setup: Callable[[Any], None] | None, tell: Callable[[str], None]
 ) -> Report:
     with quiet():
-        from hf_ckpt.finetune.verify.verify import NUM_STEPS, verify
+        from hf_ckpt.verify.run import NUM_STEPS, verify
 
         return verify(recipe, is_full=options.full, num_steps=options.steps or NUM_STEPS, setup=setup, say=tell)
 
 
 def _show(report: Report, options: argparse.Namespace) -> int:
-    from hf_ckpt.finetune.verify.report import table, to_json
+    from hf_ckpt.verify.report import table, to_json
 
     width = shutil.get_terminal_size((_COLUMNS, 0)).columns
     print(to_json(report) if options.json else table(report, width=width))
@@ -117,7 +117,7 @@ def _run_as_one_of_many(options: argparse.Namespace) -> int:
         # Not 0, so that torchrun ends the others, which may be waiting for this one.
         answer, code = Answer(refusal=str(error)), WRONG_INPUT
     leave_answer(options.answers, answer)
-    from hf_ckpt.finetune.verify.engine import end_process
+    from hf_ckpt.verify.trial_engine import end_process
 
     end_process(code)
 
@@ -126,8 +126,8 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
     recipe = read_recipe(options)
     setup = _setup(options.setup)
     with quiet():
-        from hf_ckpt.finetune.verify.engine import join_processes, with_engine
-        from hf_ckpt.finetune.verify.report import as_json
+        from hf_ckpt.verify.report import as_json
+        from hf_ckpt.verify.trial_engine import join_processes, with_engine
 
         is_first = join_processes()
         report = _verified(

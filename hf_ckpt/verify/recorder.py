@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.finetune.verify.fingerprints import of_tensor, tensors_in
-from hf_ckpt.finetune.verify.record import MicroBatch, Record, StateChange
 from hf_ckpt.regions.call import is_in_backward
 from hf_ckpt.regions.head import DeferredLogits
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.verify.fingerprints import of_tensor, tensors_in
+from hf_ckpt.verify.record import MicroBatch, Record, StateChange
 
 _SEAM = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
 # Attributes that a plan sets, and that it switches for a forward without gradients.

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_ckpt.finetune.verify.check import Check
-from hf_ckpt.finetune.verify.fingerprints import of_values
-from hf_ckpt.finetune.verify.record import Record
-from hf_ckpt.finetune.verify.subject import Subject, keep_4bit_weights
-from hf_ckpt.finetune.verify.trials import Trials
-from hf_ckpt.finetune.verify.words import counted, listed
 from hf_ckpt.loading.model import load_base
+from hf_ckpt.verify.check import Check
+from hf_ckpt.verify.fingerprints import of_values
+from hf_ckpt.verify.record import Record
+from hf_ckpt.verify.subject import Subject, keep_4bit_weights
+from hf_ckpt.verify.trials import Trials
+from hf_ckpt.verify.words import counted, listed
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPUTES_AS_ALONE = ("one process", "ddp")

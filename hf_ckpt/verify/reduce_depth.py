@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.finetune.verify.kinds import flags_of, kind_of
 from hf_ckpt.policy.modifiers import TO_DISK, Offload, Tiles
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.verify.kinds import flags_of, kind_of
 
 _PER_KIND = 2
 _FEW_TILES = 3

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.finetune.verify.fingerprints import of_tensor
-from hf_ckpt.finetune.verify.record import UserHook
-from hf_ckpt.finetune.verify.recorder import name_of
+from hf_ckpt.verify.fingerprints import of_tensor
+from hf_ckpt.verify.record import UserHook
+from hf_ckpt.verify.recorder import name_of
 
 _LIBRARIES = (
     "torch",

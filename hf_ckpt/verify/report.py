@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_ckpt.finetune.verify.check import Check, Report
 from hf_ckpt.loading.versions import versions
+from hf_ckpt.verify.check import Check, Report
 
 _WORDS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
 _NARROWEST = 60

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import distributed
 
-from hf_ckpt.finetune.verify.check import Check
+from hf_ckpt.verify.check import Check
 
 
 def gathered(value: Any) -> list[Any]:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.finetune.verify.fingerprints import of_tensor, tensors_in
-from hf_ckpt.finetune.verify.record import Gradients, MicroBatch, Record
 from hf_ckpt.regions.call import is_in_backward
+from hf_ckpt.verify.fingerprints import of_tensor, tensors_in
+from hf_ckpt.verify.record import Gradients, MicroBatch, Record
 
 if TYPE_CHECKING:
-    from hf_ckpt.finetune.verify.recorder import Recorder
+    from hf_ckpt.verify.recorder import Recorder
 
 # Selective checkpointing keeps what these return, so that they are missing in a recomputation.
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_ckpt.finetune.verify.gradients import Spread, between_gradients
-from hf_ckpt.finetune.verify.record import Record
+from hf_ckpt.verify.gradients import Spread, between_gradients
+from hf_ckpt.verify.record import Record
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from hf_ckpt.finetune.verify.depth import KeptStack
 from hf_ckpt.recipe.recipe import Values
+from hf_ckpt.verify.reduce_depth import KeptStack
 
 _PREFIX = "base_model.model."
 _ADAPTER = "default"

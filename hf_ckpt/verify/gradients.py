@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_ckpt.finetune.verify.fingerprints import of_tensor
-from hf_ckpt.finetune.verify.record import Record
+from hf_ckpt.verify.fingerprints import of_tensor
+from hf_ckpt.verify.record import Record
 
 
 @dataclass(frozen=True)

@@ -17,28 +17,28 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.verify import comparisons, processes, surroundings
-from hf_ckpt.finetune.verify.batches import dataset
-from hf_ckpt.finetune.verify.causes import cause_of, describe
-from hf_ckpt.finetune.verify.check import Check, Report
-from hf_ckpt.finetune.verify.counts import check_counts, check_in_force
-from hf_ckpt.finetune.verify.leeway import HALF
-from hf_ckpt.finetune.verify.locate import (
+from hf_ckpt.loading.tokenizer import complete_tokenizer
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.verify import compare, processes, state_checks
+from hf_ckpt.verify.batches import dataset
+from hf_ckpt.verify.causes import cause_of, describe
+from hf_ckpt.verify.check import Check, Report
+from hf_ckpt.verify.counts import check_counts, check_in_force
+from hf_ckpt.verify.localize import (
     FirstDifference,
     OperatorDifference,
     OperatorWatch,
     first_layer,
     layer_of_first_parameter,
 )
-from hf_ckpt.finetune.verify.record import Record
-from hf_ckpt.finetune.verify.reduced import reduced
-from hf_ckpt.finetune.verify.saved import check_resume, check_saved
-from hf_ckpt.finetune.verify.subject import MAX_ACCUMULATION, Subject
-from hf_ckpt.finetune.verify.trial import run_trial
-from hf_ckpt.finetune.verify.trials import Trials, first_module_before
-from hf_ckpt.finetune.verify.words import counted
-from hf_ckpt.loading.tokenizer import complete_tokenizer
-from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.verify.record import Record
+from hf_ckpt.verify.reduce_model import reduced
+from hf_ckpt.verify.saved import check_resume, check_saved
+from hf_ckpt.verify.subject import MAX_ACCUMULATION, Subject
+from hf_ckpt.verify.tolerance import HALF
+from hf_ckpt.verify.trial import run_trial
+from hf_ckpt.verify.trials import Trials, first_module_before
+from hf_ckpt.verify.words import counted
 
 NUM_STEPS = 4
 """Optimizer steps of a trial, unless told otherwise: two before the checkpoint that is resumed from, and two after."""
@@ -164,7 +164,7 @@ class _Verification:
             run_trial(subject, self.folder / name, is_planned=is_planned, num_steps=1)
             for name, is_planned in (("float32", False), ("float32_planned", True))
         )
-        yield comparisons.check_in_float32(expected, got)
+        yield compare.check_in_float32(expected, got)
 
     def _save_at(self) -> int | None:
         return None if self.engine == "fsdp1" else self.num_steps // 2 or None
@@ -223,21 +223,21 @@ class _Verification:
 
 def _compared(trials: Trials) -> Iterator[Check]:
     """Yield one check after another, in the order of the table."""
-    yield comparisons.check_repeatability(trials)
-    yield comparisons.check_loss(trials)
-    yield comparisons.check_gradients(trials)
-    yield comparisons.check_trainable(trials)
+    yield compare.check_repeatability(trials)
+    yield compare.check_loss(trials)
+    yield compare.check_gradients(trials)
+    yield compare.check_trainable(trials)
     if trials.planned.failure is None:
-        yield comparisons.check_weights(trials)
-    yield surroundings.check_random_numbers(trials)
+        yield compare.check_weights(trials)
+    yield state_checks.check_random_numbers(trials)
     if trials.planned.failure is None:
-        yield surroundings.check_buffers(trials)
-    yield surroundings.check_names(trials)
-    yield from surroundings.check_state(trials.planned)
+        yield state_checks.check_buffers(trials)
+    yield state_checks.check_names(trials)
+    yield from state_checks.check_state(trials.planned)
     if trials.planned.failure is None:
-        yield surroundings.check_hooks(trials)
-        yield surroundings.check_use_cache(trials.planned)
-        yield surroundings.check_generation(trials)
+        yield state_checks.check_hooks(trials)
+        yield state_checks.check_use_cache(trials.planned)
+        yield state_checks.check_generation(trials)
 
 
 def _has_evidence(trials: Trials) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from hf_ckpt.finetune.verify.check import Check
-from hf_ckpt.finetune.verify.gradients import Spread, between_gradients, between_weights
-from hf_ckpt.finetune.verify.leeway import REPEATED, Leeway
-from hf_ckpt.finetune.verify.record import Record
-from hf_ckpt.finetune.verify.trials import Trials, first_module, losses_of
-from hf_ckpt.finetune.verify.words import counted, listed
+from hf_ckpt.verify.check import Check
+from hf_ckpt.verify.gradients import Spread, between_gradients, between_weights
+from hf_ckpt.verify.record import Record
+from hf_ckpt.verify.tolerance import REPEATED, Leeway
+from hf_ckpt.verify.trials import Trials, first_module, losses_of
+from hf_ckpt.verify.words import counted, listed
 
 # Two draws of the same noise: the largest of one may be a few times the largest of the other.
 _NOISE_MARGIN = 4.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from hf_ckpt.finetune.verify.locate import Operator, OperatorDifference, kept_ones
-from hf_ckpt.finetune.verify.record import Record
+from hf_ckpt.verify.localize import Operator, OperatorDifference, kept_ones
+from hf_ckpt.verify.record import Record
 
 # Operators that draw random numbers; attention kernels do where they are given dropout.
 _RANDOM = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hf_ckpt.finetune.verify.check import Check
-from hf_ckpt.finetune.verify.record import Record, WatchedLayer
-from hf_ckpt.finetune.verify.words import listed, numbered
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.verify.check import Check
+from hf_ckpt.verify.record import Record, WatchedLayer
+from hf_ckpt.verify.words import listed, numbered
 
 FORWARDS = "forward counts"
 IN_FORCE = "plan in force"

@@ -21,11 +21,6 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
 from hf_ckpt.estimate.auto_plan import with_auto_plan
-from hf_ckpt.finetune.verify import adapters, depth, processes, widths
-from hf_ckpt.finetune.verify.depth import KeptStack
-from hf_ckpt.finetune.verify.special_tokens import with_tokens
-from hf_ckpt.finetune.verify.this_machine import on_this_machine
-from hf_ckpt.finetune.verify.weights import make_weights
 from hf_ckpt.loading.model import rehearse
 from hf_ckpt.loading.model_config import Found, find_config
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
@@ -34,6 +29,11 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values
 from hf_ckpt.recipe.schema import POLICY_OPTIONS
 from hf_ckpt.structure.layers import Stack, find_layers
+from hf_ckpt.verify import adapters, processes, reduce_depth, reduce_widths
+from hf_ckpt.verify.reduce_depth import KeptStack
+from hf_ckpt.verify.special_tokens import with_tokens
+from hf_ckpt.verify.this_machine import on_this_machine
+from hf_ckpt.verify.weights import make_weights
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
@@ -203,7 +203,7 @@ def _shallow(
                     return candidate, fewer, kept
         except HFCkptError:
             continue
-    kept = tuple(depth.whole(stack, plan) for stack, plan in _pairs(full))
+    kept = tuple(reduce_depth.whole(stack, plan) for stack, plan in _pairs(full))
     return replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder)), fields, kept
 
 
@@ -211,9 +211,9 @@ def _proposals(recipe: Recipe, full: FullSize) -> Iterator[tuple[KeptStack, ...]
     if not adapters.lets_layers_go(recipe.lora):
         return
     pairs = list(_pairs(full))
-    few = [depth.two_of_each(stack, plan) for stack, plan in pairs]
-    first = [depth.beginning(stack, plan) for stack, plan in pairs]
-    whole = [depth.whole(stack, plan) for stack, plan in pairs]
+    few = [reduce_depth.two_of_each(stack, plan) for stack, plan in pairs]
+    first = [reduce_depth.beginning(stack, plan) for stack, plan in pairs]
+    whole = [reduce_depth.whole(stack, plan) for stack, plan in pairs]
     is_language = ["language" in stack.roles for stack in full.stacks]
     for language, others in ((few, few), (few, whole), (first, few), (first, whole)):
         yield tuple(
@@ -236,7 +236,7 @@ def _with_layers(fields: Values, full: FullSize, kept: Sequence[KeptStack]) -> d
 
 def _changed_at(fields: Values, place: tuple[str, ...], kept: KeptStack) -> dict[str, Any]:
     if not place:
-        return depth.with_layers(fields, kept)
+        return reduce_depth.with_layers(fields, kept)
     return {**fields, place[0]: _changed_at(fields[place[0]], place[1:], kept)}
 
 
@@ -268,11 +268,11 @@ def _carried_policy(
 ) -> Values | None:
     if checkpointing is None or full.plan is None:
         return checkpointing
-    if all(stack.is_whole for stack in kept) and not depth.offloads(kept):
+    if all(stack.is_whole for stack in kept) and not reduce_depth.offloads(kept):
         return checkpointing
     others = {key: value for key, value in checkpointing.items() if key not in POLICY_OPTIONS}
     # One folder for all processes: they must be given the same policy.
-    return {**others, "policy": depth.rules(kept, folder.parent), "head": full.plan.head.value}
+    return {**others, "policy": reduce_depth.rules(kept, folder.parent), "head": full.plan.head.value}
 
 
 def _with_adapters(recipe: Recipe, full: FullSize, kept: Sequence[KeptStack]) -> Iterator[Recipe]:
@@ -303,9 +303,9 @@ def _checked(recipe: Recipe, section: Values, full: FullSize, kept: Sequence[Kep
         raise
     except Exception as error:  # a config of unusual sizes may make a model raise anything
         raise RecipeError(f"{type(error).__name__}: {str(error).strip()}") from error
-    if not depth.represents(kept, full.stacks, small.stacks):
+    if not reduce_depth.represents(kept, full.stacks, small.stacks):
         raise StructureError(f"{full.class_name} with fewer layers has other kinds of layers.")
-    if small.plan is not None and not depth.carries(kept, small.plan):
+    if small.plan is not None and not reduce_depth.carries(kept, small.plan):
         raise StructureError(f"{full.class_name} with fewer layers has another plan.")
     if recipe.lora is not None:
         wanted = adapters.carried_over(adapters.adapters_of(full.model), kept)
@@ -327,9 +327,9 @@ def _layers_if_any(model: nn.Module) -> tuple[Stack, ...]:
 def _widths(fields: Values) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the fields of smaller models, and what was done; the one that keeps most of the structure first."""
     for keeps_ratios in (True, False):
-        sizes = widths.sizes_for(fields, VOCAB_SIZE, keeps_ratios=keeps_ratios)
-        yield widths.narrowed(fields, sizes), widths.describe(sizes)
-    yield widths.with_vocabulary(fields, VOCAB_SIZE), f"widths as they are, vocabulary {VOCAB_SIZE}"
+        sizes = reduce_widths.sizes_for(fields, VOCAB_SIZE, keeps_ratios=keeps_ratios)
+        yield reduce_widths.narrowed(fields, sizes), reduce_widths.describe(sizes)
+    yield reduce_widths.with_vocabulary(fields, VOCAB_SIZE), f"widths as they are, vocabulary {VOCAB_SIZE}"
 
 
 def _check_size(small: FullSize) -> None:
@@ -385,7 +385,7 @@ def _with_own_quantisation(recipe: Recipe, own: Values | None) -> tuple[Recipe, 
 
 
 def _layer_facts(kept: Sequence[KeptStack]) -> Facts:
-    return tuple((stack.path.removeprefix("base_model.model."), depth.describe(stack)) for stack in kept)
+    return tuple((stack.path.removeprefix("base_model.model."), reduce_depth.describe(stack)) for stack in kept)
 
 
 def _seed(recipe: Recipe) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_ckpt.finetune.verify.leeway import Leeway
 from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.verify.tolerance import Leeway
 
 Gradients = dict[str, Tensor | None]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_ckpt.finetune.verify.check import Check, Verdict
-from hf_ckpt.finetune.verify.record import MicroBatch, Record, UserHook
-from hf_ckpt.finetune.verify.trials import Trials
-from hf_ckpt.finetune.verify.words import counted, listed
+from hf_ckpt.verify.check import Check, Verdict
+from hf_ckpt.verify.record import MicroBatch, Record, UserHook
+from hf_ckpt.verify.trials import Trials
+from hf_ckpt.verify.words import counted, listed
 
 
 def check_random_numbers(trials: Trials) -> Check:

@@ -22,15 +22,6 @@ from transformers import (
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
-from hf_ckpt.finetune.verify.engine import VerifyTrainer, engine_of
-from hf_ckpt.finetune.verify.fingerprints import local, of_random_state, of_tensor, of_values
-from hf_ckpt.finetune.verify.generation import changes, generated, logits, use_cache_of
-from hf_ckpt.finetune.verify.hooks import UserHooks
-from hf_ckpt.finetune.verify.leeway import draws_in_tiles, leeway_of, slice_alike
-from hf_ckpt.finetune.verify.locate import OperatorWatch
-from hf_ckpt.finetune.verify.record import Failure, Record, WatchedLayer
-from hf_ckpt.finetune.verify.recorder import Recorder, plain_attributes
-from hf_ckpt.finetune.verify.subject import Subject
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
@@ -39,6 +30,15 @@ from hf_ckpt.recipe.schema import POLICY_OPTIONS
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.saved_files import WRAPPERS
+from hf_ckpt.verify.fingerprints import local, of_random_state, of_tensor, of_values
+from hf_ckpt.verify.generation import changes, generated, logits, use_cache_of
+from hf_ckpt.verify.hooks import UserHooks
+from hf_ckpt.verify.localize import OperatorWatch
+from hf_ckpt.verify.record import Failure, Record, WatchedLayer
+from hf_ckpt.verify.recorder import Recorder, plain_attributes
+from hf_ckpt.verify.subject import Subject
+from hf_ckpt.verify.tolerance import draws_in_tiles, leeway_of, slice_alike
+from hf_ckpt.verify.trial_engine import VerifyTrainer, engine_of
 
 # Names that wrappers of torch give to what they wrap: activation checkpointing, FSDP1, torch.compile.
 _STRUCTURE = ("layers", "attention", "ffn")
