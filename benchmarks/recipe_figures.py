@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from hf_ckpt.cli import main as hf_ckpt
+from hf_ckpt.cli.main import main as hf_ckpt
 from hf_ckpt.estimate.least import least_plans
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.recipe_headers import needs_of, on_hardware, with_needs

@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_ckpt.finetune.command import main
+from hf_ckpt.cli.finetune import main
 
 if __name__ == "__main__":
     sys.exit(main())

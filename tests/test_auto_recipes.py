@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hf_ckpt import Plan, RecipeError, load_recipe
+from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hf_ckpt.cli import main
+from hf_ckpt.cli.main import main
 from hf_ckpt.verify import launch, report
 from hf_ckpt.verify import run as verify
 from hf_ckpt.verify.check import Check, Report
@@ -186,7 +186,7 @@ def test_help_and_version(words: list[str], expected: str, capsys: pytest.Captur
 
 def test_wrong_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path, training={"learning_rat": 1})
-    code = f"import sys; from hf_ckpt.cli import main; print(main(['verify', {str(recipe)!r}]), 'torch' in sys.modules)"
+    code = f"import sys; from hf_ckpt.cli.main import main; print(main(['verify', {str(recipe)!r}]), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
 

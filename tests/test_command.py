@@ -24,8 +24,8 @@ from huggingface_hub import errors
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 
+from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import full_disk, train
-from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.failure import RunWatch
 from hf_ckpt.finetune.termination import sigterm_as_interrupt
 from tests import small_recipes, twins
@@ -209,7 +209,7 @@ def test_run_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
 def test_wrong_recipe_is_refused_without_torch(tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path, training={"learning_rte": 1e-4})
     code = (
-        "import sys; from hf_ckpt.finetune.command import main; code = main(sys.argv[1:]); "
+        "import sys; from hf_ckpt.cli.finetune import main; code = main(sys.argv[1:]); "
         "print(code, sorted({'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_ckpt import Plan
-from hf_ckpt.cli import main
+from hf_ckpt.cli.main import main
 from hf_ckpt.estimate import estimate as estimates
 from hf_ckpt.estimate.estimate import AUTO, RECIPE, Estimate, Row
 from hf_ckpt.estimate.subject import Subject
@@ -139,9 +139,7 @@ def test_wrong_input_is_refused_with_code_2(
 @pytest.mark.parametrize("command", ["estimate", "plan", "inspect", "profile"])
 def test_wrong_recipe_is_refused_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path, training={"learning_rat": 1})
-    code = (
-        f"import sys; from hf_ckpt.cli import main; print(main([{command!r}, {str(recipe)!r}]), 'torch' in sys.modules)"
-    )
+    code = f"import sys; from hf_ckpt.cli.main import main; print(main([{command!r}, {str(recipe)!r}]), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ckpt import Plan, RecipeError, load_recipe
+from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes, twins
 from tests.byte_tokenizer import CHATML

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt import Plan
+from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.micro_batch import MicroBatch, Priced, choose_micro_batch
 from tests import small_recipes
 

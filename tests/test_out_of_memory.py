@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_ckpt import load_recipe
 from hf_ckpt.auto.batch_bounds import Batch
+from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.command import main
 from hf_ckpt.finetune.failure import Failure, Figures, Part, RunWatch
 from hf_ckpt.finetune.oom_report import explanation
 from hf_ckpt.loading.model import build_model

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.command import main
 from hf_ckpt.recipe import document, upstream_fields
 from hf_ckpt.recipe.recipe import load_recipe
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_ckpt import cli
+from hf_ckpt.cli.finetune import main
+from hf_ckpt.cli.main import main as cli
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune.command import main
 from hf_ckpt.policy.policy import text_file
 from hf_ckpt.recipe.recipe import load_recipe
 
@@ -61,7 +61,7 @@ def test_recipe_is_read_from_a_process_substitution(tmp_path: Path, monkeypatch:
 
 
 def test_recipe_is_read_from_standard_input(tmp_path: Path) -> None:
-    program = "import sys; from hf_ckpt.finetune.command import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from hf_ckpt.cli.finetune import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "/dev/stdin", "--print"]
     ours, theirs = socket.socketpair()
     ours.sendall(RECIPE.encode())

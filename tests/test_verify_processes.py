@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 def verified(folder: Path, engine: str, *options: str) -> tuple[int, dict[str, Any]]:
     """Exit code and report of the command in two processes."""
     recipe = small_recipes.write(folder, lora=small_recipes.LORA, checkpointing={"policy": "full"})
-    command = [sys.executable, "-m", "hf_ckpt.cli", "verify", str(recipe), "--json", "--steps", "2"]
+    command = [sys.executable, "-m", "hf_ckpt.cli.main", "verify", str(recipe), "--json", "--steps", "2"]
     done = subprocess.run(
         [*command, "--processes", "2", "--engine", engine, *options],
         capture_output=True,

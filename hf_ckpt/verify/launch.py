@@ -92,7 +92,7 @@ def leave_answer(folder: Path, answer: Answer) -> None:
 
 def _torchrun(num_processes: int) -> list[str]:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    return [*run, "-m", "hf_ckpt.cli"]
+    return [*run, "-m", "hf_ckpt.cli.main"]
 
 
 def _run(command: Sequence[str], say: Callable[[str], None]) -> str:

@@ -26,8 +26,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_ckpt import HFCkptCallback
+from hf_ckpt.cli.main import finetune
 from hf_ckpt.distributed import store, watchdog
-from hf_ckpt.finetune import command
 from tests.training import During, llama, trainer
 
 LIMIT_S = 90
@@ -128,8 +128,8 @@ def be_killed_in_the_command(victim: int) -> None:
     """Be killed in the first line of the fine-tuning command, while the other process reads something slow."""
     watchdog._GRACE_S = 1.0
     is_victim = int(os.environ["RANK"]) == victim
-    command.load_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
-    sys.exit(command.main(["recipe.yaml"]))
+    finetune.load_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
+    sys.exit(finetune.main(["recipe.yaml"]))
 
 
 def be_slow(victim: int) -> None:

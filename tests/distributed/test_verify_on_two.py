@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.cli import main
+from hf_ckpt.cli.main import main
 from hf_ckpt.verify import trial_engine
 from tests import small_recipes
 from tests.distributed.launching import made_by_first

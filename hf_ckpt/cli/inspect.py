@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hf_ckpt.commands.command import HOLDS, Command, quiet, read_recipe, recipe_parser
+from hf_ckpt.cli.common import HOLDS, Command, quiet, read_recipe, recipe_parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,7 +23,7 @@ def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe(options)
     names = {name: value for name in ("layers", "attention", "ffn") if (value := getattr(options, name)) is not None}
     with quiet():
-        from hf_ckpt.cli.inspection import inspection
+        from hf_ckpt.cli.main.inspection import inspection
 
         text = inspection(recipe, names)
     print(text)

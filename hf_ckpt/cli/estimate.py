@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.commands.command import (
+from hf_ckpt.cli.common import (
     FAILS,
     HOLDS,
     Command,
@@ -17,7 +17,7 @@ from hf_ckpt.commands.command import (
     say,
     with_exact,
 )
-from hf_ckpt.commands.launched import add_launch_options, check_launch, launch_of
+from hf_ckpt.cli.launched import add_launch_options, check_launch, launch_of
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate

@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from hf_ckpt.commands.command import HOLDS, Command, count, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.cli.common import HOLDS, Command, count, quiet, read_recipe, recipe_parser, say
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.commands.command import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.cli.common import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, read_recipe, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.verify.launch import PROGRESS, Answer, ask, leave_answer
 

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from hf_ckpt.commands.command import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
-from hf_ckpt.commands.estimate import ESTIMATE
-from hf_ckpt.commands.inspect import INSPECT
-from hf_ckpt.commands.plan import PLAN
-from hf_ckpt.commands.profile import PROFILE
-from hf_ckpt.commands.verify import VERIFY
+from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
+from hf_ckpt.cli.estimate import ESTIMATE
+from hf_ckpt.cli.inspect import INSPECT
+from hf_ckpt.cli.plan import PLAN
+from hf_ckpt.cli.profile import PROFILE
+from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.verify.launch import LostProcessError
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_ckpt.commands.command import count
+from hf_ckpt.cli.common import count
 from hf_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:
