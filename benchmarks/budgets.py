@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.layer_costs import chain_of
 from hf_ckpt.planner.pareto import Planner
 from hf_ckpt.planner.search import Plans
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.simulator import simulate_step

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.auto.batch_bounds import Batch, batch_of, largest_batch
 from hf_ckpt.auto.measured import TrainingPeak
 from hf_ckpt.distributed import fsdp, watchdog
 from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, SavedFilesError, as_written
-from hf_ckpt.patch.apply import Applied, offloaders_of, remove, train_call_of, use_cache
+from hf_ckpt.patch import use_cache
+from hf_ckpt.patch.apply import Applied, offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.patch.leftover import look_out
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.patch.train_call import train_call
 from hf_ckpt.patch.use_cache import UseCache
-from hf_ckpt.planner.allowed import Exact
+from hf_ckpt.policy.allowances import ALLOWANCES, Exact, allowed_by
 from hf_ckpt.policy.modifiers import Prove, Tiles, parse_prove
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Mode, Policy, SegmentSize

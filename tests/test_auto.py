@@ -29,7 +29,7 @@ from hf_ckpt.auto.budgets import Free, _usable
 from hf_ckpt.auto.replan import _stepped
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
-from hf_ckpt.planner.allowed import Allowed
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.simulation.devices import CPU, GIB, Device, find_device

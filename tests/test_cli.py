@@ -186,7 +186,10 @@ def test_help_and_version(words: list[str], expected: str, capsys: pytest.Captur
 
 def test_wrong_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path, training={"learning_rat": 1})
-    code = f"import sys; from hf_ckpt.cli.main import main; print(main(['verify', {str(recipe)!r}]), 'torch' in sys.modules)"
+    code = (
+        "import sys; from hf_ckpt.cli.main import main; "
+        f"print(main(['verify', {str(recipe)!r}]), 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
 

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.search import plan_for
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.simulation.cuda.cublas import add_workspaces
 from hf_ckpt.simulation.devices import CPU, find_device, workspace_bytes
 from hf_ckpt.simulation.evaluation import simulate_evaluation

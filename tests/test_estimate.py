@@ -19,7 +19,7 @@ from hf_ckpt.estimate.ledger import ledger, outside
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.estimate.where import devices_for
-from hf_ckpt.planner.allowed import Allowed
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve

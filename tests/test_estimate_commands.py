@@ -139,7 +139,10 @@ def test_wrong_input_is_refused_with_code_2(
 @pytest.mark.parametrize("command", ["estimate", "plan", "inspect", "profile"])
 def test_wrong_recipe_is_refused_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path, training={"learning_rat": 1})
-    code = f"import sys; from hf_ckpt.cli.main import main; print(main([{command!r}, {str(recipe)!r}]), 'torch' in sys.modules)"
+    code = (
+        "import sys; from hf_ckpt.cli.main import main; "
+        f"print(main([{command!r}, {str(recipe)!r}]), 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
 

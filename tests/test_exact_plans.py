@@ -12,18 +12,17 @@ import pytest
 from torch import nn
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.allowances import allowed_by, granted_by
 from hf_ckpt.errors import BudgetError, PolicyError
-from hf_ckpt.planner.allowed import Allowed
+from hf_ckpt.planner import search
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.planner.exactness import CHUNKED_HEAD, TILES, Exactness, inexact_parts
 from hf_ckpt.planner.offload_costs import offloaded
 from hf_ckpt.planner.peak_formulas import entries_of, predict
 from hf_ckpt.planner.search import Planned, plan_for
+from hf_ckpt.policy.allowances import Allowed, allowed_by, granted_by
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.simulation import planned
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, StepTime, Timeline
@@ -62,10 +61,10 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     def chunked(chain: Chain, *given: object) -> Chain:
         return made(tiles=TILED in chain.layers[0].costs, head=HeadMode.CHUNKED)
 
-    monkeypatch.setattr(planned, "simulate_step", simulated)
-    monkeypatch.setattr(planned, "with_tiles", tiled)
-    monkeypatch.setattr(planned, "with_chunked_head", chunked)
-    monkeypatch.setattr(planned, "make_plan", lambda model, policy: TEMPLATE)
+    monkeypatch.setattr(search, "simulate_step", simulated)
+    monkeypatch.setattr(search, "with_tiles", tiled)
+    monkeypatch.setattr(search, "with_chunked_head", chunked)
+    monkeypatch.setattr(search, "make_plan", lambda model, policy: TEMPLATE)
 
 
 def plan_within(mib: int, **allowed: Any) -> Planned:

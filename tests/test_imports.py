@@ -1,4 +1,4 @@
-"""Imports run downward only (the table below), and importing the package changes nothing."""
+"""Imports run downward only (`ORDER`), no two files import each other, and importing the package changes nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,68 +17,35 @@ pytestmark = pytest.mark.core
 
 PACKAGE = Path(__file__).parents[1] / "hf_ckpt"
 
-# What each part may import of the package, besides itself. `__init__` hands out everything and may import all.
-MAY_IMPORT = {
-    "errors": set(),
-    "amounts": {"errors"},
-    "modifiers": {"errors", "amounts"},
-    "policy": {"errors", "modifiers"},
-    "text_file": set(),
-    "plan_fields": {"errors", "policy"},
-    "plans": {"errors", "modifiers", "policy", "plan_fields", "text_file"},
-    "shapes": set(),
-    "host_memory": {"amounts"},
-    "parts": {"shapes"},
-    "layers": {"errors", "parts", "shapes"},
-    "regions": {"errors", "amounts", "modifiers", "host_memory"},
-    "fsdp": {"errors", "layers"},
-    "position_wise": {"errors", "shapes", "parts", "layers", "fsdp"},
-    "heads": {"errors", "shapes", "layers"},
-    "exchange": {"errors", "watch"},
-    "ranks": {"errors", "modifiers", "policy", "plans", "patch", "regions", "exchange"},
-    "watch": {"errors"},
-    "deepspeed": {"errors", "policy", "plans", "layers"},
-    "refusals": {"errors", "policy", "plans", "layers", "fsdp", "deepspeed", "position_wise", "regions"},
-    "train_call": set(),
-    "stack_patch": {"errors", "plans", "layers", "regions", "fsdp", "deepspeed", "train_call"},
-    "settings": {*("modifiers", "policy", "plans", "layers", "regions", "fsdp"), *("position_wise", "stack_patch")},
-    "use_cache": set(),
-    "patch": {
-        *("errors", "modifiers", "policy", "plans", "layers", "shapes", "regions", "fsdp", "deepspeed", "refusals"),
-        *("heads", "stack_patch", "settings", "train_call", "use_cache"),
-    },
-    "leftover": {"patch", "train_call"},
-    "memory": {
-        *("errors", "amounts", "modifiers", "policy", "plans", "shapes", "parts", "layers"),
-        *("position_wise", "host_memory", "heads", "regions", "refusals", "patch"),
-    },
-    "input_gradients": {"layers"},
-    "first_step": {"policy", "plans", "layers", "position_wise", "regions"},
-    "figures": {"policy", "plans", "layers", "shapes", "position_wise", "input_gradients", "regions"},
-    "reporters": set(),
-    "saved_files": {"errors", "fsdp"},
-    "auto": {
-        *("errors", "amounts", "modifiers", "policy", "plans", "layers", "shapes", "refusals", "patch", "fsdp"),
-        *("host_memory", "ranks", "exchange", "input_gradients", "memory"),
-    },
-    "callback": {
-        *("errors", "amounts", "modifiers", "policy", "plans", "layers", "refusals", "patch", "fsdp", "ranks"),
-        *("watch", "auto", "memory", "regions"),
-        *("use_cache", "input_gradients", "first_step", "figures", "reporters", "saved_files"),
-        *("train_call", "stack_patch", "leftover"),
-    },
-    "finetune": {
-        *("errors", "amounts", "modifiers", "policy", "plans", "layers", "figures", "refusals", "patch", "regions"),
-        *("position_wise", "heads", "host_memory"),
-        *("callback", "saved_files", "watch", "memory", "auto", "input_gradients", "ranks", "text_file"),
-    },
-    "commands": {"errors", "amounts", "plans", "finetune", "memory"},
-    "cli": {"errors", "commands", "finetune"},
-}
-PURE_PYTHON = {"errors", "amounts", "modifiers", "policy", "text_file", "plan_fields", "plans"}
-CORE = set(MAY_IMPORT) - {"finetune", "commands", "cli"}
+# The folders and files of the package from the bottom up: each may import those before it, and itself.
+# `__init__` hands out everything and may import all.
+ORDER = (
+    "errors",
+    "units",
+    "policy",
+    "structure",
+    "regions",
+    "distributed",
+    "patch",
+    "trainer",
+    "simulation",
+    "planner",
+    "measure",
+    "auto",
+    "callback",
+    "recipe",
+    "loading",
+    "estimate",
+    "finetune",
+    "verify",
+    "cli",
+)
+PURE_PYTHON = {"errors", "units", "policy"}
+# The only ones that know YAML, data sets and tokenizers.
+RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli"}
+CORE = set(ORDER) - RECIPES
 # Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
-WITH_OPTIONAL = {"memory"}
+WITH_OPTIONAL = {"simulation"}
 
 CORE_REQUIREMENTS = {"torch", "transformers", "accelerate"}
 OPTIONAL = {"bitsandbytes", "liger_kernel", "matplotlib", "trl"}
@@ -149,16 +117,29 @@ IMPORTS = [found for found in all_imports() if found.part != "__init__"]
 
 def test_every_part_has_its_place() -> None:
     parts = {part_of(module_name(path)) for path in PACKAGE.rglob("*.py")}
-    assert parts - {"__init__"} == set(MAY_IMPORT)
+    assert parts - {"__init__"} == set(ORDER)
 
 
 def test_imports_run_downward_only() -> None:
     upward = [
         found.where
         for found in IMPORTS
-        if found.target_part is not None and found.target_part not in MAY_IMPORT[found.part] | {found.part}
+        if found.target_part is not None and ORDER.index(found.target_part) > ORDER.index(found.part)
     ]
     assert upward == []
+
+
+def test_no_files_import_each_other() -> None:
+    """Not even from inside a function: what needs each other belongs in one file."""
+    names = {module_name(path) for path in PACKAGE.rglob("*.py")} - {"hf_ckpt"}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and module_name(path) in names:
+                targets = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+                graph[module_name(path)] |= targets & names
+    sorter = TopologicalSorter(graph)
+    sorter.prepare()  # raises CycleError, which names the files
 
 
 def test_pure_parts_import_the_standard_library_only() -> None:

@@ -10,12 +10,12 @@ import pytest
 from benchmarks.budgets import CASES, build, sweep, verdict
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.layer_costs import chain_of
 from hf_ckpt.planner.pareto import Planner
 from hf_ckpt.planner.peak_formulas import to_plan
 from hf_ckpt.planner.search import plan_for
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy

@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.chain import FULL, NONE, Chain
 from hf_ckpt.planner.layer_costs import chain_of, with_chunked_head, with_tiles
 from hf_ckpt.planner.offload_costs import offloaded, with_gaps
 from hf_ckpt.planner.pareto import Planner
 from hf_ckpt.planner.peak_formulas import predict, to_plan
 from hf_ckpt.planner.search import Plans, plan_for
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy

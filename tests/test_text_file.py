@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_ckpt.cli import main as cli
 from hf_ckpt.cli.finetune import main
-from hf_ckpt.cli.main import main as cli
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.policy.policy import text_file
+from hf_ckpt.policy import text_file
 from hf_ckpt.recipe.recipe import load_recipe
 
 pytestmark = [pytest.mark.core, pytest.mark.skipif(os.name != "posix", reason="reads devices")]

@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks.side_by_side.cases import Case
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.measure.calibrate import calibrate
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.search import Planned, Plans
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.modifiers import Offload
 from hf_ckpt.simulation.devices import CPU, Device
 

@@ -16,7 +16,7 @@ from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
 from hf_ckpt.auto.replan import Planning
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import PolicyError, UnsupportedError
-from hf_ckpt.planner.allowed import Allowed
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.skeleton import skeleton
 from hf_ckpt.structure.layers import find_layers

@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.allowances import as_granted, within_host
 from hf_ckpt.auto.batch_bounds import Batch, batch_of
 from hf_ckpt.distributed.store import num_processes
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.planner.search import plan_for
+from hf_ckpt.policy.allowances import Allowed, as_granted, within_host
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import Device

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.subject import Subject
-    from hf_ckpt.planner.allowed import Exact
+    from hf_ckpt.policy.allowances import Exact
     from hf_ckpt.recipe.recipe import Recipe
 
 HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130

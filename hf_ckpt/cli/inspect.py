@@ -23,7 +23,7 @@ def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe(options)
     names = {name: value for name in ("layers", "attention", "ffn") if (value := getattr(options, name)) is not None}
     with quiet():
-        from hf_ckpt.cli.main.inspection import inspection
+        from hf_ckpt.cli.inspection import inspection
 
         text = inspection(recipe, names)
     print(text)

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of
 from hf_ckpt.estimate.launch_sharding import Launch
@@ -18,6 +17,7 @@ from hf_ckpt.estimate.limits import longest_row
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, is_auto, subject_of, subject_of_model
 from hf_ckpt.estimate.where import devices_for, usual_device_with
+from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe, load_recipe

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.estimate.estimate import budget_of
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.estimate.where import devices_for
+from hf_ckpt.policy.allowances import ALLOWANCES
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import OF_AUTO

@@ -15,9 +15,9 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.limits import LENGTH_UNIT, longest_row, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject
-from hf_ckpt.planner.allowed import Allowed
 from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.planner.layer_costs import may_tile
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.plan import Plan
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.estimate.subject import Subject, is_auto
 from hf_ckpt.planner.advice import as_keywords
+from hf_ckpt.policy.allowances import ALLOWANCES
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH, OF_AUTO, POLICY_OPTIONS
 

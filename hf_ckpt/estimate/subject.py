@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 
-from hf_ckpt.auto.allowances import allowed_by, granted_by
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
 from hf_ckpt.estimate.training_step import step_of, training_value
@@ -24,7 +23,7 @@ from hf_ckpt.loading.model import made, with_adapter
 from hf_ckpt.loading.model_config import Found, find_config
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
-from hf_ckpt.planner.allowed import Allowed
+from hf_ckpt.policy.allowances import Allowed, allowed_by, granted_by
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import AUTO

@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_ckpt.auto.allowances import ALLOWANCES
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.patch.apply import apply
+from hf_ckpt.policy.allowances import ALLOWANCES
 from hf_ckpt.policy.modifiers import parse_offload
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.recipe.recipe import Recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import LayerPlan
@@ -13,11 +13,6 @@ NONE = LayerPlan()
 """The option of doing nothing: every layer has it."""
 FULL = LayerPlan(Mode.FULL)
 """The option that segments are made of."""
-
-
-def option_of(entry: LayerPlan) -> LayerPlan:
-    """Return what an entry of a plan does with a layer by itself: the name of a cost of `ChainLayer`."""
-    return replace(entry, segment=None, nested=False, why="")
 
 
 def rank(option: LayerPlan) -> tuple[object, ...]:

@@ -16,11 +16,11 @@ from torch import nn
 from hf_ckpt.errors import HFCkptError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.tileable import random_modules, tiled_modules
-from hf_ckpt.planner.allowed import UNASKED, Allowed
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.planner.offload_costs import offloaded
 from hf_ckpt.planner.save_lists import operator_points
 from hf_ckpt.planner.step_reading import LayerKey, Reading
+from hf_ckpt.policy.allowances import UNASKED, Allowed
 from hf_ckpt.policy.modifiers import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode, Policy

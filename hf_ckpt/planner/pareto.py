@@ -21,12 +21,12 @@ from itertools import islice
 import numpy as np
 
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.planner import peak_formulas
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.frontier import fronts_of
 from hf_ckpt.planner.peak_formulas import Choice, entries_from, predict
 from hf_ckpt.planner.segment_costs import Blocks, Numbers
 from hf_ckpt.planner.tie_breaks import TieBreak
-from hf_ckpt.simulation import choices
 from hf_ckpt.units import format_bytes
 
 _ALLOWANCES = 8
@@ -65,7 +65,7 @@ class _Exact:
 
     def __init__(self, chain: Chain, cast_bytes: int) -> None:
         self._chain = chain
-        self._base = choices.base_bytes(chain)
+        self._base = peak_formulas.base_bytes(chain)
         self._blocks = Blocks(chain, cast_bytes)
         self._fronts = fronts_of(self._blocks)
         # Peaks below the fixed one are no different from it, and the last of them is the fastest.

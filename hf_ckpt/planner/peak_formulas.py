@@ -41,7 +41,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, option_of
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer
 from hf_ckpt.policy.plan import LayerPlan, Plan
 
 
@@ -163,7 +163,7 @@ def blocks_of(chain: Chain, entries: Sequence[LayerPlan]) -> tuple[Block, ...]:
         if entry.segment is not None and (before.segment, before.nested) == (entry.segment, entry.nested):
             blocks[-1] = replace(blocks[-1], stop=position + 1, nested=entry.nested)
         else:
-            blocks.append(Block(position, position + 1, option_of(entry)))
+            blocks.append(Block(position, position + 1, entry.alone))
     return tuple(blocks)
 
 

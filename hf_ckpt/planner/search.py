@@ -20,7 +20,6 @@ from torch import nn
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.advice import Change, Write, as_keywords, nothing_fits
-from hf_ckpt.planner.allowed import PREFER, UNASKED, Allowed
 from hf_ckpt.planner.bounds import best_case
 from hf_ckpt.planner.chain import NONE, Chain
 from hf_ckpt.planner.exactness import TILES, Exactness, inexact_parts
@@ -29,6 +28,7 @@ from hf_ckpt.planner.layer_costs import chain_of, with_chunked_head, with_tiles
 from hf_ckpt.planner.offload_costs import offloaded, with_gaps
 from hf_ckpt.planner.pareto import Planner, smallest_peak
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
+from hf_ckpt.policy.allowances import PREFER, UNASKED, Allowed
 from hf_ckpt.policy.modifiers import HeadMode, Offload
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_ckpt.planner import peak_formulas
 from hf_ckpt.planner.chain import FULL, NONE, Chain, Cost, rank
 from hf_ckpt.policy.plan import LayerPlan
-from hf_ckpt.simulation import choices
 
 Numbers = NDArray[np.int64]
 
@@ -53,12 +53,12 @@ class Segments:
     def __init__(self, chain: Chain, nested: bool, num_ticks: int, casts: list[int]) -> None:
         self.nested = nested
         self.first, self.end = _runs(chain)
-        own = [choices.own_bytes(chain, layer) for layer in chain.layers]
+        own = [peak_formulas.own_bytes(chain, layer) for layer in chain.layers]
         self._own = _sums(own)
         self._input = chain.input_bytes
         self._last_ticks, self._before_ticks = _segment_ticks(chain, nested, num_ticks)
         self._casts = np.array(casts, dtype=np.int64)
-        self._needs = self._all_needs(chain, own, np.array(choices.gradients_at(chain), dtype=np.int64))
+        self._needs = self._all_needs(chain, own, np.array(peak_formulas.gradients_at(chain), dtype=np.int64))
 
     def needs_from(self, start: int) -> Numbers:
         """Return the need of the segments that start at a layer; indexed by their stop."""
@@ -144,7 +144,7 @@ class Blocks:
     def __init__(self, chain: Chain, cast_bytes: int = 0) -> None:
         num_ticks = _ticks_of_a_second(chain)
         casts = [min(cast_bytes, most) for most in _most_casts(chain)]
-        gradients = choices.gradients_at(chain)
+        gradients = peak_formulas.gradients_at(chain)
         self.num_layers = len(chain.layers)
         self.head = max(chain.head_bytes + casts[-1], chain.head_backward_bytes)
         self.singles = tuple(
@@ -183,7 +183,7 @@ def _runs(chain: Chain) -> tuple[list[int], list[int]]:
     """Return, by layer, where the run of layers that can join begins, and the position after its end."""
     first: list[int] = []
     for position, layer in enumerate(chain.layers):
-        goes_on = position > 0 and choices.joins(chain.layers[position - 1], layer)
+        goes_on = position > 0 and peak_formulas.joins(chain.layers[position - 1], layer)
         first.append(first[-1] if goes_on else position)
     end = {start: position + 1 for position, start in enumerate(first)}
     return first, [end[start] for start in first]
@@ -201,7 +201,7 @@ def _segment_ticks(chain: Chain, nested: bool, num_ticks: int) -> tuple[Numbers,
     for layer in chain.layers:
         none = layer.costs[NONE]
         full = layer.costs.get(FULL, none)
-        whole = _ticks(choices.whole_forward(layer), num_ticks) if FULL in layer.costs else 0
+        whole = _ticks(peak_formulas.whole_forward(layer), num_ticks) if FULL in layer.costs else 0
         last.append(_ticks(full.seconds, num_ticks))
         before.append(_ticks((full if nested else none).seconds, num_ticks) + whole)
     return np.array(last, dtype=np.int64), _sums(before)

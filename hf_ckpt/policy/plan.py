@@ -89,6 +89,11 @@ class LayerPlan:
         """Whether anything of the layer runs again in backward."""
         return self.mode is not Mode.NONE or self.tiles is not None
 
+    @property
+    def alone(self) -> LayerPlan:
+        """What the entry does with the layer by itself, without its segment: an option of the planner."""
+        return replace(self, segment=None, nested=False, why="")
+
     def describe(self) -> str:
         """Return mode and modifiers, and why they are not what the policy asked for, as one short phrase."""
         parts = [str(self.mode)]

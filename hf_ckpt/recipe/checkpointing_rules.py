@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hf_ckpt.auto.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.errors import PolicyError
+from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.modifiers import parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO

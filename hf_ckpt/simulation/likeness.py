@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_ckpt.planner.chain import option_of
 from hf_ckpt.policy.plan import LayerPlan, StackPlan
 from hf_ckpt.structure.layers import Layer, Stack
 
@@ -52,7 +51,7 @@ def units_of(stack: Stack, plan: StackPlan | None) -> tuple[Unit, ...]:
         is_first_to_send = indices[0] == 0 and entries[0].offload is not None
         likeness = tuple(
             (
-                *(_layer_likeness(stack.layers[idx]), option_of(entries[idx]), segment is None, entries[idx].nested),
+                *(_layer_likeness(stack.layers[idx]), entries[idx].alone, segment is None, entries[idx].nested),
                 is_first_to_send,
             )
             for idx in indices

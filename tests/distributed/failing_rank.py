@@ -26,7 +26,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.cli.main import finetune
+from hf_ckpt.cli import finetune
 from hf_ckpt.distributed import store, watchdog
 from tests.training import During, llama, trainer
 
