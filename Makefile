@@ -95,7 +95,7 @@ types: .venv/.installed
 	.venv/bin/mypy
 
 docs: .venv/.installed
-	.venv/bin/python -m pytest tests/test_docs.py
+	.venv/bin/python -m pytest tests/docs/test_docs.py
 
 # --- Figures of the shipped recipes. ---
 

@@ -1,7 +1,7 @@
 """One launch for the whole folder: every process runs the same tests, and a test fails on all when it fails on one.
 
-Only rank 0 prints; where a test fails on another rank, its report stands in rank 0's. Tests marked `distributed` start
-processes of their own and run in plain pytest; all others need the launch.
+Only rank 0 prints; where a test fails on another rank, its report stands in rank 0's. Tests marked `distributed` run in
+plain pytest: they start processes of their own, or need none; all others need the launch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.distributed.deepspeed_on_a_cpu import deepspeed_on_a_cpu, ignores_its
 from tests.distributed.launching import config, made_by_first, share_twins
 from tests.distributed.runs import fresh_accelerate
 from tests.distributed.test_recipes_on_two import check_words, config_of
-from tests.test_shipped_recipes import (
+from tests.docs.test_shipped_recipes import (
     Run,
     carry_out,
     check_losses,

@@ -1,7 +1,7 @@
 """Selective, offload, tiles and the chunked head under each engine: losses and weights of a run without a plan.
 
-Tiles and the head add the same terms in another order (`tests/test_exact_modes.py`); everything else is exact to the
-bit.
+Tiles and the head add the same terms in another order (`tests/regions/test_exact_modes.py`); everything else is exact
+to the bit.
 """
 
 from __future__ import annotations

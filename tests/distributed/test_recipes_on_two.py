@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_ckpt.finetune import train
 from tests.distributed.launching import launched, made_by_first, share_twins
-from tests.test_shipped_recipes import (
+from tests.docs.test_shipped_recipes import (
     ON_MANY,
     RECIPES,
     Run,

@@ -27,7 +27,7 @@ from hf_ckpt.loading.tokenizer import load_tokenizer
 from tests import small_recipes, twins
 from tests.distributed import runs
 from tests.distributed.launching import launched, made_by_first, share_twins
-from tests.test_finetune import assert_same_answers
+from tests.finetune.test_finetune import assert_same_answers
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 LAUNCHES: dict[str, tuple[str, ...]] = {

@@ -1,0 +1,289 @@
+"""What is estimated of a recipe: its model on `meta`, its step and its engine, as fine-tuning would have them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hf_ckpt import PolicyError, RecipeError, load_recipe
+from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
+from hf_ckpt.estimate.subject import Subject, describe_batch, subject_of
+from hf_ckpt.estimate.training_step import step_of
+from hf_ckpt.simulation.step import Sharding
+from tests import small_recipes
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+def subject(folder: Path, *overrides: str, **sections: Any) -> Subject:
+    return subject_of(load_recipe(small_recipes.write(folder, **sections), overrides))
+
+
+# --- The model. ---
+
+
+def test_model_lies_on_meta_and_trains() -> None:
+    model = subject_of(load_recipe(RECIPES / "llama7b_lora.yaml")).model
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.training
+
+
+def test_weights_are_loaded_in_bfloat16_and_adapters_trained_in_float32() -> None:
+    model = subject_of(load_recipe(RECIPES / "llama7b_lora.yaml")).model
+    kinds = Counter((parameter.dtype, parameter.requires_grad) for parameter in model.parameters())
+    assert kinds == {(torch.bfloat16, False): 291, (torch.float32, True): 2 * 7 * 32}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"),
+    [
+        ([], torch.float32),
+        (["model.dtype=bfloat16"], torch.bfloat16),
+    ],
+)
+def test_model_made_from_a_config_is_float32_if_nothing_is_said(
+    overrides: list[str], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    assert {parameter.dtype for parameter in subject(tmp_path, *overrides).model.parameters()} == {dtype}
+
+
+def test_dtype_auto_is_that_of_the_saved_weights() -> None:
+    model = subject_of(load_recipe(RECIPES / "llama7b_lora.yaml", ["model.dtype=auto", "lora=null"])).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
+def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
+    assert subject(tmp_path).model.config.vocab_size == 300
+
+
+def test_dropout_of_adapters_is_kept(tmp_path: Path) -> None:
+    model = subject(tmp_path, lora=small_recipes.LORA).model
+    rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
+    assert rates == {0.1}
+
+
+def test_kernel_that_needs_a_gpu_has_a_stand_in(tmp_path: Path) -> None:
+    found = subject(tmp_path, "model.attn_implementation=flash_attention_2")
+    assert found.model.config._attn_implementation == "sdpa"
+    assert ("changed", "attention sdpa in place of flash_attention_2") in [
+        (name, text.partition(":")[0]) for name, text in found.facts
+    ]
+
+
+def test_weights_of_a_foreign_quantisation_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
+    sections = {"model": {"config": None, "tokenizer": None, "name_or_path": str(tmp_path)}, "lora": small_recipes.LORA}
+    with pytest.raises(RecipeError, match="quantised by gptq, which cannot be simulated"):
+        subject(tmp_path, **sections)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_on"),
+    [([], True), (["checkpointing.input_require_grads=false"], False), (["checkpointing=null"], None)],
+)
+def test_embeddings_need_gradients_as_under_the_callback(
+    overrides: list[str], is_on: bool | None, tmp_path: Path
+) -> None:
+    model = subject(tmp_path, *overrides, lora=small_recipes.LORA).model
+    hooks = list(model.get_input_embeddings()._forward_hooks.values())
+    assert [hook.args for hook in hooks] == ([] if is_on is None else [(is_on,)])
+
+
+def test_plan_of_the_recipe_is_resolved_for_its_model(tmp_path: Path) -> None:
+    plan = subject(tmp_path).plan
+    assert plan is not None
+    assert [str(layer.mode) for layer in plan.stacks[0].layers] == ["full", "full", "ffn", "none"]
+
+
+def test_plan_that_was_made_for_another_adapter_or_depth_is_refused(tmp_path: Path) -> None:
+    plain, adapted = subject(tmp_path), subject(tmp_path, lora=small_recipes.LORA)
+    assert plain.plan is not None
+    assert adapted.plan is not None
+    with pytest.raises(PolicyError, match=r"made with LoRA or another adapter .* has none: .*`hf-ckpt plan` again"):
+        plain.resolve(adapted.plan)
+    with pytest.raises(PolicyError, match=r"made without an adapter .* has an adapter \(LORA\): "):
+        adapted.resolve(plain.plan)
+    deeper = replace(plain.plan, stacks=(replace(plain.plan.stacks[0], layers=plain.plan.stacks[0].layers * 2),))
+    with pytest.raises(PolicyError, match=r"with 8 layers in model\.layers, but LlamaForCausalLM has 4 layers"):
+        plain.resolve(deeper)
+
+
+def test_trainers_own_checkpointing_is_full(tmp_path: Path) -> None:
+    plan = subject(tmp_path, "training.gradient_checkpointing=true", checkpointing=None).plan
+    assert plan is not None
+    assert plan.count(plan.stacks[0].layers[0].mode) == 4
+
+
+def test_recipe_without_a_policy_has_no_plan(tmp_path: Path) -> None:
+    assert subject(tmp_path, checkpointing=None).plan is None
+
+
+def test_facts_say_what_was_taken_for_what(tmp_path: Path) -> None:
+    assert subject(tmp_path, lora=small_recipes.LORA).facts[1:] == (
+        ("batch", "2 rows of 64 tokens, padded; 1 micro-batch in each step"),
+        ("training", "weights float32, no autocast, adamw_torch_fused"),
+        ("engine", "one process"),
+    )
+
+
+# --- The step. ---
+
+
+def test_step_has_the_sizes_of_the_recipe() -> None:
+    step = step_of(load_recipe(RECIPES / "llama7b_qlora_24gb.yaml"), Sharding())
+    assert (step.batch_size, step.seq_length, step.gradient_accumulation_steps) == (4, 2048, 4)
+    assert (step.is_padded, step.is_packed, step.autocast) == (True, False, "bfloat16")
+    assert (step.optim, step.optim_arguments) == ("paged_adamw_8bit", {"learning_rate": 2e-4})
+
+
+def test_what_the_recipe_leaves_out_is_as_training_arguments_have_it(tmp_path: Path) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path, data={"max_length": None}))
+    training = {key: recipe.training[key] for key in ("output_dir", "use_cpu")}
+    step = step_of(replace(recipe, training=training), Sharding())
+    assert (step.batch_size, step.seq_length, step.gradient_accumulation_steps) == (8, 1024, 1)
+    assert (step.max_grad_norm, step.optim) == (1.0, "adamw_torch_fused")
+
+
+def test_packed_examples_are_one_row(tmp_path: Path) -> None:
+    step = step_of(load_recipe(small_recipes.write(tmp_path, data={"packing": True})), Sharding())
+    assert (step.batch_size, step.seq_length, step.is_padded, step.is_packed) == (1, 128, False, True)
+    assert describe_batch(step) == "1 row of 128 tokens, packed; 1 micro-batch in each step"
+
+
+def test_single_row_is_not_padded(tmp_path: Path) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path), ["training.per_device_train_batch_size=1"])
+    assert not step_of(recipe, Sharding()).is_padded
+
+
+@pytest.mark.parametrize(
+    ("override", "without"),
+    [
+        ("training.torch_compile=true", "training.torch_compile=false"),
+        ("training.label_smoothing_factor=0.1", "training.label_smoothing_factor=0"),
+        ("training.neftune_noise_alpha=5.0", "training.neftune_noise_alpha=null"),
+    ],
+)
+def test_what_is_not_simulated_is_refused_by_name(override: str, without: str, tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    with pytest.raises(RecipeError, match=rf"\S+ = \S+ cannot be simulated: .* Simulate without it \({without}\)"):
+        step_of(load_recipe(path, [override]), Sharding())
+    assert step_of(load_recipe(path, [override, without]), Sharding()).batch_size == 2
+
+
+# --- The engine. ---
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ddp_8gpu", "DDP on 8 processes"),
+        ("ddp_2x8gpu", "DDP on 16 processes"),
+        ("fsdp1_8gpu", "FSDP1 on 8 processes"),
+        ("fsdp2_8gpu", "FSDP2 on 8 processes"),
+        ("fsdp2_2x8gpu", "FSDP2 on 16 processes"),
+        ("zero3_8gpu", "DeepSpeed ZeRO-3 on 8 processes"),
+    ],
+)
+def test_engine_is_read_from_accelerates_file(name: str, words: str, tmp_path: Path) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path))
+    launch = Launch(config=RECIPES / "accelerate" / f"{name}.yaml")
+    assert describe(sharding_of(recipe, launch)) == words
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        (Launch(), ("none", 1)),
+        (Launch(num_processes=4), ("ddp", 4)),
+        (Launch(engine="zero2", num_processes=4), ("zero2", 4)),
+        (Launch(config=RECIPES / "accelerate" / "fsdp2_8gpu.yaml", num_processes=4), ("fsdp2", 4)),
+        (Launch(config=RECIPES / "accelerate" / "ddp_8gpu.yaml", engine="fsdp1"), ("fsdp1", 8)),
+    ],
+)
+def test_options_go_before_the_file(launch: Launch, expected: tuple[str, int], tmp_path: Path) -> None:
+    found = sharding_of(load_recipe(small_recipes.write(tmp_path)), launch)
+    assert (found.engine, found.world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": False}}, ("fsdp2", False)),
+        ({"fsdp": True, "fsdp_config": {"fsdp_version": 1}}, ("fsdp1", True)),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, ("zero2", True)),
+    ],
+)
+def test_engine_of_the_recipe_is_taken(keys: dict[str, Any], expected: tuple[str, bool], tmp_path: Path) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
+    found = sharding_of(recipe, Launch(num_processes=2))
+    assert (found.engine, found.reshards_after_forward) == expected
+
+
+@pytest.mark.parametrize(
+    ("launch", "keys", "message"),
+    [
+        (Launch(engine="fsdp2"), {}, "how many there are is not said. Add --processes 8"),
+        (Launch(), {"fsdp": True}, "how many there are is not said"),
+        (Launch(engine="pp", num_processes=2), {}, 'engine is "pp". Engines are ddp, fsdp1, fsdp2, zero1'),
+        (Launch(config=RECIPES / "accelerate" / "fsdp2_8gpu.yaml"), {"deepspeed": {}}, ""),
+    ],
+)
+def test_engine_that_cannot_be_simulated_is_refused(
+    launch: Launch, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
+    if not message:
+        assert sharding_of(recipe, launch).engine == "fsdp2"
+        return
+    with pytest.raises(RecipeError) as raised:
+        sharding_of(recipe, launch)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"distributed_type": "TPU", "num_processes": 8}, "distributed_type TPU cannot be simulated"),
+        (
+            {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_offload_params": True}},
+            "offloading of parameters to the host cannot be simulated",
+        ),
+        (
+            {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
+            "HYBRID_SHARD shards within each machine",
+        ),
+        (
+            {
+                "distributed_type": "DEEPSPEED",
+                "num_processes": 8,
+                "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+            },
+            "DeepSpeed's offloading to the host cannot be simulated",
+        ),
+    ],
+)
+def test_file_that_asks_for_more_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    with pytest.raises(RecipeError) as raised:
+        sharding_of(load_recipe(small_recipes.write(tmp_path)), Launch(config=path))
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+def test_two_engines_are_refused(tmp_path: Path) -> None:
+    keys = {"deepspeed": {"zero_optimization": {"stage": 3}}}
+    recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
+    launch = Launch(config=RECIPES / "accelerate" / "fsdp2_8gpu.yaml")
+    with pytest.raises(RecipeError, match=r"training asks for zero3, and \S+ for fsdp2. Keep one"):
+        sharding_of(recipe, launch)
