@@ -5,7 +5,8 @@
 
 RECIPE ?= recipes/tiny_llama_lora.yaml
 ARGS ?=
-PYTEST_ARGS ?= -n 2
+# A file stays in one process: its tests share models, runs and simulations.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 DISTRIBUTED_ARGS ?=
 CASE ?=
 
@@ -17,16 +18,17 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 # More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup finetune test test-distributed test-oldest check lint types docs figures figures-check bench bench-gpu \
+.PHONY: help setup finetune test-fast test test-distributed test-oldest check lint types figures figures-check bench bench-gpu \
     bench-predicted bench-pages format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make finetune     set up .venv, fine-tune a small model on the CPU ($(RECIPE))'
-	@echo 'make test         set up .venv, then format, lint, types and the whole test suite'
-	@echo 'make test-distributed  the part of the suite that needs two processes'
-	@echo 'make test-oldest  set up .venv-oldest, then the core of the suite on the oldest supported versions'
-	@echo 'make check        format, lint, types and the code blocks of the documents'
+	@echo 'make test-fast    while working: units, and exactness on a few models, in a few minutes'
+	@echo 'make test         set up .venv, then format, lint, types and all tests of the package'
+	@echo 'make check        format, lint, types, and the tests of documents, benchmarks and their pages'
+	@echo 'make test-distributed  the part of `make test` that needs two processes'
+	@echo 'make test-oldest  set up .venv-oldest, then the core of the tests on the oldest supported versions'
 	@echo 'make figures      predict anew what the shipped recipes need: their headers, and what documents quote of them'
 	@echo 'make figures-check  which of these figures the code has moved'
 	@echo 'make bench        compare ways to save memory on small models, and the result with what is committed'
@@ -66,14 +68,19 @@ finetune: .venv/.installed
 	.venv/bin/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    --num_cpu_threads_per_process $(OMP_NUM_THREADS) scripts/finetune.py $(RECIPE) $(ARGS)
 
-# --- Checks. ---
+# --- Tests and checks. `make test check test-oldest` is everything, as .ci/run has it. ---
 
-test test-distributed test-oldest docs: export HF_HUB_OFFLINE = 1
-test test-distributed test-oldest docs: export TOKENIZERS_PARALLELISM = false
+test-fast test test-distributed check test-oldest: export HF_HUB_OFFLINE = 1
+test-fast test test-distributed check test-oldest: export TOKENIZERS_PARALLELISM = false
 
-# The code blocks that `make check` runs are part of the suite.
+# What is about prose and benchmarks rather than about the package.
+CHECKS = tests/docs tests/benchmarks
+
+test-fast: .venv/.installed
+	.venv/bin/python -m pytest -m 'not slow' $(addprefix --ignore ,$(CHECKS) tests/distributed tests/gpu) $(PYTEST_ARGS)
+
 test: lint types
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest $(addprefix --ignore ,$(CHECKS)) $(PYTEST_ARGS)
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
 # --standalone: on a port that is free.
@@ -82,10 +89,11 @@ two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-p
 test-distributed: .venv/.installed
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
+check: lint types
+	.venv/bin/python -m pytest $(CHECKS) $(PYTEST_ARGS)
+
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest -m core $(PYTEST_ARGS)
-
-check: lint types docs
 
 lint: .venv/.installed
 	.venv/bin/ruff format --check
@@ -93,9 +101,6 @@ lint: .venv/.installed
 
 types: .venv/.installed
 	.venv/bin/mypy
-
-docs: .venv/.installed
-	.venv/bin/python -m pytest tests/docs/test_docs.py
 
 # --- Figures of the shipped recipes. ---
 

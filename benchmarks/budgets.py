@@ -7,10 +7,10 @@ Budgets go from the smallest peak that any plan reaches to that of no checkpoint
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
+from benchmarks.result_files import write
+from benchmarks.runner import RESULTS, add_case, add_out, main
 from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.pareto import Planner
-from hf_ckpt.planner.search import Plans
+from hf_ckpt.planner.pareto import ChainPlanner
+from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import Device, find_device
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,19 @@ def sweep(case: Case, num_budgets: int, say: Any = print) -> dict[str, Any]:
     """Return what fits each budget, and how long it takes."""
     model, device = build(case), find_device(case.device)
     started = time.perf_counter()
-    chain = chain_of(model, case.step, device)
-    planner = Planner(chain)
+    simulator = StepSimulator(model, case.step, device)
+    chain = chain_of(simulator)
+    planner = ChainPlanner(chain)
     seconds_to_plan = time.perf_counter() - started
     fixed = list(_fixed(model, case.step, device, len(chain.layers), say))
     most = max(entry["peak_bytes"] for entry in fixed if entry["name"] == "none")
     # The planner's figure for the smallest plan may be a little below what the whole step needs.
-    plans = Plans(model, case.step, device, allowed=Allowed(exact=False), chain=chain)
-    least = plans.within(int(planner.peaks[0] * 1.01)).memory.peak_bytes
+    plans = StepPlanner(simulator, allowed=Allowed(exact=False), chain=chain)
+    least = plans.plan_for(int(planner.peaks[0] * 1.01)).memory.peak_bytes
     budgets = [least + (most - least) * number // (num_budgets - 1) for number in range(num_budgets)]
     swept = []
     for budget in budgets:
-        planned = plans.within(budget)
+        planned = plans.plan_for(budget)
         fitting = [entry for entry in fixed if entry["peak_bytes"] <= budget]
         best = min(fitting, key=lambda entry: entry["seconds"], default=None)
         swept.append(
@@ -151,20 +152,21 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Sweep the budgets of one case and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--case", choices=CASES, default="llama7b_lora_2048")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, CASES, "llama7b_lora_2048")
     parser.add_argument("--budgets", type=int, default=10, help="how many, the smallest and the largest among them")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    add_out(parser, RESULTS, None)
+
+
+def run(options: Namespace) -> None:
+    """Sweep the budgets of one case and write the result."""
     result = sweep(CASES[options.case], options.budgets)
     result = {**describe(), "case": options.case, **result, "verdict": verdict(result)}
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"budgets_{options.case}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, result)
     print(json.dumps(result["verdict"]), path)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -7,11 +7,10 @@ Counted on two processes, the same on every machine; times are not measured.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -34,10 +33,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
-from benchmarks.cases import CASES, build
-from benchmarks.environment import describe
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.cases import LLAMAS, build_llama
+from benchmarks.result_files import write_result
+from benchmarks.runner import RESULTS, add_case, add_out, main
 
 POLICIES: dict[str, tuple[object, dict[str, Any]]] = {
     "none": ("none", {}),
@@ -165,7 +163,7 @@ def measure(case: str, engine: str, put_on: Callable[[nn.Module], object]) -> Co
 
     In the first step FSDP sets itself up.
     """
-    model, inputs = build(CASES[case], "cuda" if torch.cuda.is_available() else "cpu")
+    model, inputs = build_llama(LLAMAS[case], "cuda" if torch.cuda.is_available() else "cpu")
     model = shard(model, engine)
     put_on(model)
     count(model, inputs)
@@ -202,12 +200,21 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
-def main() -> None:
+def report(counts: dict[str, dict[str, Counts]], case: str, out: Path) -> None:
+    """Print the table and write the JSON."""
+    rows = {engine: {name: asdict(row) for name, row in found.items()} for engine, found in counts.items()}
+    print(table(counts))
+    write_result(out, {"case": case, "num_processes": dist.get_world_size(), **rows})
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, LLAMAS, "llama_tiny")
+    add_out(parser, what=None)
+
+
+def run(options: Namespace) -> None:
     """Count on all ranks; rank 0 writes one JSON and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, default="llama_tiny")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
@@ -221,15 +228,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def report(counts: dict[str, dict[str, Counts]], case: str, out: Path) -> None:
-    """Write the JSON and print the table."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    rows = {engine: {name: asdict(row) for name, row in found.items()} for engine, found in counts.items()}
-    result = {"environment": describe(), "case": case, "num_processes": dist.get_world_size(), **rows}
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(counts))
-    print(f"written to {out}")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

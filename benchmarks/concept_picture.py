@@ -8,10 +8,10 @@ a test can tell whether the picture is still what a step does.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,13 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
+from benchmarks.runner import add_out, main
 from hf_ckpt.simulation.op_costs import operator_cost
 from hf_ckpt.simulation.plots import COLOURS
-from hf_ckpt.simulation.reading import sort
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import Change, Event, Tape
-from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
-from hf_ckpt.simulation.watching import watch
+from hf_ckpt.simulation.tape import Event, MemoryChange, Tape, assign_categories
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers, track_modules
 from hf_ckpt.structure.layers import find_layers
 
 if TYPE_CHECKING:
@@ -112,12 +111,16 @@ def follow(policy: str, options: dict[str, Any]) -> Tape:
         model = LlamaForCausalLM(_config()).train()
         ids = torch.randint(VOCABULARY, (BATCH, LENGTH))
     tracker = Tracker(costs=_count)
-    tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
-    tracker.know([("input_ids", ids)], Category.TEMPORARY)
-    with hf_ckpt.apply(model, policy, prove="off", **options), tracker, watch(model, find_layers(model), tracker):
+    tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
+    tracker.record_existing([("input_ids", ids)], Category.TEMPORARY)
+    with (
+        hf_ckpt.apply(model, policy, prove="off", **options),
+        tracker,
+        track_modules(model, find_layers(model), tracker),
+    ):
         loss: Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
-    sort(tracker.tape)
+    assign_categories(tracker.tape)
     return tracker.tape
 
 
@@ -170,7 +173,7 @@ def _moments(events: Sequence[tuple[int, Event]]) -> Iterator[tuple[int, tuple[i
 
 def _change(event: Event) -> int:
     assert event.storage is not None
-    return event.storage.num_bytes if event.change is Change.ALLOCATE else -event.storage.num_bytes
+    return event.storage.num_bytes if event.change is MemoryChange.ALLOCATE else -event.storage.num_bytes
 
 
 def _spans(events: Sequence[tuple[int, Event]]) -> Iterator[Span]:
@@ -316,14 +319,16 @@ def _legend(figure: Figure) -> None:
     )
 
 
-def main() -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_out(parser, PICTURE, "the picture's file")
+
+
+def run(options: Namespace) -> None:
     """Run the steps and draw them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=PICTURE, help="the picture's file")
-    asked = parser.parse_args()
-    draw({name: shown(follow(policy, options)) for name, (policy, options) in PLANS.items()}, asked.out)
-    print(asked.out)
+    draw({name: shown(follow(policy, settings)) for name, (policy, settings) in PLANS.items()}, options.out)
+    print(options.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

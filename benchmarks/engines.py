@@ -10,17 +10,17 @@ plan. Whether they would be by themselves, a second run without a plan tells.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
-from benchmarks.cases import CASES, Case, build
+from benchmarks.cases import LLAMAS, Llama, build_llama
 from benchmarks.journal import NO_FIGURES, Entry, FileJournal, Journal
 from benchmarks.repeatable import repeatable_kernels
-from benchmarks.resumable import carry_out
+from benchmarks.result_files import carry_out
+from benchmarks.runner import RESULTS, WrongInputError, add_case, add_device, add_out, main
+from benchmarks.step_costs import Bench, synchronize
 
-RESULTS = Path(__file__).parent / "results"
 NONE, NONE_AGAIN = "none", "none_again"
 POLICIES = {name: name for name in (NONE, "full", "attention", "ffn")} | {NONE_AGAIN: NONE}
 """By the key of the entry. The last one is what differs by itself."""
@@ -53,7 +54,7 @@ class Options:
 
     Args:
         device: `cpu` or `cuda`.
-        case: of `CASES`.
+        case: of `LLAMAS`.
         engine: `ddp` or `fsdp2`.
         has_lora: train adapters; all weights if not.
         num_steps: of each policy.
@@ -100,9 +101,9 @@ def sharded(model: nn.Module, device: str) -> nn.Module:
     return model
 
 
-def prepared(case: Case, options: Options) -> nn.Module:
+def prepared(case: Llama, options: Options) -> nn.Module:
     """Build the model, with adapters if asked for, and put the engine around it."""
-    model, _ = build(case, options.device)
+    model, _ = build_llama(case, options.device)
     if options.has_lora:
         model = get_peft_model(model, LoraConfig(r=16, lora_dropout=0.05, target_modules="all-linear")).to(model.dtype)
     if options.engine == "fsdp2":
@@ -110,7 +111,7 @@ def prepared(case: Case, options: Options) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def batches(case: Case, options: Options) -> list[dict[str, Tensor]]:
+def batches(case: Llama, options: Options) -> list[dict[str, Tensor]]:
     """Return the batches of this rank, [B, S] each."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(case.vocabulary, (options.num_steps, case.batch, case.tokens), generator=generator)
@@ -121,12 +122,6 @@ def trainable(model: nn.Module) -> list[Tensor]:
     """Return what is trained, as this rank holds it."""
     weights = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
     return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def train(model: nn.Module, data: list[dict[str, Tensor]], device: str) -> tuple[list[float], list[float]]:
@@ -148,39 +143,34 @@ def train(model: nn.Module, data: list[dict[str, Tensor]], device: str) -> tuple
     return losses, seconds
 
 
-class Bench:
-    """A model in its engine, with batches and the weights that every policy starts from.
+Built = tuple[nn.Module, list[dict[str, Tensor]], list[Tensor]]
+"""A model in its engine, with batches and the weights that every policy starts from."""
 
-    Args:
-        options: name it.
-    """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+def built(options: Options) -> Built:
+    """Build what all policies take turns on."""
+    case = LLAMAS[options.case]
+    model = prepared(case, options).train()
+    return model, batches(case, options), [weight.cpu().clone() for weight in trainable(model)]
 
-    @cached_property
-    def _made(self) -> tuple[nn.Module, list[dict[str, Tensor]], list[Tensor]]:
-        case = CASES[self._options.case]
-        model = prepared(case, self._options).train()
-        return model, batches(case, self._options), [weight.cpu().clone() for weight in trainable(model)]
 
-    def run(self, policy: str) -> Entry:
-        """Train under a policy."""
-        model, data, start = self._made
-        for weight, value in zip(trainable(model), start, strict=True):
-            weight.copy_(value)
-        gc.collect()
-        if self._options.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            with hf_ckpt.apply(model, policy):
-                losses, seconds = train(model, data, self._options.device)
-        except BaseException:
-            # Who knows what a step that broke off has left of the engine: the next policy gets a new one.
-            del self._made
-            raise
-        return over_ranks(losses, seconds, self._options)
+def train_under(bench: Bench[Built], policy: str, options: Options) -> Entry:
+    """Train under a policy, from the weights that every policy starts from."""
+    model, data, start = bench.built
+    for weight, value in zip(trainable(model), start, strict=True):
+        weight.copy_(value)
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with hf_ckpt.apply(model, policy):
+            losses, seconds = train(model, data, options.device)
+    except BaseException:
+        # Who knows what a step that broke off has left of the engine: the next policy gets a new one.
+        bench.drop()
+        raise
+    return over_ranks(losses, seconds, options)
 
 
 def over_ranks(losses: list[float], seconds: list[float], options: Options) -> Entry:
@@ -211,11 +201,11 @@ def collect(journal: Journal, options: Options) -> None:
         OutOfTimeError: the journal's time is over.
         DeviceFaultError: the device does not answer any more.
     """
-    bench = Bench(options)
+    bench = Bench(partial(built, options))
     # Operators may fail that do not repeat themselves: only so does fused attention.
     with repeatable_kernels(warn_only=False):
         for name, policy in POLICIES.items():
-            journal.entry(f"{options.name}/{name}", partial(bench.run, policy))
+            journal.entry(f"{options.name}/{name}", partial(train_under, bench, policy, options))
 
 
 def assemble(journal: Journal, options: Options, world_size: int = 1) -> dict[str, Any]:
@@ -253,19 +243,21 @@ def _compared(entry: Entry, none: Entry) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
-    """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, default="llama_tiny")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, LLAMAS, "llama_tiny")
     parser.add_argument("--engine", choices=("ddp", "fsdp2"), default="fsdp2")
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_device(parser)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="the result's file")
-    asked = parser.parse_args()
+    add_out(parser)
+
+
+def run(asked: Namespace) -> None:
+    """Measure and write one JSON."""
     if asked.warmup >= asked.steps:
-        parser.error("--warmup must be less than --steps")
+        raise WrongInputError("--warmup must be less than --steps")
     options = Options(
         device=asked.device,
         case=asked.case,
@@ -275,20 +267,24 @@ def main() -> None:
         num_warmup=asked.warmup,
     )
     with process_group(options.device):
-        world_size = dist.get_world_size()
-        out = asked.out or RESULTS / f"engines_{options.name}_{options.device}_{world_size}.json"
-        if world_size == 1:
-            result = carry_out(out, partial(collect, options=options), partial(assemble, options=options))
-        else:
-            # Of several processes none may leave out what another one makes.
-            journal = FileJournal()
-            collect(journal, options)
-            result = None
-            if dist.get_rank() == 0:
-                result = carry_out(out, lambda kept: None, lambda kept: assemble(journal, options, world_size))
-            dist.barrier()
+        out = asked.out or RESULTS / f"engines_{options.name}_{options.device}_{dist.get_world_size()}.json"
+        result = _carried_out(out, options)
     if result is not None:
         print(_table(result), f"written to {out}", sep="\n")
+
+
+def _carried_out(out: Path, options: Options) -> dict[str, Any] | None:
+    """Measure, and write the result; return it on rank 0."""
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return carry_out(out, partial(collect, options=options), partial(assemble, options=options))
+    # Of several processes none may leave out what another one makes.
+    journal, result = FileJournal(), None
+    collect(journal, options)
+    if dist.get_rank() == 0:
+        result = carry_out(out, lambda kept: None, lambda kept: assemble(journal, options, world_size))
+    dist.barrier()
+    return result
 
 
 def _table(result: dict[str, Any]) -> str:
@@ -304,4 +300,4 @@ def _table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

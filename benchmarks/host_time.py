@@ -15,12 +15,11 @@ reads are made around nothing: a difference of two steps would be smaller than t
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,11 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from benchmarks.environment import describe
+from benchmarks.result_files import write_result
+from benchmarks.runner import RESULTS, add_device, add_out, main
+from benchmarks.step_costs import synchronize
 from hf_ckpt.regions.module_state import CallState
-from hf_ckpt.regions.selective.kept import KeptOutputs
+from hf_ckpt.regions.selective.kept_outputs import KeptOutputs
 
-RESULTS = Path(__file__).parent / "results"
 POLICIES = ("none", "full", "selective", "selective_attention")
 ADAPTERS: dict[str, dict[str, Any] | None] = {"plain": None, "lora": {}, "lora_with_dropout": {"lora_dropout": 0.1}}
 NUM_LAYERS = 4
@@ -70,11 +70,11 @@ class Contender:
 
     def step(self, tokens: Tensor) -> tuple[float, float]:
         """Return the host's seconds of a forward and of a backward."""
-        synchronize(tokens)
+        synchronize(tokens.device.type)
         start = time.thread_time()
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         forward = time.thread_time() - start
-        synchronize(tokens)
+        synchronize(tokens.device.type)
         # Of a device, backward runs in another thread.
         start = time.process_time()
         loss.backward()
@@ -97,12 +97,6 @@ def followed(model: nn.Module, num_rounds: int) -> dict[str, float]:
             if number >= NUM_WARMUP:
                 seconds.append(time.thread_time() - start)
     return spread([1e6 * each for each in seconds])
-
-
-def synchronize(tokens: Tensor) -> None:
-    """Wait for the device."""
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
 
 
 def build(adapters: dict[str, Any] | None, device: str, num_layers: int) -> nn.Module:
@@ -184,35 +178,19 @@ def ratio(contender: Contender, other: Contender) -> float:
     return statistics.median(one / two for one, two in zip(contender.forward, other.forward, strict=True))
 
 
-def main() -> None:
-    """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--state", action="store_true", help="only what following the state of modules costs")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    add_out(parser, what=None)
+
+
+def run(options: Namespace) -> None:
+    """Measure and write one JSON."""
     if options.device == "cpu":
         torch.set_num_threads(1)
-    if options.state:
-        models = {
-            name: {"state_us_per_region": followed(build(adapters, options.device, NUM_LAYERS), options.rounds)}
-            for name, adapters in ADAPTERS.items()
-        }
-    else:
-        models = {name: measure(name, options.device, options.rounds) for name in ADAPTERS}
-    result = {
-        "environment": describe(),
-        "device": options.device,
-        "num_layers": NUM_LAYERS,
-        "num_tokens": NUM_TOKENS,
-        "num_warmup": NUM_WARMUP,
-        "num_rounds": options.rounds,
-        "models": models,
-    }
-    out = options.out or RESULTS / f"host_time_{'state_' if options.state else ''}{options.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    models = _measured(options)
     for name, found in models.items():
         if options.state:
             print(f"{name}: {found['state_us_per_region']['median']:.0f} us a region and step")
@@ -221,8 +199,26 @@ def main() -> None:
                 f"{name} {policy}: {figures['forward_us_per_layer']['median']:.0f} us a layer, "
                 f"{figures['forward_over_none']:.2f} of none, {figures['forward_over_full']:.2f} of full"
             )
-    print(f"written to {out}")
+    result = {
+        "device": options.device,
+        "num_layers": NUM_LAYERS,
+        "num_tokens": NUM_TOKENS,
+        "num_warmup": NUM_WARMUP,
+        "num_rounds": options.rounds,
+        "models": models,
+    }
+    state = "state_" if options.state else ""
+    write_result(options.out or RESULTS / f"host_time_{state}{options.device}.json", result)
+
+
+def _measured(options: Namespace) -> dict[str, dict[str, Any]]:
+    if not options.state:
+        return {name: measure(name, options.device, options.rounds) for name in ADAPTERS}
+    return {
+        name: {"state_us_per_region": followed(build(adapters, options.device, NUM_LAYERS), options.rounds)}
+        for name, adapters in ADAPTERS.items()
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -17,12 +17,12 @@ prediction gives the others, and the result holds both predictions.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import tempfile
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -39,10 +39,10 @@ from benchmarks.journal import NO_FIGURES, Entry, FileJournal, Journal, OutOfTim
 from benchmarks.longctx_cases import GIB, build, recipe_of, subject
 from benchmarks.longctx_predict import Search
 from benchmarks.predict import StepGauge, reserved_bytes
-from benchmarks.resumable import carry_out
+from benchmarks.result_files import carry_out
+from benchmarks.runner import RESULTS, add_device, add_out, main
 from hf_ckpt import HFCkptCallback, Plan
-from hf_ckpt.estimate.least import least_plans
-from hf_ckpt.estimate.limits import LENGTH_UNIT, with_length
+from hf_ckpt.estimate.limits import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.measure.follow import follow_trainer
@@ -50,7 +50,6 @@ from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.step_memory import StepMemory
 
-RESULTS = Path(__file__).parent / "results"
 SPEED_LENGTHS = (8192, 16384, 32768, 65536)
 FEW_LAYERS = 4
 FEW_FROM_GIB = 48
@@ -290,7 +289,7 @@ def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_smal
         is_small: the tiny model.
     """
     whole = Predictor(subject(_recipe(is_small=is_small)), device)
-    plan = next(least_plans(whole.subject))
+    plan = next(leanest_plans(whole.subject))
     search = Search(lambda tokens: _at(whole, plan, tokens).peak_bytes, _SHORT // 16 if is_small else _SHORT)
     best = search.longest(cap_bytes)
     memory = _at(whole, plan, best.number)
@@ -450,19 +449,21 @@ def _speed_trials(journal: Journal, options: Options) -> list[dict[str, Any]]:
     return trials
 
 
-def main(words: list[str] | None = None) -> None:
-    """Measure the part asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_device(parser, "cuda")
     parser.add_argument("--part", choices=("limit", "speed"), default="limit")
     parser.add_argument("--cap", type=float, default=24.0, help="GiB that the allocator may take")
     parser.add_argument("--seconds", type=float, default=540.0, help="after so long no trial begins, and none goes on")
     parser.add_argument("--predicts-for", default="h200", help="the device in the words of the prediction")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
+    add_out(parser, RESULTS, "folder of the result")
+    parser.add_argument("--trial", type=Path, help=SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=SUPPRESS)
+
+
+def run(asked: Namespace) -> None:
+    """Measure the part asked for; in the process of a trial, that trial."""
     if asked.trial is not None:
         _answer(asked.trial, asked.answer, asked.device)
         return
@@ -475,12 +476,7 @@ def main(words: list[str] | None = None) -> None:
     )
     small = "small_" if options.is_small else ""
     path = asked.out / f"longctx_{small}{options.part}_{options.cap_gib:g}gib_{options.device}.json"
-    result = carry_out(
-        path,
-        lambda journal: collect(journal, options),
-        lambda journal: assemble(journal, options),
-        asked.seconds,
-    )
+    result = carry_out(path, partial(collect, options=options), partial(assemble, options=options), asked.seconds)
     for key in ("longest", "stopped_by"):
         if key in result:
             print(f"{key}: {result[key]}")
@@ -488,4 +484,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

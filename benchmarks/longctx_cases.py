@@ -14,9 +14,8 @@ import torch
 
 from benchmarks.quantize import quantize
 from hf_ckpt.estimate.subject import Subject, subject_of
-from hf_ckpt.loading.model import made, with_adapter
-from hf_ckpt.loading.model_config import find_config
-from hf_ckpt.recipe.known_configs import KNOWN_CONFIGS
+from hf_ckpt.loading.model import find_config, known_configs, made, with_adapter
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "llama3_8b_qlora_longctx.yaml"
@@ -45,7 +44,7 @@ def recipe_of(*, num_layers: int | None = None, is_small: bool = False, optim: s
     """
     shorter = ["data.max_length=256"] if is_small else []
     recipe = load_recipe(RECIPE, ["training.gradient_accumulation_steps=1", *shorter])
-    config = dict(KNOWN_CONFIGS[recipe.model["name_or_path"]])
+    config = dict(known_configs()[recipe.model["name_or_path"]])
     config |= SMALL if is_small else {}
     config |= {} if num_layers is None else {"num_hidden_layers": num_layers}
     section = {key: recipe.model[key] for key in ("dtype", "attn_implementation")}
@@ -55,7 +54,7 @@ def recipe_of(*, num_layers: int | None = None, is_small: bool = False, optim: s
     # Of the tiny model everything is small.
     offload = {"to": "cpu", "min_bytes": 0} if is_small else "cpu"
     # Beside libraries that prove nothing.
-    checkpointing = {**(recipe.checkpointing or {}), "offload": offload, "prove": "off"}
+    checkpointing = (recipe.checkpointing or NO_CHECKPOINTING).with_options(offload=offload, prove="off")
     changed = {"training": training, "lora": lora, "checkpointing": checkpointing}
     return replace(recipe, model={**section, "config": config}, **changed)
 

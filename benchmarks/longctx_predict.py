@@ -8,11 +8,10 @@ that others published. `scripts/long_context_table.py` writes docs/long_context.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,20 +22,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.environment import describe
 from benchmarks.longctx_cases import GIB, recipe_of, subject
-from hf_ckpt.estimate.least import least_plans
-from hf_ckpt.estimate.limits import LENGTH_UNIT, with_length
+from benchmarks.result_files import write
+from benchmarks.runner import RESULTS, add_out, main
+from hf_ckpt.estimate.limits import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.planner.bisect import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.reading import sort
-from hf_ckpt.simulation.simulator import trace_step
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
-from hf_ckpt.simulation.tape import Change, Storage, Tape
+from hf_ckpt.simulation.tape import MemoryChange, Storage, Tape, assign_categories
 from hf_ckpt.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "longctx_predicted.json"
 DEVICE = "a100-80gb"
 """Whose kernels and speed are taken, whatever the budget."""
@@ -144,7 +141,7 @@ class Contenders:
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self.plan, self._full = next(least_plans(predictor.subject)), predictor.subject.resolve("full")
+        self.plan, self._full = next(leanest_plans(predictor.subject)), predictor.subject.resolve("full")
         self._ours = Search(partial(_peak, predictor, self.plan))
         self._plain = Search(partial(_peak, predictor, self._full))
         self._sent = Search(lambda length: self._without_inputs(length)[0])
@@ -259,8 +256,8 @@ def ledger(predictor: Predictor, plan: Plan, length: int) -> dict[str, Any]:
     """
     case = predictor.subject
     step = with_length(case.step, length)
-    tape = trace_step(case.model, plan, step, predictor.device, **case.structure).tape
-    sort(tape)
+    tape = case.simulator(predictor.device).with_step(step).trace(plan).tape
+    assign_categories(tape)
     alive = _alive_at_peak(tape)
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
@@ -285,7 +282,7 @@ def _alive_at_peak(tape: Tape) -> list[Storage]:
     for event in tape.events:
         if event.storage is None:
             continue
-        if event.change is Change.ALLOCATE:
+        if event.change is MemoryChange.ALLOCATE:
             alive[id(event.storage)] = event.storage
             now += event.storage.num_bytes
         else:
@@ -305,7 +302,7 @@ def _made_by(storage: Storage) -> str:
     return f"{place.operator.removesuffix('.default')}, {place.phase}, {module}".rstrip(", ")
 
 
-def run(budgets_gib: tuple[int, ...] = BUDGETS_GIB, say: Callable[[str], None] = print) -> dict[str, Any]:
+def predict(budgets_gib: tuple[int, ...] = BUDGETS_GIB, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Predict all of it, the smallest budget first.
 
     Args:
@@ -342,20 +339,16 @@ def run(budgets_gib: tuple[int, ...] = BUDGETS_GIB, say: Callable[[str], None] =
     }
 
 
-def write(result: dict[str, Any], path: Path = RESULTS / NAME) -> None:
-    """Write the result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_out(parser, RESULTS / NAME, None)
 
 
-def main() -> None:
+def run(options: Namespace) -> None:
     """Predict and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, default=RESULTS / NAME)
-    options = parser.parse_args()
-    write(run(), options.out)
+    write(options.out, predict())
     print(options.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -19,7 +19,7 @@ def with_tables(text: str, result: Result) -> str:
 
     Args:
         text: the document.
-        result: of `longctx_predict.run`.
+        result: of `longctx_predict.predict`.
 
     Raises:
         KeyError: the document names a table that there is not.

@@ -7,19 +7,18 @@ Both are counted, exactly and the same on every machine; times are not measured 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
-from benchmarks.cases import CASES, build, step
-from benchmarks.counts import flops, held_bytes
-from benchmarks.environment import describe
+from benchmarks.cases import LLAMAS, build_llama
+from benchmarks.result_files import write_result
+from benchmarks.runner import RESULTS, add_case, add_out, main
+from benchmarks.step_costs import flops, held_bytes, step
 
-RESULTS = Path(__file__).parent / "results"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "full": ("full", {}),
@@ -36,7 +35,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def measure(case: str, attn_implementation: str) -> dict[str, dict[str, Any]]:
     """Count every policy on one model."""
-    model, inputs = build(CASES[case], "cpu", attn_implementation)
+    model, inputs = build_llama(LLAMAS[case], "cpu", attn_implementation)
     counted: dict[str, dict[str, Any]] = {}
     for name, (mode, options) in POLICIES.items():
         with hf_ckpt.apply(model, mode, prove="off", **options):
@@ -53,24 +52,22 @@ def measure(case: str, attn_implementation: str) -> dict[str, dict[str, Any]]:
     return counted
 
 
-def main() -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, LLAMAS, "llama_38m")
+    add_out(parser, what=None)
+
+
+def run(options: Namespace) -> None:
     """Count and write one JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, default="llama_38m")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    result: dict[str, Any] = {"environment": describe(), "case": options.case}
-    for attn_implementation in ("sdpa", "eager"):
-        result[attn_implementation] = measure(options.case, attn_implementation)
-    out = options.out or RESULTS / f"modes_{options.case}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    for attn_implementation in ("sdpa", "eager"):
-        print(attn_implementation)
-        for name, figures in result[attn_implementation].items():
+    attentions = ("sdpa", "eager")
+    found = {attention: measure(options.case, attention) for attention in attentions}
+    for attention in attentions:
+        print(attention)
+        for name, figures in found[attention].items():
             print(f"  {name:<36} FLOPs x {figures['flops_ratio']:.2f}, held {figures['held_ratio']:.0%}")
-    print(f"written to {out}")
+    write_result(options.out or RESULTS / f"modes_{options.case}.json", {"case": options.case, **found})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

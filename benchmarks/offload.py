@@ -12,11 +12,10 @@ On the CPU the same code runs on a tiny model: what is copied there is counted, 
 
 from __future__ import annotations
 
-import argparse
-import gc
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,19 +29,20 @@ from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
-from benchmarks.cases import CASES, Case, build, step
+from benchmarks.cases import LLAMAS, Llama, build_llama
 from benchmarks.journal import NO_FIGURES, Entry, Journal
 from benchmarks.repeatable import ask_cublas, repeatable_kernels
-from benchmarks.resumable import carry_out
+from benchmarks.result_files import carry_out
+from benchmarks.runner import RESULTS, add_device, add_out, main
 from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
-from hf_ckpt.policy.modifiers import Offload
-from hf_ckpt.regions.offload.cuda import Cuda, CudaTrip, CudaWire
-from hf_ckpt.regions.offload.host import HostLink
-from hf_ckpt.regions.offload.limits import HostLimits
-from hf_ckpt.regions.offload.plain import PlainWire
+from benchmarks.step_costs import Bench, step, timed
+from hf_ckpt.policy.options import Offload
+from hf_ckpt.regions.offload.cuda import CudaCopy, CudaDevice, CudaWire
+from hf_ckpt.regions.offload.host_buffers import HostLink
+from hf_ckpt.regions.offload.host_memory import HostLimits
+from hf_ckpt.regions.offload.wire import SynchronousWire
 from hf_ckpt.structure.layers import find_layers
 
-RESULTS = Path(__file__).parent / "results"
 TOKENS = (2048, 4096, 8192, 16384)
 SLEEP_CYCLES = 20_000_000
 """About 10 ms: longer than a layer of the models whose copies are checked."""
@@ -72,11 +72,11 @@ class Options:
     num_steps: int = 10
 
 
-def case_of(device: str, tokens: int, num_layers: int) -> Case:
+def case_of(device: str, tokens: int, num_layers: int) -> Llama:
     """Return layers of a 7B model on a GPU, tiny ones on the CPU."""
     if device == "cpu":
-        return replace(CASES["llama_tiny"], tokens=min(tokens, 64), layers=num_layers)
-    return replace(CASES["llama_7b"], tokens=tokens, layers=num_layers, vocabulary=1024)
+        return replace(LLAMAS["llama_tiny"], tokens=min(tokens, 64), layers=num_layers)
+    return replace(LLAMAS["llama_7b"], tokens=tokens, layers=num_layers, vocabulary=1024)
 
 
 def contenders(policy: str) -> dict[str, Callable[[LlamaForCausalLM], AbstractContextManager[Any]]]:
@@ -103,26 +103,11 @@ def transformers_offload(model: LlamaForCausalLM) -> Iterator[None]:
 # --- Time. ---
 
 
-class Bench:
-    """Layers and a batch of one length, built when they are first asked for.
-
-    Args:
-        device: `cpu` or `cuda`.
-        tokens: of a row.
-        num_layers: of the model.
-    """
-
-    def __init__(self, device: str, tokens: int, num_layers: int) -> None:
-        self._given = device, tokens, num_layers
-
-    @cached_property
-    def built(self) -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
-        """The model, and what it is called with."""
-        gc.collect()
-        return build(case_of(*self._given), self._given[0])
+Built = tuple[LlamaForCausalLM, dict[str, Tensor]]
+"""A model, and what it is called with."""
 
 
-def _one(bench: Bench, name: str, options: Options) -> Entry:
+def _one(bench: Bench[Built], name: str, options: Options) -> Entry:
     """Step one contender: its buffers and its measured share live as long as it is applied."""
     model, inputs = bench.built
     device, num_all = options.device, options.num_warmup + options.num_steps
@@ -130,8 +115,12 @@ def _one(bench: Bench, name: str, options: Options) -> Entry:
         losses = [step(model, inputs) for _ in range(options.num_warmup)]
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = [_timed(model, inputs, device, losses) for _ in range(options.num_steps)]
-        figures: dict[str, Any] = {"losses": sorted(set(losses)), "seconds": seconds}
+        steps = [timed(model, inputs, device) for _ in range(options.num_steps)]
+        losses.extend(loss for loss, _ in steps)
+        figures: dict[str, Any] = {
+            "losses": sorted(set(losses)),
+            "seconds": [seconds for _, seconds in steps],
+        }
         if device == "cuda":
             figures["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         for offloader in getattr(applied, "offloaders", ()):
@@ -143,17 +132,6 @@ def _one(bench: Bench, name: str, options: Options) -> Entry:
                 "peak_host_gib": stats.peak_host_bytes / 2**30,
             }
     return figures
-
-
-def _timed(model: nn.Module, inputs: dict[str, Tensor], device: str, losses: list[float]) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    # Reading the loss waits for the device.
-    losses.append(step(model, inputs))
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def link_rates(num_bytes: int = 2**28, repeats: int = 10) -> tuple[float, float]:
@@ -175,7 +153,7 @@ def link_rates(num_bytes: int = 2**28, repeats: int = 10) -> tuple[float, float]
 # --- Races. ---
 
 
-class SlowCuda(Cuda):
+class SlowCuda(CudaDevice):
     """CUDA with copies that begin late."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -186,7 +164,7 @@ class SlowCuda(Cuda):
 
 def slow_link(device: torch.device) -> HostLink:
     """Return a link whose copies are late; on the CPU, where none can be, a plain one."""
-    return HostLink(CudaWire(SlowCuda()) if device.type == "cuda" else PlainWire(), HostLimits(None))
+    return HostLink(CudaWire(SlowCuda()) if device.type == "cuda" else SynchronousWire(), HostLimits(None))
 
 
 @contextmanager
@@ -236,7 +214,7 @@ class Races:
     def _expected(self) -> tuple[LlamaForCausalLM, dict[str, Tensor], dict[str, Tensor]]:
         case = case_of(self._options.device, _RACED_TOKENS, _RACED_LAYERS)
         # Fused attention has a backward that does not repeat itself.
-        model, inputs = build(case, self._options.device, attn_implementation="eager")
+        model, inputs = build_llama(case, self._options.device, attn_implementation="eager")
         return model, inputs, gradients(model, inputs)
 
     def not_repeatable(self) -> Entry:
@@ -254,12 +232,12 @@ class Races:
 
     def control_without_order(self) -> Entry:
         """Count where tensors are let go before their copy too: shows that the disturbance would be seen."""
-        order = CudaTrip.order
-        CudaTrip.order = lambda trip: None
+        order = CudaCopy.wait_home_stream
+        CudaCopy.wait_home_stream = lambda copy: None
         try:
             return self.with_late_copies()
         finally:
-            CudaTrip.order = order
+            CudaCopy.wait_home_stream = order
 
 
 def _raced(model: LlamaForCausalLM, inputs: dict[str, Tensor], expected: dict[str, Tensor], options: Options) -> int:
@@ -295,7 +273,8 @@ def collect(journal: Journal, options: Options) -> None:
     if options.device == "cuda":
         journal.entry("link", lambda: dict(zip(("out", "in"), link_rates(), strict=True)))
     for tokens in options.tokens:
-        bench = Bench(options.device, tokens, options.num_layers)
+        case = case_of(options.device, tokens, options.num_layers)
+        bench = Bench(partial(build_llama, case, options.device))
         for name in _names(options):
             journal.entry(_key(tokens, name), partial(_one, bench, name, options))
 
@@ -371,17 +350,19 @@ def _compared(found: dict[str, dict[str, Any]], link: Entry) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_device(parser)
     parser.add_argument("--policy", choices=("full", "selective", "selective_attention"), default="full")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=4, help="the share is measured in the first three")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="the result's file")
-    asked = parser.parse_args()
+    add_out(parser)
+
+
+def run(asked: Namespace) -> None:
+    """Measure and write one JSON."""
     options = Options(
         device=asked.device,
         policy=asked.policy,
@@ -391,7 +372,7 @@ def main() -> None:
         num_steps=asked.steps,
     )
     out = asked.out or RESULTS / f"offload_{options.policy}_{options.device}.json"
-    result = carry_out(out, lambda journal: collect(journal, options), lambda journal: assemble(journal, options))
+    result = carry_out(out, partial(collect, options=options), partial(assemble, options=options))
     print("gradients changed by late copies:", result["races"]["with_late_copies"])
     for length in result["lengths"]:
         if length["step_time_ratio"] is not None:
@@ -403,4 +384,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -11,32 +11,31 @@ which a timed step would pay for.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
 import sys
-import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
-from benchmarks.cases import CASES, build, step
-from benchmarks.counts import flops
+from benchmarks.cases import LLAMAS, build_llama
 from benchmarks.journal import NO_FIGURES, Entry, Journal
-from benchmarks.resumable import carry_out
+from benchmarks.result_files import carry_out
+from benchmarks.runner import RESULTS, add_case, add_device, add_out, main
 from benchmarks.side_by_side.theirs.transformers_own import enable, put_back
+from benchmarks.step_costs import Bench, flops, step, timed
 
-RESULTS = Path(__file__).parent / "results"
 _NUM_PEAKS = 3
 
 
@@ -46,7 +45,7 @@ class Options:
 
     Args:
         device: `cpu` or `cuda`.
-        case: of `CASES`.
+        case: of `LLAMAS`.
         num_warmup: steps of a turn before the timed one.
         num_rounds: timed steps of each contender.
     """
@@ -72,21 +71,6 @@ CONTENDERS: dict[str, Callable[[LlamaForCausalLM], AbstractContextManager[Any]]]
     "transformers_full": transformers_full,
     "hf_ckpt_full": lambda model: hf_ckpt.apply(model, "full", prove="off"),
 }
-
-
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(model: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> float:
-    """Return the seconds of one step."""
-    synchronize(device)
-    start = time.perf_counter()
-    step(model, inputs)
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 class Peak:
@@ -121,40 +105,31 @@ def _resident(field: str) -> int:
 # --- Entries and the result. ---
 
 
-class Bench:
-    """The model that contenders take turns on, built when it is first asked for.
+Built = tuple[LlamaForCausalLM, dict[str, Tensor]]
+"""A model, and what it is called with."""
 
-    Args:
-        options: name it.
-    """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-
-    @cached_property
-    def built(self) -> tuple[LlamaForCausalLM, dict[str, Tensor]]:
-        """The model, and what it is called with."""
-        return build(CASES[self._options.case], self._options.device)
-
-    def peak(self, name: str) -> Entry:
-        """Return what a step of a contender needs, counted and as the highest memory of a few steps."""
-        model, inputs = self.built
-        peaks = []
-        with CONTENDERS[name](model):
-            found = {"flops": flops(model, inputs), "loss": step(model, inputs)}
-            for _ in range(_NUM_PEAKS):
-                with Peak(self._options.device) as peak:
-                    step(model, inputs)
-                peaks.append(peak.bytes)
-        return found | {"peaks": peaks}
-
-    def turn(self, name: str) -> Entry:
-        """Return the seconds of a step that comes after others of the same contender."""
-        model, inputs = self.built
-        with CONTENDERS[name](model):
-            for _ in range(self._options.num_warmup):
+def peak(bench: Bench[Built], name: str, options: Options) -> Entry:
+    """Return what a step of a contender needs, counted and as the highest memory of a few steps."""
+    model, inputs = bench.built
+    peaks = []
+    with CONTENDERS[name](model):
+        found = {"flops": flops(model, inputs), "loss": step(model, inputs)}
+        for _ in range(_NUM_PEAKS):
+            with Peak(options.device) as highest:
                 step(model, inputs)
-            return {"seconds": timed(model, inputs, self._options.device)}
+            peaks.append(highest.bytes)
+    return found | {"peaks": peaks}
+
+
+def turn(bench: Bench[Built], name: str, options: Options) -> Entry:
+    """Return the seconds of a step that comes after others of the same contender."""
+    model, inputs = bench.built
+    with CONTENDERS[name](model):
+        for _ in range(options.num_warmup):
+            step(model, inputs)
+        _, seconds = timed(model, inputs, options.device)
+    return {"seconds": seconds}
 
 
 def collect(journal: Journal, options: Options) -> None:
@@ -168,14 +143,14 @@ def collect(journal: Journal, options: Options) -> None:
         OutOfTimeError: the journal's time is over.
         DeviceFaultError: the device does not answer any more.
     """
-    bench = Bench(options)
+    bench = Bench(partial(build_llama, LLAMAS[options.case], options.device))
     for name in CONTENDERS:
-        journal.entry(f"peak/{name}", partial(bench.peak, name))
+        journal.entry(f"peak/{name}", partial(peak, bench, name, options))
     for number in range(1, options.num_rounds + 1):
         # There and back, so that no contender always finds the caches as the same other one leaves them.
         for name in list(CONTENDERS)[:: 1 if number % 2 else -1]:
             if "peaks" in journal.entries[f"peak/{name}"]:
-                journal.entry(f"round_{number}/{name}", partial(bench.turn, name))
+                journal.entry(f"round_{number}/{name}", partial(turn, bench, name, options))
 
 
 def assemble(journal: Journal, options: Options) -> dict[str, Any]:
@@ -184,7 +159,7 @@ def assemble(journal: Journal, options: Options) -> dict[str, Any]:
     contenders = {name: _figures(journal, name, list(seconds[name].values())) for name in CONTENDERS}
     ours, theirs = seconds["hf_ckpt_full"], seconds["transformers_full"]
     ratios = [ours[number] / theirs[number] for number in ours if number in theirs]
-    peak, their_peak = (contenders[name].get("peak_gib_median") for name in ("hf_ckpt_full", "transformers_full"))
+    our_peak, their_peak = (contenders[name].get("peak_gib_median") for name in ("hf_ckpt_full", "transformers_full"))
     return {
         "case": options.case,
         "device": options.device,
@@ -194,7 +169,7 @@ def assemble(journal: Journal, options: Options) -> dict[str, Any]:
         "step_time_ratio_median": statistics.median(ratios) if ratios else None,
         "step_time_ratio_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios,
         # Of a tiny model on the CPU nothing shows in the process.
-        "peak_ratio": peak / their_peak if peak is not None and their_peak is not None and their_peak > 0 else None,
+        "peak_ratio": our_peak / their_peak if our_peak is not None and (their_peak or 0) > 0 else None,
     }
 
 
@@ -206,39 +181,41 @@ def _seconds(journal: Journal, name: str, options: Options) -> dict[int, float]:
 
 
 def _figures(journal: Journal, name: str, seconds: list[float]) -> dict[str, Any]:
-    peak = journal.entries.get(f"peak/{name}", {})
-    figures = {key: peak[key] for key in ("flops", "loss", *NO_FIGURES) if key in peak}
+    entry = journal.entries.get(f"peak/{name}", {})
+    figures = {key: entry[key] for key in ("flops", "loss", *NO_FIGURES) if key in entry}
     if seconds:
         figures |= {
             "step_time_ms_median": 1e3 * statistics.median(seconds),
             "step_time_ms_min": 1e3 * min(seconds),
             "step_time_ms_max": 1e3 * max(seconds),
         }
-    if "peaks" in peak:
-        figures["peak_gib_median"] = statistics.median(peak["peaks"]) / 2**30
+    if "peaks" in entry:
+        figures["peak_gib_median"] = statistics.median(entry["peaks"]) / 2**30
     return figures
 
 
-def main() -> None:
-    """Measure and write one JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, default="llama_38m")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, LLAMAS, "llama_38m")
+    add_device(parser)
     parser.add_argument("--warmup", type=int, default=1, help="steps of a turn before the timed one")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each contender")
-    parser.add_argument("--out", type=Path, help="the result's file")
-    asked = parser.parse_args()
+    add_out(parser)
+
+
+def run(asked: Namespace) -> None:
+    """Measure and write one JSON."""
     if asked.device == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         # glibc reads it at start: freed tensors go back at once, so that the process's peak is that of the tensors.
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     options = Options(device=asked.device, case=asked.case, num_warmup=asked.warmup, num_rounds=asked.steps)
     out = asked.out or RESULTS / f"overhead_{options.case}_{options.device}.json"
-    result = carry_out(out, lambda journal: collect(journal, options), lambda journal: assemble(journal, options))
+    result = carry_out(out, partial(collect, options=options), partial(assemble, options=options))
     if result["step_time_ratio_median"] is not None:
         print(f"step time over transformers': {result['step_time_ratio_median']:.3f}; peak: {result['peak_ratio']}")
     print(f"written to {out}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -12,7 +12,6 @@ time; `--again` predicts anew for results that are there. One JSON is written fo
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -20,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,20 +30,27 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.cases import (
+    CONFIGURATIONS,
+    SHAPES,
+    Configuration,
+    Shape,
+    build_configuration,
+    rows,
+    small_configuration,
+)
 from benchmarks.environment import describe
 from benchmarks.journal import NO_FIGURES, Entry, Journal, replace_text
-from benchmarks.predict_cases import CONFIGURATIONS, SHAPES, Configuration, Shape, build, rows, small
-from benchmarks.resumable import carry_out
-from benchmarks.side_by_side.text import text_of
+from benchmarks.result_files import carry_out, text_of
+from benchmarks.runner import RESULTS, add_device, add_out, main
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.measure.calibrate import calibrate
-from hf_ckpt.measure.gauges import Clock, Memory
+from hf_ckpt.measure.profile import Clock, MemoryReader
 from hf_ckpt.simulation.devices import Device, this_device
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 
-RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 DEVICE_KEY = "device"
 """Of the entry with the device as the table has it and as a calibration finds it."""
@@ -72,7 +79,7 @@ class Options:
     def case(self, name: str) -> tuple[Configuration, Shape]:
         """Return a configuration and the shape of its model, both small where that is asked for."""
         configuration = CONFIGURATIONS[name]
-        return small(configuration) if self.is_small else (configuration, SHAPES[configuration.shape])
+        return small_configuration(configuration) if self.is_small else (configuration, SHAPES[configuration.shape])
 
 
 def step_of(configuration: Configuration) -> Step:
@@ -89,7 +96,7 @@ def step_of(configuration: Configuration) -> Step:
 def predict(configuration: Configuration, shape: Shape, device: Device) -> dict[str, Any]:
     """Predict the step, and say how long that took."""
     start = time.perf_counter()
-    model = build(configuration, shape, "meta")
+    model = build_configuration(configuration, shape, "meta")
     memory: StepMemory = simulate_step(model, configuration.policy, step_of(configuration), device)
     return {
         "device": device.name,
@@ -114,14 +121,14 @@ class StepGauge(TrainerCallback):
         self._clock = Clock(place)
         self._num_warmup = num_warmup
         self._start = 0.0
-        self.memory = Memory(place)
+        self.memory = MemoryReader(place)
         self.seconds: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step begins."""
         self._clock.synchronize()
         if state.global_step == self._num_warmup:
-            self.memory.forget_peak()
+            self.memory.reset_peak()
         self._start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -138,7 +145,7 @@ def measure(configuration: Configuration, shape: Shape, device: str, num_warmup:
     gauge = StepGauge(place, num_warmup)
     # On the CPU, where bytes are those of the process: what the interpreter and the libraries take.
     unrelated = gauge.memory.now()
-    model = build(configuration, shape, device)
+    model = build_configuration(configuration, shape, device)
     # Without reentrant checkpointing no input gradients are needed, and the prediction has none.
     plugins = [] if configuration.policy is None else [HFCkptCallback(configuration.policy, input_require_grads=False)]
     with tempfile.TemporaryDirectory() as folder:
@@ -304,7 +311,7 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def run(name: str, options: Options, out: Path) -> dict[str, Any]:
+def measure_and_predict(name: str, options: Options, out: Path) -> dict[str, Any]:
     """Measure one configuration, predict it, and write its result into a folder."""
     kind = "small_" if options.is_small else ""
     return carry_out(
@@ -323,18 +330,20 @@ def again(results: Path) -> None:
         print(line(result), flush=True)
 
 
-def main() -> None:
-    """Measure the configurations asked for; predict them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_device(parser, "cuda")
     parser.add_argument("--only", default="", help="configurations whose name has this")
     parser.add_argument("--small", action="store_true", help="tiny models of the same kinds")
     parser.add_argument("--again", action="store_true", help="predict anew for the results that are there")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--calibration", type=float, default=4.0, help="seconds of measuring the device's rates")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    asked = parser.parse_args()
+    add_out(parser, RESULTS, "folder of the results")
+
+
+def run(asked: Namespace) -> None:
+    """Measure the configurations asked for; predict them."""
     if asked.again:
         again(asked.out)
         return
@@ -346,8 +355,8 @@ def main() -> None:
         calibration_s=asked.calibration,
     )
     for name in (name for name in CONFIGURATIONS if asked.only in name):
-        print(line(run(name, options, asked.out)), flush=True)
+        print(line(measure_and_predict(name, options, asked.out)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -9,13 +9,13 @@ A recipe's own plan is simulated; for policy `auto`, which would have to be plan
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import io
 import json
 import math
 import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,18 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.recipe_headers import needs_of, on_hardware, with_needs
+from benchmarks.runner import RESULTS, main
 from hf_ckpt.cli.main import main as hf_ckpt
-from hf_ckpt.estimate.least import least_plans
+from hf_ckpt.estimate.limits import leanest_plans
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.recipe_headers import needs_of, on_hardware, with_needs
 from hf_ckpt.estimate.subject import is_auto
-from hf_ckpt.estimate.tables import format_seconds
-from hf_ckpt.loading.versions import versions
+from hf_ckpt.estimate.tables import format_seconds, versions
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
-RECIPES, RESULTS = ROOT / "recipes", ROOT / "benchmarks" / "results"
+RECIPES = ROOT / "recipes"
 FIGURES, ESTIMATE = RESULTS / "recipe_figures.json", RESULTS / "estimate_llama7b_lora.json"
 ESTIMATED = "llama7b_lora"
 """The recipe that documents quote."""
@@ -59,7 +59,7 @@ def figure_of(path: Path) -> Figure:
     """Simulate a step of a recipe on the hardware that its header names."""
     predictor = on_hardware(path)
     subject = predictor.subject
-    plan = next(least_plans(subject)) if is_auto(subject.recipe) else subject.plan
+    plan = next(leanest_plans(subject)) if is_auto(subject.recipe) else subject.plan
     return {"inputs": inputs_of(path), "device": predictor.device.name, **_exactly(predictor.memory(plan))}
 
 
@@ -150,13 +150,16 @@ def _shown(peak_bytes: int, seconds: float) -> Figure:
     return {"peak": format_bytes(peak_bytes), "step": format_seconds(seconds)}
 
 
-def main() -> int:
-    """Write, or check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    parser.description, parser.formatter_class = __doc__, RawDescriptionHelpFormatter
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="say what the code has moved, and write nothing")
     what.add_argument("--exact", action="store_true", help="write the exact figures only: neither headers nor estimate")
-    options = parser.parse_args()
+
+
+def run(options: Namespace) -> int:
+    """Write, or check."""
     if options.check:
         return min(1, check())
     write_figures() if options.exact else write()
@@ -164,4 +167,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(__name__))

@@ -9,13 +9,12 @@ Compared is what the step takes over what is there before it: weights and optimi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,9 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import environment
+from benchmarks.environment import describe
+from benchmarks.result_files import write
+from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU
@@ -43,7 +44,7 @@ from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category
 
-RESULT = Path(__file__).parent / "results" / "resident_cpu.json"
+RESULT = RESULTS / "resident_cpu.json"
 _STATUS = Path("/proc/self/status")
 _VOCAB = 64
 _GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -179,12 +180,14 @@ def measure(name: str) -> int:
     return int(done.stdout.split()[-1])
 
 
-def main() -> None:
-    """Measure all cases and write the result, or train one of them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
     parser.add_argument("--train", choices=CASES, help="train this one and print the bytes")
-    parser.add_argument("--out", type=Path, default=RESULT, help="the result's file")
-    options = parser.parse_args()
+    add_out(parser, RESULT)
+
+
+def run(options: Namespace) -> None:
+    """Measure all cases and write the result, or train one of them."""
     if options.train:
         print(train(CASES[options.train]))
         return
@@ -198,9 +201,8 @@ def main() -> None:
             "predicted_over_measured": predicted / measured,
         }
         print(f"{name:24} {predicted / 2**30:6.3f} GiB predicted {measured / 2**30:6.3f} measured", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(environment.describe() | {"cases": cases}, indent=1) + "\n")
+    write(options.out, describe() | {"cases": cases})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -5,19 +5,20 @@ OMP_NUM_THREADS=1 python benchmarks/simulation_cost.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
-RESULT = Path(__file__).parent / "results" / "simulation_cost.json"
+from benchmarks.environment import describe
+from benchmarks.result_files import write
+from benchmarks.runner import RESULTS, add_out, main
 
 
 @dataclass(frozen=True)
@@ -73,26 +74,25 @@ def simulate(case: Case) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure each case in a process of its own and write the result, or run one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
     parser.add_argument("--simulate", choices=CASES, help="simulate this one and print what it cost")
-    parser.add_argument("--out", type=Path, default=RESULT, help="the result's file")
-    options = parser.parse_args()
+    add_out(parser, RESULTS / "simulation_cost.json")
+
+
+def run(options: Namespace) -> None:
+    """Measure each case in a process of its own and write the result, or run one."""
     if options.simulate:
         print(json.dumps(simulate(CASES[options.simulate])))
         return
-    from benchmarks import environment
-
     cases = {}
     for name, case in CASES.items():
         command = [sys.executable, __file__, "--simulate", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         cases[name] = {"case": asdict(case), **json.loads(done.stdout.splitlines()[-1])}
         print(name, cases[name]["cpu_seconds"], cases[name]["host_memory_gib"], flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(environment.describe() | {"cases": cases}, indent=1) + "\n")
+    write(options.out, describe() | {"cases": cases})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

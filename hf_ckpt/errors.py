@@ -1,6 +1,6 @@
 """What can go wrong, as types.
 
-Every message has three parts: what was asked, what is true, what to do. Knows nothing of the rest of the package.
+Every message has three parts: what was asked for, what is true, what to do. Knows nothing of the rest of the package.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class DataError(HFCkptError, ValueError):
     """Raised when a data set, a tokenizer or a chat template cannot be used."""
 
 
-def in_words(error: Exception) -> str:
-    """Return an error as another process is told of it: this package's in its words, others with their type."""
+def error_text(error: Exception) -> str:
+    """Return the text of an error for another process: of this package's the message, of others the type too."""
     return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"
 
 

@@ -23,7 +23,7 @@ UNITS = {
     "TB": 10**12,
 }
 """Bytes of each unit that a budget can be written in."""
-MOST_BYTES = 2**63 - 1
+ADDRESSABLE_BYTES = 2**63 - 1
 """What an address can reach; a larger amount is a slip."""
 
 _AMOUNT = re.compile(r"(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[^\d\s.+-].*)?", re.IGNORECASE)
@@ -113,7 +113,7 @@ def parse_budget(value: object, *, key: str = "memory_budget") -> Budget:
             )
         return Budget(None, number, text, key)
     amount = number * _bytes_of(unit, text, key)
-    if amount > MOST_BYTES:
+    if amount > ADDRESSABLE_BYTES:
         raise PolicyError(f'{key} is "{text}", more than any machine has. Write {_EXAMPLES}.')
     num_bytes = int(amount)
     if not num_bytes:

@@ -12,15 +12,17 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import longctx_predict  # noqa: E402  # found only from here on
 from benchmarks.longctx_table import with_tables  # noqa: E402
+from benchmarks.result_files import write  # noqa: E402
+from benchmarks.runner import RESULTS  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "long_context.md"
 
 
 def main(words: list[str]) -> None:
     """Predict unless told otherwise, and write."""
-    result = longctx_predict.RESULTS / longctx_predict.NAME
+    result = RESULTS / longctx_predict.NAME
     if "--from-json" not in words:
-        longctx_predict.write(longctx_predict.run(), result)
+        write(result, longctx_predict.predict())
     read = json.loads(result.read_text(encoding="utf-8"))
     DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8"), read), encoding="utf-8")
     print(f"Wrote {DOCUMENT.relative_to(ROOT)}")

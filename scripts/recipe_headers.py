@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from hf_ckpt.estimate.recipe_headers import needs_of, with_needs
+from benchmarks.recipe_headers import needs_of, with_needs
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

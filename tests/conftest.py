@@ -104,3 +104,12 @@ def _loggers_are_put_back() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def remembered_simulations() -> Iterator[None]:
+    """Simulate a step once, however many tests of a module, and of others like it, ask for it."""
+    from tests.simulations import remembered
+
+    with remembered():
+        yield

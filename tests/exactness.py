@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,16 @@ POLICIES: dict[str, tuple[object, dict[str, object]]] = {
 }
 RECOMPUTING = [name for name in POLICIES if name != "none"]
 
+# What `make test-fast` looks at: grouped queries, one matrix for all of attention, experts, an encoder and a decoder.
+FEW = ["llama", "gpt2", "mixtral", "t5"]
+
+
+def core_models(*, without: str | None = None) -> list[Any]:
+    """Those of `zoo.CORE` as parameters, all but a few of them slow."""
+    return [pytest.param(each, marks=[pytest.mark.slow] * (each not in FEW)) for each in zoo.CORE if each != without]
+
+
+every_core_model = pytest.mark.parametrize("model_type", core_models())
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 every_recomputing_policy = pytest.mark.parametrize("policy", RECOMPUTING)
 # One for each way in which a plan stands on a model.

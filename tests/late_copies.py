@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ckpt.regions.offload.link import DeviceMemory
-from hf_ckpt.regions.offload.plain import PlainMemory
+from hf_ckpt.regions.offload.wire import DeviceMemory, PageableMemory
 
 
 class Stream:
@@ -61,7 +60,7 @@ class Event:
 
 
 class Late:
-    """Stands in for `hf_ckpt.regions.offload.cuda.Cuda`, on tensors of the CPU.
+    """Stands in for `hf_ckpt.regions.offload.cuda.CudaDevice`, on tensors of the CPU.
 
     Attributes:
         faults: memory that was gone when a copy got to it.
@@ -90,7 +89,7 @@ class Late:
         yield
         self._in_force = found
 
-    def mark(self, stream: Stream) -> Event:
+    def record_event(self, stream: Stream) -> Event:
         return Event(stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -106,16 +105,16 @@ class Late:
 
         self._in_force.give(run)
 
-    def lend(self, tensor: Tensor, stream: Stream) -> None:
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self.log.append(f"{stream.name} has memory lent")
 
-    def allocate(self, num_bytes: int) -> PlainMemory:
-        return PlainMemory(num_bytes)
+    def allocate(self, num_bytes: int) -> PageableMemory:
+        return PageableMemory(num_bytes)
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         return None
 
-    def forget_peak(self, device: torch.device) -> None:
+    def reset_peak(self, device: torch.device) -> None:
         raise AssertionError("there is none")
 
 

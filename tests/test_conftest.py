@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture
 def run_suite(tmp_path: Path) -> Callable[[str], str]:

@@ -10,8 +10,6 @@ import pytest
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.units import Budget, format_bytes, parse_budget
 
-pytestmark = pytest.mark.core
-
 GIB = 2**30
 UNITS = "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
 WRITE = 'rite "22GiB" (2**30 bytes each), "22GB" (10**9 bytes each), or a fraction of the device such as 0.9.'

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify.check import Check, Report
+from hf_ckpt.verify.report import Check, Report
 from hf_ckpt.verify.run import verify
 from tests import small_recipes
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
-from benchmarks.cases import step
 from benchmarks.claims.reentrant_fsdp import ENGINES, WAYS
 from benchmarks.claims.small import Chain, batch, llama
+from benchmarks.step_costs import step
 
 COLLECTIVES = "collectives_llama_tiny.json"
 _RESULTS = Path(__file__).parents[1] / "results"

@@ -11,14 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_ckpt.simulation.op_costs import operator_cost
-from hf_ckpt.simulation.reading import read
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-from hf_ckpt.simulation.tape import Change, Tape
-from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
-from hf_ckpt.simulation.watching import watch
+from hf_ckpt.simulation.tape import MemoryChange, Tape, read_tape
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers, track_modules
 from hf_ckpt.structure.layers import find_layers
 
-_SIGN = {Change.ALLOCATE: 1, Change.FREE: -1}
+_SIGN = {MemoryChange.ALLOCATE: 1, MemoryChange.FREE: -1}
 _NOT_ACTIVATIONS = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)
 
 
@@ -71,15 +69,15 @@ def follow(model: nn.Module, loss_of: Callable[[], Tensor], inputs: Sequence[Ten
     """
     stacks = find_layers(model) if hasattr(model, "config") else ()
     tracker = Tracker(costs=_operations)
-    tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
-    tracker.know((("", tensor) for tensor in inputs), Category.TEMPORARY)
+    tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
+    tracker.record_existing((("", tensor) for tensor in inputs), Category.TEMPORARY)
     model.zero_grad(set_to_none=True)
-    with tracker, watch(model, stacks, tracker) if stacks else nullcontext():
+    with tracker, track_modules(model, stacks, tracker) if stacks else nullcontext():
         loss = loss_of()
         held = _alive_bytes(tracker.tape)
         loss.backward()  # type: ignore[no-untyped-call]  # upstream
     del loss
-    return _told(read(tracker.tape, device="cpu", plan=None, tokens=0), held)
+    return _told(read_tape(tracker.tape, device="cpu", plan=None, tokens=0), held)
 
 
 def _operations(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:

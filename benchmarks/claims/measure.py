@@ -5,11 +5,10 @@ python -m benchmarks.claims.measure --out benchmarks/results/claims_cpu.json
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 import warnings
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.claims import behaviours, chains, formulas, overhead, parts, switches
 from benchmarks.environment import describe
+from benchmarks.result_files import write
+from benchmarks.runner import RESULTS, add_out, main
 
-RESULT = Path(__file__).parents[1] / "results" / "claims_cpu.json"
+RESULT = RESULTS / "claims_cpu.json"
 
 Experiment = Callable[[], dict[str, Any]]
 
@@ -49,7 +50,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
 """One for each claim that a CPU can say something about, named for it."""
 
 
-def run(experiments: Iterable[Experiment], say: Callable[[str], object] = print) -> dict[str, Any]:
+def run_experiments(experiments: Iterable[Experiment], say: Callable[[str], object] = print) -> dict[str, Any]:
     """Return what each experiment found, by its name."""
     found: dict[str, Any] = {}
     for experiment in experiments:
@@ -59,31 +60,49 @@ def run(experiments: Iterable[Experiment], say: Callable[[str], object] = print)
     return found
 
 
-def write(module: str, experiments: Iterable[Experiment], path: Path, *, is_predicted: bool) -> None:
-    """Run experiments, all or those that are asked for, and write one JSON.
+def add_claims(parser: ArgumentParser, module: str, experiments: Iterable[Experiment], path: Path) -> None:
+    """Add what a suite of claims is asked.
 
     Args:
         module: that is run.
         experiments: that it has.
         path: of the result, where no other is asked for.
+    """
+    parser.prog = f"python -m {module}"
+    names = [experiment.__name__ for experiment in experiments]
+    parser.add_argument("--only", nargs="+", choices=names, help="these claims; all if left out")
+    add_out(parser, path, None)
+    parser.set_defaults(module=module)
+
+
+def run_claims(options: Namespace, experiments: Iterable[Experiment], *, is_predicted: bool) -> None:
+    """Run experiments, all or those that are asked for, and write one JSON.
+
+    Args:
+        options: as `add_claims` has them.
+        experiments: likewise.
         is_predicted: whether they are simulations.
     """
     by_name = {experiment.__name__: experiment for experiment in experiments}
-    parser = argparse.ArgumentParser(prog=f"python -m {module}")
-    parser.add_argument("--only", nargs="+", choices=by_name, help="these claims; all if left out")
-    parser.add_argument("--out", type=Path, default=path)
-    options = parser.parse_args()
     # More threads make steps as small as these slower.
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     # Run with -m, the first argument is a path of this machine.
-    environment = describe() | {"command": " ".join(["python -m", module, *sys.argv[1:]])}
-    found = run(by_name[name] for name in options.only or by_name)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment, "is_predicted": is_predicted, **found}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    environment = describe() | {"command": " ".join(["python -m", options.module, *sys.argv[1:]])}
+    found = run_experiments(by_name[name] for name in options.only or by_name)
+    write(options.out, {"environment": environment, "is_predicted": is_predicted, **found})
     print(options.out)
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_claims(parser, "benchmarks.claims.measure", EXPERIMENTS, RESULT)
+
+
+def run(options: Namespace) -> None:
+    """Measure the claims."""
+    run_claims(options, EXPERIMENTS, is_predicted=False)
+
+
 if __name__ == "__main__":
-    write("benchmarks.claims.measure", EXPERIMENTS, RESULT, is_predicted=False)
+    sys.exit(main(__name__))

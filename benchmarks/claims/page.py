@@ -16,11 +16,11 @@ Knows files and text only: what is measured, and how, is in measure.py and predi
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import re
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +29,11 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.runner import RESULTS, main
+
 ROOT = Path(__file__).parents[2]
 CLAIMS = Path(__file__).with_name("claims.yaml")
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "claims.md"
 
 VERDICTS = ("holds", "holds only when", "does not hold", "not yet measured on a GPU")
@@ -292,13 +294,15 @@ def _case(claim: Claim, results: Results) -> str:
     return f"{results.written(claim.case, claim.id)} ({links})"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write docs/claims.md."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
     parser.add_argument("--claims", type=Path, default=CLAIMS, help="the claims; claims.yaml beside this file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument("--out", type=Path, default=DOCUMENT)
-    options = parser.parse_args(arguments)
+
+
+def run(options: Namespace) -> int:
+    """Write docs/claims.md."""
     try:
         text = render(read(options.claims), options.results)
     except ClaimsError as error:
@@ -310,4 +314,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__name__))

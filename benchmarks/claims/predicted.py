@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,20 +21,20 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.cases import CASES, Case, build
 from benchmarks.claims.following import activation_peak
 from benchmarks.claims.formulas import GB, GIB
-from benchmarks.claims.measure import write
+from benchmarks.claims.measure import add_claims, run_claims
 from benchmarks.claims.overhead import every_n_policies, without_early_stop
-from benchmarks.side_by_side.cases import CASES, Case, build
-from hf_ckpt.patch.apply import make_plan
+from benchmarks.runner import RESULTS, main
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.reading import sort
-from hf_ckpt.simulation.simulator import simulate_step, trace_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tape import assign_categories
 
-RESULT = Path(__file__).parents[1] / "results" / "claims_predicted.json"
+RESULT = RESULTS / "claims_predicted.json"
 NOT_MEASURED = "not yet measured on a GPU"
 A100, H100, RTX4090 = "a100-80gb", "h100-80gb", "rtx4090"
 
@@ -335,8 +336,9 @@ def norms_left_out() -> Rows:
     """Claim: leave the norms out of checkpointing. What they hold, and their share of the recomputation's time."""
     none = simulated(_FULL_7B, A100)
     model = model_of(_FULL_7B)
-    tape = trace_step(model, make_plan(model, Policy.parse("full")), _FULL_7B.step, find_device(A100)).tape
-    sort(tape)
+    simulator = StepSimulator(model, _FULL_7B.step, find_device(A100))
+    tape = simulator.trace(simulator.plan_of(Policy.parse("full"))).tape
+    assign_categories(tape)
     again = [event for event in tape.events if event.place.phase is Phase.RECOMPUTATION]
     seconds = sum(event.seconds for event in again)
     norms = sum(event.seconds for event in again if _is_norm(event.place.module))
@@ -562,5 +564,15 @@ EXPERIMENTS: tuple[Callable[[], Rows], ...] = (
 """One for each claim whose sizes are those of a large model, named for it."""
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_claims(parser, "benchmarks.claims.predicted", EXPERIMENTS, RESULT)
+
+
+def run(options: Namespace) -> None:
+    """Predict the claims."""
+    run_claims(options, EXPERIMENTS, is_predicted=True)
+
+
 if __name__ == "__main__":
-    write("benchmarks.claims.predicted", EXPERIMENTS, RESULT, is_predicted=True)
+    sys.exit(main(__name__))

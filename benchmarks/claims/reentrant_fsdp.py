@@ -7,11 +7,11 @@ Prints one line of JSON when a way is done: a way without a line hung, or never 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.cases import CASES, build, step
+from benchmarks.cases import LLAMAS, build_llama
 from benchmarks.collectives import seam, shard, wrapper
+from benchmarks.runner import main
+from benchmarks.step_costs import step
 
 ENGINES = ("fsdp1", "fsdp2")
 
@@ -54,7 +56,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]]
 def gradients(engine: str, way: str) -> list[Tensor]:
     """Train two steps and return this rank's part of each gradient."""
     before, after = WAYS[way]
-    model, inputs = build(CASES["llama_tiny"], "cpu")
+    model, inputs = build_llama(LLAMAS["llama_tiny"], "cpu")
     before(model)
     sharded = shard(model, engine)
     after(sharded)
@@ -68,9 +70,12 @@ def _local(gradient: Any) -> Tensor:
     return local.clone()
 
 
-def main() -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add nothing: all ways are tried."""
+
+
+def run(options: Namespace) -> None:
     """Go through all engines and ways; rank 0 prints."""
-    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     dist.init_process_group("gloo")
     for engine in ENGINES:
         expected: list[Tensor] = []
@@ -89,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

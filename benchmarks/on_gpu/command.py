@@ -1,11 +1,21 @@
-"""The command: measure, prepare or merge. `python -m benchmarks.on_gpu --help` says how."""
+"""Measures on a GPU what matters most first, keeps what it has at every moment, and goes on where it stopped.
+
+    python -m benchmarks.on_gpu --out runs/gpu --seconds 540
+    python -m benchmarks.on_gpu --out runs/gpu --seconds 540 --resume runs/gpu/results.json
+    python -m benchmarks.on_gpu --prepare --predicts-for h200       # plans and predictions, on any machine
+    python -m benchmarks.on_gpu --merge runs/gpu/results.json       # file what came home
+    python -m benchmarks.on_gpu --device cpu --small --out runs/gpu # all of it with tiny models
+
+`--out` holds `results.json` (rewritten after every entry), `cases.xml` (the tests, as JUnit has them) and `log.txt`.
+Exit code 0 if anything was measured, 1 if nothing was, 2 for wrong input.
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,48 +23,18 @@ from typing import Any
 from benchmarks.on_gpu import junit, prepared, programme
 from benchmarks.on_gpu.identity import gpu_name, identity_of
 from benchmarks.on_gpu.results import Results
-from benchmarks.on_gpu.setting import Prepared, Setting, Stage, WrongInputError
+from benchmarks.on_gpu.setting import Prepared, Setting, Stage
 from benchmarks.on_gpu.stages import STAGES
+from benchmarks.runner import WrongInputError
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.simulation.devices import find_device
 
 
-def main(words: list[str] | None = None, began: float | None = None, doc: str | None = None) -> None:
-    """Measure, prepare or merge.
-
-    Args:
-        words: of the command line.
-        began: when the process started, of `time.monotonic`; now if left out.
-        doc: what the help begins with.
-    """
-    began = time.monotonic() if began is None else began
-    parser = _parser(doc)
-    options = parser.parse_args(words)
-    try:
-        # Imported where they are wanted: the process that forks stages must not import what measures.
-        if options.merge:
-            from benchmarks.on_gpu.merge import merge
-
-            merge(options.merge, STAGES, options.results, _say, accepts=options.accept)
-        elif options.prepare:
-            from benchmarks.on_gpu import prepare
-
-            path = options.prepared or prepared.path_of(options.predicts_for, is_small=options.small)
-            prepare.write(path, options.predicts_for, is_small=options.small, say=_say)
-        else:
-            raise SystemExit(_measure(options, began))
-    except WrongInputError as error:
-        parser.error(str(error))
-
-
-def _parser(doc: str | None) -> argparse.ArgumentParser:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    parser.prog, parser.description, parser.epilog = "python -m benchmarks.on_gpu", __doc__, _questions()
+    parser.formatter_class = RawDescriptionHelpFormatter
     names = [stage.name for stage in STAGES]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.on_gpu",
-        description=doc,
-        epilog=_questions(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=540.0, help="after so long nothing runs any more")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a results.json to go on from")
@@ -67,14 +47,32 @@ def _parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="file results, later files over earlier")
     parser.add_argument("--accept", action="store_true", help="with --merge: take what the probe says of the card")
     parser.add_argument("--results", type=Path, default=None, help="with --merge: folder to file them in")
-    return parser
+    # When the process started; `on_gpu/__main__.py` knows it better.
+    parser.set_defaults(began=time.monotonic())
+
+
+def run(options: Namespace) -> int:
+    """Measure, prepare or merge."""
+    # Imported where they are wanted: the process that forks stages must not import what measures.
+    if options.merge:
+        from benchmarks.on_gpu.merge import merge
+
+        merge(options.merge, STAGES, options.results, _say, accepts=options.accept)
+    elif options.prepare:
+        from benchmarks.on_gpu import prepare
+
+        path = options.prepared or prepared.path_of(options.predicts_for, is_small=options.small)
+        prepare.write(path, options.predicts_for, is_small=options.small, say=_say)
+    else:
+        return _measure(options, options.began)
+    return 0
 
 
 def _questions() -> str:
     return "stages, in order:\n" + "\n".join(f"  {stage.name:<12} {stage.question}" for stage in STAGES)
 
 
-def _measure(options: argparse.Namespace, began: float) -> int:
+def _measure(options: Namespace, began: float) -> int:
     """Run the stages; return the exit code."""
     if options.device == "cpu" and not options.small:
         raise WrongInputError("A CPU cannot run models of full size: add --small, or leave --device cpu out.")
@@ -108,7 +106,7 @@ def _measure(options: argparse.Namespace, began: float) -> int:
     return 0 if results.num_measured or was_all_there else 1
 
 
-def _prepared(options: argparse.Namespace, identity: dict[str, Any]) -> Prepared:
+def _prepared(options: Namespace, identity: dict[str, Any]) -> Prepared:
     """Read the plans and predictions that there are."""
     card = "cpu" if options.small else _in_the_table(identity["device"])
     path = options.prepared or prepared.path_of(card, is_small=options.small)

@@ -22,7 +22,6 @@ from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.simulation.devices import DEVICES, MEASURED, RATES, Device, find_device, with_measured
 from hf_ckpt.simulation.op_costs import attention_efficiency
-from hf_ckpt.simulation.simulator import simulate_step
 
 MOST_SPREAD = 0.03
 """Largest less smallest repetition, as a share of the median, up to which a figure is taken."""
@@ -277,8 +276,7 @@ def changed_predictions(
         step = replace(subject.step, gradient_accumulation_steps=1)
         for policy in (None, "full"):
             old, new = (
-                simulate_step(subject.model, policy, step, device, **subject.structure).time.total
-                for device in (before, after)
+                subject.simulator(device).with_step(step).simulate(policy).time.total for device in (before, after)
             )
             if abs(new - old) > _SHOWN * old:
                 found.append(Changed(recipe=name, policy=policy, old_s=old, new_s=new))

@@ -70,7 +70,7 @@ def measure(step_bytes: int, seconds: float, most_steps: int | None = None) -> d
 
 def figures() -> dict[str, Any]:
     """Return what the machine has by its own account, and what its control groups leave; None where nobody says."""
-    found = host_memory.now()
+    found = host_memory.read_host_memory()
     names = ("MemTotal", "MemFree", "MemAvailable", "SwapTotal", "SwapFree")
     return {name: _meminfo().get(name) for name in names} | {
         "group_left_bytes": found.group_bytes,

@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks import engines, longctx, offload, overhead, predict
+from benchmarks.cases import CASES, Case
 from benchmarks.journal import Journal, OutOfTimeError
 from benchmarks.on_gpu import names
 from benchmarks.on_gpu.setting import COMPILED, EAGER, OFFLOADED, Assembled, Setting
 from benchmarks.side_by_side import measure
-from benchmarks.side_by_side.cases import CASES, Case
 from benchmarks.side_by_side.contender import Contender
 from benchmarks.side_by_side.contenders import chosen
 

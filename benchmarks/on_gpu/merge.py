@@ -14,8 +14,9 @@ from benchmarks.journal import Entry, ReadJournal, replace_text
 from benchmarks.on_gpu import constants, documents
 from benchmarks.on_gpu.identity import ROOT
 from benchmarks.on_gpu.results import read
-from benchmarks.on_gpu.setting import Setting, Stage, WrongInputError
-from benchmarks.side_by_side.text import text_of
+from benchmarks.on_gpu.setting import Setting, Stage
+from benchmarks.result_files import text_of
+from benchmarks.runner import WrongInputError
 
 RESULTS = ROOT / "benchmarks" / "results"
 

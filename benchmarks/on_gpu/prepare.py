@@ -14,7 +14,7 @@ from benchmarks import longctx, predict
 from benchmarks.journal import Entry, FileJournal
 from benchmarks.on_gpu.identity import identity_of
 from benchmarks.on_gpu.measurements import SMALL_CONTENDERS, case_of, longest_keys, longest_options
-from benchmarks.on_gpu.setting import WrongInputError
+from benchmarks.runner import WrongInputError
 from benchmarks.side_by_side import predicted
 from benchmarks.side_by_side.contenders import chosen
 from hf_ckpt.errors import HFCkptError

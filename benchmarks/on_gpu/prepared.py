@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.on_gpu.identity import ROOT, differences
-from benchmarks.on_gpu.setting import Prepared, WrongInputError
+from benchmarks.on_gpu.setting import Prepared
+from benchmarks.runner import WrongInputError
 
 FOLDER = ROOT / "runs" / "prepared"
 

@@ -26,8 +26,7 @@ from benchmarks.on_gpu.setting import Assembled, Setting
 from benchmarks.predict import fields_of
 from hf_ckpt.measure.calibrate import calibrate, rows_of_run
 from hf_ckpt.regions.offload import host_memory
-from hf_ckpt.regions.offload.cuda import Cuda
-from hf_ckpt.regions.offload.pinned import PinnedByTorch, PinnedPages, PinningError
+from hf_ckpt.regions.offload.cuda import CudaDevice, PinnedByTorch, PinnedPages, PinningError
 from hf_ckpt.simulation.devices import this_device, workspace_bytes
 
 NUM_REPETITIONS = 5
@@ -287,7 +286,7 @@ def link(way: str, sizes: list[int], place: torch.device) -> Entry:
 def _rates(way: str, size: int, place: torch.device) -> list[float]:
     is_cuda = place.type == "cuda"
     ways = ("out", "in") if way == "both" else (way,)
-    memories = [Cuda().allocate(size) if is_cuda else None for _ in ways]
+    memories = [CudaDevice().allocate(size) if is_cuda else None for _ in ways]
     hosts = [torch.empty(size, dtype=torch.uint8) if memory is None else memory.bytes for memory in memories]
     devices = [torch.zeros(size, dtype=torch.uint8, device=place) for _ in ways]
     lanes: list[AbstractContextManager[Any]] = [

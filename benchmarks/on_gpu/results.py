@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.journal import NO_FIGURES, Entry, replace_text
 from benchmarks.on_gpu.identity import differences
-from benchmarks.on_gpu.setting import WrongInputError
+from benchmarks.runner import WrongInputError
 
 FORMAT = 1
 MOST_DEATHS = 2

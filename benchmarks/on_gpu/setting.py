@@ -20,10 +20,6 @@ OFFLOADED = ("full", "selective")
 """Policies whose copies to the host are measured."""
 
 
-class WrongInputError(Exception):
-    """What was asked cannot be done; says what is true, and what to do."""
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Plans and predictions that were made beforehand.

@@ -7,11 +7,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from benchmarks.cases import CASES, CONFIGURATIONS
 from benchmarks.on_gpu import names
 from benchmarks.on_gpu.setting import COMPILED, EAGER, OFFLOADED, Stage
-from benchmarks.predict_cases import CONFIGURATIONS
 from benchmarks.repeatable import CUBLAS
-from benchmarks.side_by_side.cases import CASES
 
 _HEADLINE = "llama2_7b_lora_2048"
 _OVERHEAD = ("llama_1b", "llama_7b")

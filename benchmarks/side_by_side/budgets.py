@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.side_by_side.cases import Case
+from benchmarks.cases import Case
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.measure.calibrate import calibrate
-from hf_ckpt.planner.search import Planned, Plans
+from hf_ckpt.planner.search import Planned, StepPlanner
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.simulation.devices import CPU, Device
+from hf_ckpt.simulation.simulator import StepSimulator
 
 GRANTED = Allowed(offload=Offload(), exact=False)
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""
@@ -119,11 +120,11 @@ def plans(
         budgets: rising.
         say: is told what is planned.
     """
-    planner = Plans(model, case.step, device, allowed=GRANTED)
+    planner = StepPlanner(StepSimulator(model, case.step, device), allowed=GRANTED)
     found = []
     for budget in budgets:
         try:
-            found.append((budget, planner.within(budget.num_bytes)))
+            found.append((budget, planner.plan_for(budget.num_bytes)))
         except BudgetError as error:
             say(f"{budget.num_bytes / 2**20:,.1f} MiB ({budget.set_by}): {str(error).partition('. ')[0]}")
             continue

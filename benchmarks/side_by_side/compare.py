@@ -13,11 +13,11 @@ they are not judged, nor is what follows from them, such as which contender was 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.runner import RESULTS, main
+
 CLOSE = 0.02
 """Of the committed value: how far another one may be away."""
 
@@ -352,15 +354,16 @@ def _read(path: Path) -> dict[str, Any]:
     return result
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Compare, print, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.side_by_side.compare", description=(__doc__ or "").partition("\n")[0]
-    )
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    parser.prog = "python -m benchmarks.side_by_side.compare"
     parser.add_argument("anew", type=Path, metavar="ANEW", help="folder of the new results")
     parser.add_argument("--committed", type=Path, default=RESULTS, help="folder of the committed ones (%(default)s)")
     parser.add_argument("--times", action="store_true", help="list each ratio of measured times, which are not judged")
-    options = parser.parse_args(words)
+
+
+def run(options: Namespace) -> int:
+    """Compare, print, and return the exit code."""
     try:
         comparisons, others = compare_folders(options.anew, options.committed)
     except BadInputError as error:
@@ -377,4 +380,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__name__))

@@ -15,20 +15,18 @@ from benchmarks.side_by_side.step import TrainingStep
 from benchmarks.side_by_side.theirs.accelerate_fsdp import resizing_followed
 from benchmarks.side_by_side.theirs.compiled import GraphTracker
 from hf_ckpt.patch.apply import offloaders_of
-from hf_ckpt.simulation.cuda import as_on_cuda
+from hf_ckpt.simulation.cuda import emulate_cuda
 from hf_ckpt.simulation.devices import CPU
-from hf_ckpt.simulation.offload import CountedLink, host_bytes_of
+from hf_ckpt.simulation.offload import SimulatedLink, peak_host_bytes
 from hf_ckpt.simulation.op_costs import operator_cost
-from hf_ckpt.simulation.reading import read
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Timeline
-from hf_ckpt.simulation.tape import Change, Event
-from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
-from hf_ckpt.simulation.watching import watch
+from hf_ckpt.simulation.tape import Event, MemoryChange, read_tape
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers, track_modules
 from hf_ckpt.structure.layers import find_layers
 
 _MOST_POINTS = 200
-_SIGN = {Change.ALLOCATE: 1, Change.FREE: -1, Change.NOTHING: 0}
+_SIGN = {MemoryChange.ALLOCATE: 1, MemoryChange.FREE: -1, MemoryChange.NOTHING: 0}
 
 
 def count(step: TrainingStep, called: nn.Module, *, is_compiled: bool = False) -> dict[str, Any]:
@@ -41,12 +39,12 @@ def count(step: TrainingStep, called: nn.Module, *, is_compiled: bool = False) -
             nothing tells recomputation from the rest of backward, nor one category of bytes from another.
     """
     tracker = GraphTracker(costs=_operations) if is_compiled else Tracker(costs=_operations)
-    tracker.know(parameters_and_buffers(called), Category.PARAMETERS)
-    tracker.know(_state_of(step), Category.OPTIMIZER)
-    tracker.know(step.batch.items(), Category.TEMPORARY)
+    tracker.record_existing(parameters_and_buffers(called), Category.PARAMETERS)
+    tracker.record_existing(_state_of(step), Category.OPTIMIZER)
+    tracker.record_existing(step.batch.items(), Category.TEMPORARY)
     for offloader in offloaders_of(step.model):
         # Else what was moved to the host would be in the memory of the CPU, as before.
-        offloader.use_link(CountedLink(tracker, has_values=True))
+        offloader.use_link(SimulatedLink(tracker, has_values=True))
     with tracker, nullcontext() if is_compiled else _watched(called, tracker):
         loss = step.forward(called)
         num_forward = len(tracker.tape.events)
@@ -54,7 +52,7 @@ def count(step: TrainingStep, called: nn.Module, *, is_compiled: bool = False) -
         with tracker.phase(Phase.OPTIMIZER):
             norm = step.update()
     tape = tracker.tape
-    memory = read(tape, device="cpu", plan=None, tokens=step.batch["input_ids"].numel())
+    memory = read_tape(tape, device="cpu", plan=None, tokens=step.batch["input_ids"].numel())
     flops = {phase.value: memory.num_flops.get(phase, 0) for phase in Phase}
     return {
         "num_flops": flops,
@@ -62,7 +60,7 @@ def count(step: TrainingStep, called: nn.Module, *, is_compiled: bool = False) -
         "held_bytes": sum(map(_bytes_of, tape.events[:num_forward])),
         "peak_bytes": memory.peak_bytes,
         "peak_at": memory.peak_at.describe(),
-        "host_bytes": host_bytes_of(tape),
+        "host_bytes": peak_host_bytes(tape),
         "by_category": {category.value: num_bytes for category, num_bytes in memory.by_category.items()},
         "timeline": thinned(memory.timeline),
         "loss": float(loss.detach()),
@@ -72,7 +70,7 @@ def count(step: TrainingStep, called: nn.Module, *, is_compiled: bool = False) -
 
 @contextmanager
 def _watched(called: nn.Module, tracker: Tracker) -> Iterator[None]:
-    with resizing_followed(tracker), watch(called, find_layers(called), tracker), as_on_cuda(Step(), CPU):
+    with resizing_followed(tracker), track_modules(called, find_layers(called), tracker), emulate_cuda(Step(), CPU):
         yield
 
 

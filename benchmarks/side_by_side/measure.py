@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.cases import Case, batch_of, build
 from benchmarks.journal import NO_FIGURES, Entry, Journal
 from benchmarks.side_by_side.budgets import budgets_of, compare, device_for, plans, verdict
-from benchmarks.side_by_side.cases import Case, batch_of, build
 from benchmarks.side_by_side.contender import Contender, NotHereError
 from benchmarks.side_by_side.counting import count
 from benchmarks.side_by_side.ours import planned

@@ -9,9 +9,9 @@ no use the result says why. Needs no GPU: a case takes some minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +21,17 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.cases import CASES, Case, build
 from benchmarks.environment import describe
 from benchmarks.longctx_predict import with_synchronous_offload
+from benchmarks.result_files import text_of
+from benchmarks.runner import RESULTS, add_case, add_out, main
 from benchmarks.side_by_side.budgets import Budget, budgets_of, compare, plans, verdict
-from benchmarks.side_by_side.cases import CASES, Case, build
 from benchmarks.side_by_side.contender import Contender, NotHereError
 from benchmarks.side_by_side.contenders import CONTENDERS
 from benchmarks.side_by_side.counting import thinned
 from benchmarks.side_by_side.measure import predicted
 from benchmarks.side_by_side.ours import POLICIES
-from benchmarks.side_by_side.text import text_of
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import Policy
@@ -41,7 +42,6 @@ from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.units import format_bytes
 
-RESULTS = Path(__file__).parents[1] / "results"
 DEVICE = "h100-80gb"
 
 _WITH_TIMELINE = ("none", "full", "selective", "ffn", "full_offload")
@@ -225,16 +225,18 @@ def is_done(path: Path, commit: str) -> bool:
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["environment"]["commit"] == commit
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Predict cases and write their results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", choices=("all", *CASES), default="llama2_7b_lora_2048")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, ("all", *CASES), "llama2_7b_lora_2048")
     parser.add_argument(
         "--budgets", type=int, default=6, help="for how many budgets to plan, those of today in any case"
     )
     parser.add_argument("--again", action="store_true", help="cases too that this commit has results of")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    options = parser.parse_args(arguments)
+    add_out(parser, RESULTS, "folder of the results")
+
+
+def run(options: Namespace) -> None:
+    """Predict cases and write their results."""
     options.out.mkdir(parents=True, exist_ok=True)
     for name in CASES if options.case == "all" else [options.case]:
         environment, path = describe(), path_of(options.out, name)
@@ -251,4 +253,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

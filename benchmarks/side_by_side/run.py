@@ -7,27 +7,47 @@ python -m benchmarks.side_by_side.run --list
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.resumable import carry_out
-from benchmarks.side_by_side.cases import CASES
+from benchmarks.cases import CASES
+from benchmarks.result_files import carry_out
+from benchmarks.runner import RESULTS, WrongInputError, add_case, add_device, add_out, main
+from benchmarks.side_by_side.contender import Contender
 from benchmarks.side_by_side.contenders import CONTENDERS, chosen
 from benchmarks.side_by_side.measure import Effort, assemble, collect
 
-RESULTS = Path(__file__).parents[1] / "results"
 # Read by glibc at start: memory that was let go stays mapped, so that no step pays for fresh pages.
 _WARM_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 
-def main() -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, CASES, "llama2_7b_lora_2048")
+    add_device(parser)
+    parser.add_argument(
+        "--contender", action="append", default=[], help="a name or a group; repeat it; all if left out"
+    )
+    parser.add_argument("--small", action="store_true", help="the twin of the case, which the CPU always runs")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender; 0 times nothing")
+    parser.add_argument("--warmup", type=int, default=1, help="steps of a turn that are not timed")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
+    parser.add_argument("--budgets", type=int, default=6, help="for how many budgets to plan")
+    parser.add_argument("--limit", type=float, help="seconds after which nothing new begins; the same command goes on")
+    parser.add_argument("--suffix", default="", help="of the file's name, such as _compiled")
+    add_out(parser, RESULTS, "folder of the result")
+    parser.add_argument("--list", action="store_true", help="name cases and contenders")
+
+
+def run(options: Namespace) -> None:
     """Measure one case and write its result."""
-    options = _options()
+    contenders = _chosen(options.contender)
     if options.list:
         print("cases:", *CASES, sep="\n  ")
         print("contenders:", *CONTENDERS, sep="\n  ")
@@ -43,7 +63,7 @@ def main() -> None:
         num_budgets=options.budgets,
     )
     is_small = options.small or options.device == "cpu"
-    given = case.twin() if is_small else case, options.device, chosen(options.contender), effort
+    given = case.twin() if is_small else case, options.device, contenders, effort
     path = options.out / f"side_by_side_{case.name}_{options.device}{options.suffix}.json"
     result = carry_out(
         path,
@@ -54,28 +74,11 @@ def main() -> None:
     print(_table(result), f"written to {path}", sep="\n")
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, default="llama2_7b_lora_2048")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--contender", action="append", default=[], help="a name or a group; repeat it; all if left out"
-    )
-    parser.add_argument("--small", action="store_true", help="the twin of the case, which the CPU always runs")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender; 0 times nothing")
-    parser.add_argument("--warmup", type=int, default=1, help="steps of a turn that are not timed")
-    parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn")
-    parser.add_argument("--budgets", type=int, default=6, help="for how many budgets to plan")
-    parser.add_argument("--limit", type=float, help="seconds after which nothing new begins; the same command goes on")
-    parser.add_argument("--suffix", default="", help="of the file's name, such as _compiled")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--list", action="store_true", help="name cases and contenders")
-    options = parser.parse_args()
+def _chosen(names: Sequence[str]) -> tuple[Contender, ...]:
     try:
-        chosen(options.contender)
+        return chosen(names)
     except ValueError as error:
-        parser.error(str(error))
-    return options
+        raise WrongInputError(str(error)) from None
 
 
 def _say(text: str) -> None:
@@ -99,4 +102,4 @@ def _table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
-from benchmarks.side_by_side.cases import Case
+from benchmarks.cases import Case
 
 _MAX_GRAD_NORM = 1.0
 

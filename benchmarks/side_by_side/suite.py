@@ -8,11 +8,11 @@ Everything runs anew, in ten minutes: what is timed alone, then what is only cou
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.side_by_side.cases import CASES
+from benchmarks.cases import CASES
+from benchmarks.runner import add_case, add_out, main
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 TIMED = "llama2_7b_lora_2048"
 COUNTED = (
     "llama2_7b_lora_2048_eager",
@@ -77,7 +77,7 @@ def _chosen(groups: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for group in groups for word in ("--contender", group))
 
 
-def run(slices: list[Slice], out: Path) -> list[str]:
+def run_slices(slices: list[Slice], out: Path) -> list[str]:
     """Run slices: the timed ones one after the other, then the others two at a time. Return those that failed.
 
     Args:
@@ -109,17 +109,19 @@ def _surroundings() -> dict[str, str]:
     return os.environ | fixed
 
 
-def main() -> None:
-    """Run a suite; exit code 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", choices=CASES, help="the usual ones if left out")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench", help="folder of the results")
-    options = parser.parse_args()
-    failed = run(list(slices_of(options.case)), options.out.resolve())
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_case(parser, CASES, None, help="the usual ones if left out")
+    add_out(parser, ROOT / "runs" / "bench", "folder of the results")
+
+
+def run(options: Namespace) -> int:
+    """Run all of it; return 1 if anything failed."""
+    failed = run_slices(list(slices_of(options.case)), options.out.resolve())
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-        raise SystemExit(1)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(__name__))

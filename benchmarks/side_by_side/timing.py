@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.side_by_side.step import TrainingStep
-from hf_ckpt.measure.gauges import Clock, Memory
-from hf_ckpt.measure.layer_ranges import LayerRanges
+from hf_ckpt.measure.profile import Clock, LayerRanges, MemoryReader
 from hf_ckpt.structure.layers import find_layers
 
 PHASES = ("forward", "backward", "optimizer")
@@ -70,7 +69,7 @@ def turn(step: TrainingStep, called: nn.Module, *, num_warmup: int, num_steps: i
     place = next(step.model.parameters()).device
     for _ in range(num_warmup):
         step.run(called)
-    clock, memory = Clock(place), Memory(place)
+    clock, memory = Clock(place), MemoryReader(place)
     clock.synchronize()
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)

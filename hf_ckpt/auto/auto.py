@@ -1,10 +1,9 @@
-"""Policy `auto` as it was asked for, and what it finds when a run begins: the model, its largest batch, the budget."""
+"""Policy `auto`: its options, and what it finds when a run begins: the model, its largest batch, the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,26 +12,28 @@ from transformers import TrainerState, TrainingArguments
 from hf_ckpt.auto.batch_bounds import Batch, is_packing, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
 from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
-from hf_ckpt.auto.replan import Planning
-from hf_ckpt.distributed import fsdp
+from hf_ckpt.auto.replan import RunPlanner
+from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import PolicyError, UnsupportedError
+from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.allowances import Allowed
+from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, this_device
-from hf_ckpt.simulation.skeleton import skeleton
+from hf_ckpt.simulation.fake_model import meta_copy
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.structure.layers import find_layers
-from hf_ckpt.trainer import ranks
-from hf_ckpt.trainer.input_gradients import InputGradients, choose
+from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
 
 
 class Auto:
-    """Policy `auto` as it was asked for; for any number of runs.
+    """Policy `auto` with its options, for any number of runs.
 
     Args:
-        memory_budget: as `parse_budget` has read it; None takes the free memory of the GPU less a reserve.
-        max_length: tokens that no example exceeds; None looks at the data.
+        memory_budget: None takes the free memory of the GPU less a reserve.
+        max_length: tokens that no example exceeds; None reads them off the data.
         structure: `layers`, `attention` and `ffn` of `apply`.
-        allowed: what a plan may hold beside modes.
+        allowed: what a plan may hold besides modes.
         is_proven: whether the first step under each plan is proven, and has to stay within the budget too.
     """
 
@@ -54,9 +55,9 @@ class Auto:
         self._is_proven = is_proven
         self._before_sharding: nn.Module | None = None
 
-    def see(self, model: nn.Module) -> None:
+    def keep_shape(self, model: nn.Module) -> None:
         """Keep the shape of a model before an engine shards it."""
-        self._before_sharding = skeleton(model)
+        self._before_sharding = meta_copy(model)
 
     def begin(
         self,
@@ -67,16 +68,16 @@ class Auto:
         dataloader: Any,
         optimizer: Any,
         input_gradients: bool | None,
-    ) -> Planning:
+    ) -> RunPlanner:
         """Plan for the largest batch of a run that is about to begin.
 
         Args:
             model: as it will be trained.
             args: the Trainer's.
             state: the Trainer's.
-            dataloader: of the training data. It is looked at, and not drawn from.
+            dataloader: of the training data. Nothing is drawn from it.
             optimizer: the Trainer's, if it has made one.
-            input_gradients: what is asked for; None decides.
+            input_gradients: what the user says; None decides.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -89,26 +90,30 @@ class Auto:
         num_rows = state.train_batch_size or args.train_batch_size
         collator = getattr(dataloader, "collate_fn", None)
 
-        def look() -> _Seen:
+        def read_limits() -> _RunLimits:
             batch = largest_batch(getattr(dataloader, "dataset", None), collator, num_rows, self._max_length)
             free = free_host_bytes(self._allowed.offload)
-            return _Seen(budget_bytes(self._memory_budget, device, model, optimizer), batch, free)
+            return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batch, free)
 
-        seen = _agreed(look)
-        batch = seen.batch
+        limits = _agreed(read_limits)
+        batch = limits.batch
         shape = self._shape_of(model)
-        is_on = choose(shape, find_layers(shape, **self._structure), input_gradients)
+        is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         if is_on is not None:
             # They stay on the copy, and so are part of each simulated step.
             InputGradients(shape, is_on)
-        planning = Planning(
-            shape,
-            partial(step_of, args, sharding=sharding_of(args, model), is_proven=self._is_proven),
-            device,
-            seen.budget_bytes,
-            self._structure,
+        sharding = sharding_of(args, model)
+
+        def simulator(batch: Batch) -> StepSimulator:
+            step = step_of(args, batch, sharding, is_proven=self._is_proven)
+            return StepSimulator(shape, step, device, self._structure)
+
+        planning = RunPlanner(
+            make_plan(shape, Policy.parse("none"), **self._structure),
+            simulator,
+            limits.budget_bytes,
             allowed=self._allowed,
-            host_bytes=seen.host_bytes,
+            host_bytes=limits.host_bytes,
             place=args.device,
             timeout_s=args.ddp_timeout,
             is_bounded=batch is not None,
@@ -123,7 +128,7 @@ class Auto:
     def _shape_of(self, model: nn.Module) -> nn.Module:
         is_whole = not fsdp.is_sharded(model) and not any(hasattr(p, "ds_id") for p in model.parameters())
         # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
-        shape = skeleton(model) if is_whole else self._before_sharding
+        shape = meta_copy(model) if is_whole else self._before_sharding
         if shape is None:
             raise UnsupportedError(
                 'Policy "auto" simulates the model as it was before it is sharded, and this callback came to the '
@@ -133,45 +138,42 @@ class Auto:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one rank finds, or all of them together.
-
-    Args:
-        budget_bytes: that a step may use.
-        batch: the largest one; None where no bound is known.
-        host_bytes: of host memory that are free; None where that cannot be told.
-    """
+class _RunLimits:
+    """What one rank finds, or the bounds for all of them."""
 
     budget_bytes: int
+    """That a step may use."""
     batch: Batch | None
+    """The largest one; None where no bound is known."""
     host_bytes: int | None
+    """Of host memory that are free; None where that is not known."""
 
 
-def _agreed(look: Callable[[], _Seen]) -> _Seen:
+def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
     """Return the smallest budget, the largest batch and the least host memory of all ranks.
 
     There is no batch where one rank knows no bound.
     """
 
-    def told() -> tuple[int, list[Any] | None, int | None]:
-        seen = look()
-        batch = seen.batch
-        sizes = None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed]
-        return seen.budget_bytes, sizes, seen.host_bytes
+    def sizes() -> tuple[int, list[Any] | None, int | None]:
+        limits = read_limits()
+        batch = limits.batch
+        batch_sizes = None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed]
+        return limits.budget_bytes, batch_sizes, limits.host_bytes
 
-    said = ranks.told_by_each(told, "looking at the data")
-    budget = min(budget for budget, _, _ in said)
-    host = min((host for _, _, host in said if host is not None), default=None)
-    batches = [Batch(*batch) for _, batch, _ in said if batch is not None]
-    if len(batches) < len(said):
-        return _Seen(budget, None, host)
+    found = store.gather_results(sizes, "looking at the data")
+    budget = min(budget for budget, _, _ in found)
+    host = min((host for _, _, host in found if host is not None), default=None)
+    batches = [Batch(*batch) for _, batch, _ in found if batch is not None]
+    if len(batches) < len(found):
+        return _RunLimits(budget, None, host)
     largest = Batch(
         max(batch.rows for batch in batches),
         max(batch.length for batch in batches),
         any(batch.is_padded for batch in batches),
         any(batch.is_packed for batch in batches),
     )
-    return _Seen(budget, largest, host)
+    return _RunLimits(budget, largest, host)
 
 
 def _evaluates(args: TrainingArguments) -> bool:

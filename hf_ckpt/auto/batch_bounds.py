@@ -19,57 +19,46 @@ _ROWS_AT_A_TIME = 1000
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: its rows and the tokens of each, padding included.
-
-    Args:
-        rows: rows; 1 where documents are packed into one.
-        length: tokens of a row.
-        is_padded: whether rows may hold padding, so that the model gets a mask.
-        is_packed: whether a row holds several documents.
-    """
+    """A micro-batch."""
 
     rows: int
+    """1 where documents are packed into one."""
     length: int
+    """Tokens of a row, padding included."""
     is_padded: bool = False
+    """Whether rows may hold padding, so that the model gets a mask."""
     is_packed: bool = False
+    """Whether a row holds several documents."""
 
     def holds(self, other: Batch) -> bool:
         """Whether the other one has no more rows and no longer ones."""
-        # Not compared is whether there is padding: to ask a mask for it would hold up the device in each step.
+        # Padding is not compared: reading a mask would wait for the device in each step.
         return self.rows >= other.rows and self.length >= other.length
 
     def describe(self) -> str:
-        """Return rows and length in words, such as `2 rows of 2,048 tokens`."""
+        """Return rows and length, such as `2 rows of 2,048 tokens`."""
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         return f"{rows} of {self.length:,} tokens{' of several documents' if self.is_packed else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What is known of the rows of a data set.
-
-    Args:
-        largest: tokens of the longest rows, as many as were asked for, longest first.
-        shortest: tokens of the shortest row.
-        has_padding: whether rows come with padding in them.
-    """
+    """What is known of the rows of a data set."""
 
     largest: tuple[int, ...]
+    """Tokens of the longest rows, longest first."""
     shortest: int
+    """Tokens of the shortest row."""
     has_padding: bool = False
+    """Whether rows come with padding in them."""
 
 
 def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
-    """Return the batch that a model's forward is called with, or None where it gets no token ids [B, S].
-
-    Args:
-        args: what the forward is given by position.
-        kwargs: and by name.
-    """
+    """Return the batch that a model's forward is called with, or None where it gets no token ids [B, S]."""
     ids = kwargs.get(_TOKENS, args[0] if args else None)
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return None
-    # A mask may have nothing to mask; to look would hold up the device.
+    # A mask may have nothing to mask; reading it would wait for the device.
     has_mask = kwargs.get(_MASK) is not None
     return Batch(ids.shape[0], ids.shape[1], has_mask, "position_ids" in kwargs and not has_mask)
 
@@ -82,7 +71,7 @@ def largest_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | 
             their column `length`; what computes its examples, or has no end, is not.
         collator: of the data loader; pads or packs.
         num_rows: examples of a micro-batch.
-        max_length: tokens that no example exceeds, where the user says so; then the data set is not looked at.
+        max_length: tokens that no example exceeds, where the user says so.
     """
     lengths = read_lengths(dataset, num_rows)
     if max_length is not None:
@@ -130,17 +119,12 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
-    """Return what is known of a data set's rows, or None.
-
-    Args:
-        dataset: any.
-        num_rows: so many of the longest rows are told.
-    """
+    """Return what is known of a data set's rows, with so many of the longest ones; None where that is nothing."""
     if isinstance(dataset, Subset):
-        # Its indices could be looked up; what holds all of it is bound enough.
+        # A bound for the whole data set is one for a part of it.
         return read_lengths(dataset.dataset, num_rows)
     if isinstance(dataset, ConcatDataset):
-        return _together([read_lengths(part, num_rows) for part in dataset.datasets], num_rows)
+        return _concatenated([read_lengths(part, num_rows) for part in dataset.datasets], num_rows)
     if hasattr(dataset, "column_names") and hasattr(dataset, "with_format") and hasattr(dataset, "__len__"):
         return _of_columns(dataset, num_rows)
     if isinstance(dataset, list | tuple) and dataset:
@@ -148,7 +132,7 @@ def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
     return None
 
 
-def _together(parts: list[Lengths | None], num_rows: int) -> Lengths | None:
+def _concatenated(parts: list[Lengths | None], num_rows: int) -> Lengths | None:
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None

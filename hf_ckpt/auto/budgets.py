@@ -1,4 +1,4 @@
-"""How many bytes of the device a step may use."""
+"""How many bytes of the device a step may use, and how many a run has used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.devices import Device, reserve, workspace_bytes
-from hf_ckpt.units import Budget
+from hf_ckpt.units import Budget, format_bytes
 
 _HOST_LEFT_FREE = 2**30
 """Bytes of host memory that are no plan's, whatever is free."""
@@ -23,18 +23,15 @@ _CONTEXT = "context"
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """What a device's allocator says. Bytes.
-
-    Args:
-        free: what no process has.
-        reserved: what this process's allocator holds, used or not.
-        allocated: of that, what is used.
-    """
+class AllocatorState:
+    """What a device's allocator says. Bytes."""
 
     free: int
+    """What no process has."""
     reserved: int
+    """What this process's allocator holds, used or not."""
     allocated: int
+    """Of that, what is used."""
 
 
 def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimizer: Any) -> int:
@@ -42,9 +39,9 @@ def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimi
 
     Args:
         budget: the user's; None takes the device's free memory less the reserve.
-        device: the device.
+        device: where the step runs.
         model: that is about to be trained on it; its tensors are part of the step.
-        optimizer: and its; None where there is none yet.
+        optimizer: the model's; None where there is none yet.
 
     Raises:
         PolicyError: the budget is more than the device has, or there is none and the device is not a GPU.
@@ -52,21 +49,19 @@ def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimi
     check_budget(budget, device)
     if budget is not None:
         return budget.bytes_on(device.memory_bytes or None, device=device.title)
-    return _usable(_free_on_cuda(), device, sum(tensor.nbytes for tensor in _of_step(model, optimizer)))
+    return _usable(_free_on_cuda(), device, sum(tensor.nbytes for tensor in _tensors_of_step(model, optimizer)))
 
 
 def free_host_bytes(offload: Offload | None) -> int | None:
-    """Return the bytes of host memory that this process may plan with; None where it cannot be told.
+    """Return the bytes of host memory that this process may plan with; None where that is not known.
 
-    Processes of one machine share what is free there.
-
-    Args:
-        offload: what the user grants; it may say to trust the machine.
+    Processes of one machine share what is free there. `offload` is what the user grants; it may say to trust the
+    machine.
     """
     available = host_memory.available_bytes(trusts=offload is not None and offload.trust_host_memory)
     if available is None:
         return None
-    return max(0, available - _HOST_LEFT_FREE) // host_memory.num_processes()
+    return max(0, available - _HOST_LEFT_FREE) // host_memory.num_local_processes()
 
 
 def check_budget(budget: Budget | None, device: Device) -> None:
@@ -84,7 +79,7 @@ def check_budget(budget: Budget | None, device: Device) -> None:
         )
 
 
-def _usable(found: Free, device: Device, step_bytes: int) -> int:
+def _usable(found: AllocatorState, device: Device, step_bytes: int) -> int:
     """Return what a step may use of what is free, if `step_bytes` of what is allocated are its own."""
     # The workspaces of an earlier run in this process are part of the step too.
     of_others = max(0, found.allocated - step_bytes - 2 * workspace_bytes(device))
@@ -92,15 +87,40 @@ def _usable(found: Free, device: Device, step_bytes: int) -> int:
     return found.free + found.reserved - of_others - kept_free
 
 
-def _free_on_cuda() -> Free:
+def _free_on_cuda() -> AllocatorState:
     free, _ = torch.cuda.mem_get_info()
-    return Free(free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+    return AllocatorState(free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
 
-def _of_step(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+def _tensors_of_step(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
     held: list[Any] = [*model.parameters(), *model.buffers(), *quantized.constants(model)]
     held += [parameter.grad for parameter in model.parameters()]
     # accelerate's wrapper hands on the state.
     held += [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
     seen = {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}
     yield from (tensor for tensor in seen.values() if tensor.device.type == "cuda")
+
+
+class TrainingPeak:
+    """The highest memory of a device since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _peak_allocated()
+
+    def compare(self, predicted_bytes: int) -> str:
+        """Return predicted and measured peak, for the log."""
+        return _compared(predicted_bytes, self._before, _peak_allocated())
+
+
+def _compared(predicted_bytes: int, before: int | None, now: int | None) -> str:
+    predicted = f"Predicted peak {format_bytes(predicted_bytes)}"
+    if before is None or now is None:
+        return f"{predicted}; a CPU does not count what is allocated, so nothing was measured."
+    if now <= before:
+        # Others read the counter too, so it is not reset: it says something about this run only once it has risen.
+        return f"{predicted}; measured no more than the {format_bytes(before)} that were allocated before."
+    return f"{predicted}, measured {format_bytes(now)} ({now / predicted_bytes - 1:+.1%})."
+
+
+def _peak_allocated() -> int | None:
+    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None

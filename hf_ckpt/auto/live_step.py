@@ -1,7 +1,9 @@
-"""The optimizer step of a Trainer that is about to train, as `Step`."""
+"""The optimizer step that `TrainingArguments` describe, as `Step`: of a Trainer about to train, or of a recipe."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -51,38 +53,42 @@ def check_can_be_simulated(args: TrainingArguments, model: nn.Module) -> None:
 
 
 def step_of(args: TrainingArguments, batch: Batch, sharding: Sharding, *, is_proven: bool = False) -> Step:
-    """Return the step that a Trainer runs.
+    """Return the step that a Trainer runs; `batch` is its largest micro-batch."""
+    optim_arguments = {name: getattr(args, name) for name in OPTIMIZER_FIELDS if hasattr(args, name)}
+    return step_from(partial(getattr, args), batch, sharding, optim_arguments, is_proven=is_proven)
 
-    Args:
-        args: the Trainer's.
-        batch: its largest micro-batch.
-        sharding: the engine, and how many ranks share.
-        is_proven: see `Step`.
-    """
-    optim = getattr(args.optim, "value", args.optim)
+
+def step_from(
+    value_of: Callable[[str], Any],
+    batch: Batch,
+    sharding: Sharding,
+    optim_arguments: dict[str, Any],
+    *,
+    is_proven: bool,
+) -> Step:
+    """Return the step of so large a micro-batch; `value_of` gives fields of `TrainingArguments` by name."""
+    optim = value_of("optim")
     return Step(
         batch_size=batch.rows,
         seq_length=batch.length,
         is_padded=batch.is_padded,
         is_packed=batch.is_packed,
-        autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        max_grad_norm=float(args.max_grad_norm or 0.0),
-        optim=str(optim),
-        optim_arguments={name: getattr(args, name) for name in OPTIMIZER_FIELDS if hasattr(args, name)},
+        autocast="bfloat16" if value_of("bf16") else "float16" if value_of("fp16") else None,
+        gradient_accumulation_steps=value_of("gradient_accumulation_steps"),
+        max_grad_norm=float(value_of("max_grad_norm") or 0.0),
+        optim=str(getattr(optim, "value", optim)),
+        optim_arguments=optim_arguments,
         sharding=sharding,
         is_proven=is_proven,
     )
 
 
 def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:
-    """Return the engine that stands around a model which is about to be trained.
+    """Return the engine around a model that is about to be trained.
 
-    Args:
-        args: the Trainer's.
-        model: as the callback gets it: bare under DDP and DeepSpeed, wrapped under FSDP.
+    The model comes as the callback gets it: bare under DDP and DeepSpeed, wrapped under FSDP.
     """
-    world_size, plugin = args.world_size, fsdp.accelerates_plugin()
+    world_size, plugin = args.world_size, fsdp.accelerate_plugin()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reshards = bool(getattr(plugin, "reshard_after_forward", True))
         return Sharding(engine="fsdp2", world_size=world_size, reshards_after_forward=reshards)

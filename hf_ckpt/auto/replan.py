@@ -1,6 +1,6 @@
 """The plan of a run under policy `auto`: made for its largest batch, and made anew before a larger one runs.
 
-    planning = Auto(budget, max_length, structure).begin(model, args, state, ...)  # in `asked`
+    planning = Auto(budget, max_length, structure, ...).begin(model, args, state, ...)
     planning.plan                 # to be put in force before the first step
     planning.watch(model, put_in_force)
 
@@ -22,20 +22,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.batch_bounds import Batch, batch_of
-from hf_ckpt.distributed.store import num_processes
+from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.bisect import largest
-from hf_ckpt.planner.search import plan_for
-from hf_ckpt.policy.allowances import Allowed, as_granted, within_host
+from hf_ckpt.planner.search import StepPlanner
+from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.policy.policy import Policy
-from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.evaluation import simulate_evaluation
-from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory
-from hf_ckpt.trainer import ranks
 from hf_ckpt.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -43,20 +37,19 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
-_Told = tuple[str, int, str]
-"""What rank 0 tells of a plan: its JSON, its predicted peak in bytes, and where that lies."""
+_PlanMessage = tuple[str, int, str]
+"""A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, and where that lies."""
 
 
-class Planning:
+class RunPlanner:
     """The plans of one run.
 
     Args:
-        model: its shape, on `meta`.
-        step: makes the step of a batch.
-        device: where it runs.
+        plan: the first one; keeps everything.
+        simulator: makes the simulator of a batch's step. Each plan is made with one of its own, so that what was
+            simulated for it does not outlive it.
         budget_bytes: that the step may use.
-        structure: `layers`, `attention` and `ffn` of `apply`.
-        allowed: what a plan may hold beside modes, as the user says.
+        allowed: what a plan may hold besides modes, as the user says.
         host_bytes: of host memory that are free for this process; None where that is not known.
         place: where this rank's tensors are.
         timeout_s: how long other processes wait for rank 0 to plan, in seconds.
@@ -71,11 +64,9 @@ class Planning:
 
     def __init__(
         self,
-        model: nn.Module,
-        step: Callable[[Batch], Step],
-        device: Device,
+        plan: Plan,
+        simulator: Callable[[Batch], StepSimulator],
         budget_bytes: int,
-        structure: dict[str, Any],
         *,
         allowed: Allowed,
         host_bytes: int | None = None,
@@ -83,17 +74,14 @@ class Planning:
         timeout_s: float,
         is_bounded: bool,
     ) -> None:
-        self._model = model
-        self._step = step
-        self._device = device
+        self.plan = plan
+        self._simulator = simulator
         self.budget_bytes = budget_bytes
-        self._structure = structure
         self._allowed = allowed
         self._host_bytes = host_bytes
         self._place = place
         self._timeout_s = timeout_s
         self._is_bounded = is_bounded
-        self.plan: Plan = make_plan(model, Policy.parse("none"), **structure)
         self.predicted_bytes = 0
         self.batch: Batch | None = None
         self.input_gradients: bool | None = None
@@ -108,16 +96,13 @@ class Planning:
         return self.batch if self._is_bounded else None
 
     def start(self, batch: Batch) -> None:
-        """Plan for a batch. On several ranks rank 0 does, and tells the others.
-
-        Args:
-            batch: the same on all ranks.
+        """Plan for a batch, the same on all ranks: rank 0 does, and broadcasts the plan.
 
         Raises:
             BudgetError: no plan fits.
         """
         work = partial(_undisturbed, self._decide, batch)
-        text, peak_bytes, where = ranks.told_by_rank_0(work, self._timeout_s, "planning")
+        text, peak_bytes, where = store.broadcast_result(work, self._timeout_s, "planning")
         self.plan = Plan.from_json(text)
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.batch = batch
@@ -128,28 +113,22 @@ class Planning:
         )
 
     def watch(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> RemovableHandle:
-        """Look at the inputs of each forward before it runs, until the handle is removed.
+        """Check the inputs of each forward before it runs, until the handle is removed.
 
         Args:
             model: that the Trainer calls, or the one that an engine's wrapper calls.
-            put_in_force: is given a plan that is to replace the one in force, while no layer has run yet.
+            put_in_force: gets a plan that is to replace the one in force, while no layer has run yet.
         """
         hook = partial(_before_forward, self, put_in_force)
         return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def before_step(self, batch: Batch) -> bool:
-        """Plan anew if a batch of training is larger than what the plan was made for.
-
-        Args:
-            batch: this rank's.
-
-        Returns:
-            Whether there is another plan now.
+        """Plan anew if this rank's batch is larger than what the plan was made for. Returns whether the plan changed.
 
         Raises:
             BudgetError: no plan fits the batch.
         """
-        if num_processes() > 1 and self._is_bounded:
+        if store.num_processes() > 1 and self._is_bounded:
             # The other ranks do not know of this batch, and all train under one plan.
             self._warn_of(batch)
             return False
@@ -165,20 +144,16 @@ class Planning:
         return self.plan != before
 
     def check_evaluation(self, batch: Batch) -> None:
-        """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger is taken as checked.
-
-        Args:
-            batch: of evaluation.
-        """
+        """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger counts as checked."""
         if any(known.holds(batch) for known in self._evaluated):
             return
         self._evaluated.append(batch)
-        if num_processes() > 1 and dist.get_rank() != 0:
+        if store.num_processes() > 1 and dist.get_rank() != 0:
             return
         _undisturbed(self._check_evaluation, batch)
 
     def _check_evaluation(self, batch: Batch) -> None:
-        found = simulate_evaluation(self._model, self._step(batch), self._device, **self._structure)
+        found = self._simulator(batch).evaluate()
         logger.info(
             "Evaluation of %s: predicted peak %s; with compute_metrics each batch leaves %s on the device, until "
             "eval_accumulation_steps moves them to the host.",
@@ -190,9 +165,7 @@ class Planning:
     def _evaluation_advice(self, batch: Batch, memory: StepMemory) -> str:
         def peak(rows: int) -> int:
             smaller = Batch(rows, batch.length, batch.is_padded and rows > 1)
-            return simulate_evaluation(
-                self._model, self._step(smaller), self._device, **self._structure
-            ).memory.peak_bytes
+            return self._simulator(smaller).evaluate().memory.peak_bytes
 
         fits = None
         if batch.rows > 1:
@@ -218,16 +191,16 @@ class Planning:
                 stacklevel=2,
             )
 
-    def _decide(self, batch: Batch) -> _Told:
+    def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
-        memory = simulate_step(self._model, self.plan, self._step(batch), self._device, **self._structure)
+        memory = self._simulator(batch).memory(self.plan)
         plan = self.plan
         if memory.peak_bytes > self.budget_bytes:
             plan, memory = self._planned(batch)
         return plan.to_json(), memory.peak_bytes, f"in the {memory.peak_at.describe()}"
 
     def _planned(self, batch: Batch) -> tuple[Plan, StepMemory]:
-        if not self._is_bounded and (stepped := _stepped(batch)) != batch:
+        if not self._is_bounded and (stepped := _rounded_up(batch)) != batch:
             try:
                 return self._planned_for(stepped)
             except BudgetError:
@@ -236,23 +209,16 @@ class Planning:
 
     def _planned_for(self, batch: Batch) -> tuple[Plan, StepMemory]:
         if batch not in self._plans:
-            found = plan_for(
-                self._model,
-                self._step(batch),
-                self._device,
-                self.budget_bytes,
-                allowed=within_host(self._allowed, self._host_bytes),
-                compare=True,
-                **self._structure,
-            )
-            self._plans[batch] = as_granted(found.plan, self._allowed), found.memory
+            planner = StepPlanner(self._simulator(batch), allowed=cap_to_free_memory(self._allowed, self._host_bytes))
+            found = planner.plan_for(self.budget_bytes, compare=True)
+            self._plans[batch] = restore_user_cap(found.plan, self._allowed), found.memory
             if found.exactness is not None:
                 logger.info("The plan for %s is %s.", batch.describe(), found.exactness.describe())
         return self._plans[batch]
 
 
 def _before_forward(
-    planning: Planning, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: Any = None
+    planning: RunPlanner, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: Any = None
 ) -> None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
     if kwargs is None or torch.compiler.is_compiling():
@@ -275,7 +241,7 @@ def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
 
 
 def _largest_of_all(batch: Batch, place: torch.device) -> Batch:
-    if num_processes() == 1:
+    if store.num_processes() == 1:
         return batch
     sizes = torch.tensor([batch.rows, batch.length, batch.is_padded, batch.is_packed], device=place)
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
@@ -283,7 +249,7 @@ def _largest_of_all(batch: Batch, place: torch.device) -> Batch:
     return Batch(rows, length, bool(is_padded), bool(is_packed))
 
 
-def _stepped(batch: Batch) -> Batch:
+def _rounded_up(batch: Batch) -> Batch:
     """Return the batch with the next length that is planned for where no bound is known."""
     step = max(1, 2 ** (batch.length.bit_length() - 1) // _STEPS_IN_A_DOUBLING)
     return Batch(batch.rows, -(-batch.length // step) * step, batch.is_padded, batch.is_packed)

@@ -13,9 +13,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_ckpt.errors import RecipeError
+
 if TYPE_CHECKING:
+    from hf_ckpt.estimate.launch_sharding import Launch
     from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.policy.allowances import Exact
     from hf_ckpt.recipe.recipe import Recipe
@@ -26,17 +30,11 @@ HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """One command."""
 
-    Args:
-        parser: makes the parser of its arguments.
-        run: carries it out and returns the exit code.
-        help: one line for the list of commands.
-    """
-
-    parser: Callable[[], argparse.ArgumentParser]
-    run: Callable[[argparse.Namespace], int]
-    help: str
+    parser: Callable[[], argparse.ArgumentParser]  # Makes the parser of its arguments.
+    run: Callable[[argparse.Namespace], int]  # Carries it out and returns the exit code.
+    help: str  # One line for the list of commands.
 
 
 def recipe_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -54,11 +52,7 @@ def recipe_parser(name: str, description: str, epilog: str | None = None) -> arg
 
 
 def read_recipe(options: argparse.Namespace) -> Recipe:
-    """Read the recipe that the command was given.
-
-    Raises:
-        RecipeError: it is wrong; torch has not been loaded by then.
-    """
+    """Read the recipe that the command was given."""
     from hf_ckpt.recipe.recipe import load_recipe
 
     return load_recipe(options.recipe, options.overrides)
@@ -106,3 +100,29 @@ def quiet() -> Iterator[None]:
 def say(text: str) -> None:
     """Tell on standard error what goes on."""
     print(text, file=sys.stderr, flush=True)
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--accelerate-config`, `--engine` and `--processes` to the parser of a command."""
+    parser.add_argument(
+        "--accelerate-config",
+        type=Path,
+        metavar="FILE",
+        help="the configuration that the run is launched with, such as recipes/accelerate/fsdp2_8gpu.yaml",
+    )
+    parser.add_argument("--engine", metavar="NAME", help="ddp, fsdp1, fsdp2, zero1, zero2 or zero3, over --processes")
+    parser.add_argument("--processes", type=count, metavar="N", help="processes of the run, of all machines together")
+
+
+def check_launch(options: argparse.Namespace) -> None:
+    """Refuse a file that is not there, before torch is loaded."""
+    path: Path | None = options.accelerate_config
+    if path is not None and not path.is_file():
+        raise RecipeError(f"--accelerate-config: there is no file {path}. Name one, or use --engine and --processes.")
+
+
+def launch_of(options: argparse.Namespace) -> Launch:
+    """Return how the recipe is launched."""
+    from hf_ckpt.estimate.launch_sharding import Launch
+
+    return Launch(config=options.accelerate_config, engine=options.engine, num_processes=options.processes)

@@ -11,13 +11,15 @@ from hf_ckpt.cli.common import (
     HOLDS,
     Command,
     add_exact_option,
+    add_launch_options,
+    check_launch,
+    launch_of,
     quiet,
     read_recipe,
     recipe_parser,
     say,
     with_exact,
 )
-from hf_ckpt.cli.launched import add_launch_options, check_launch, launch_of
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
@@ -67,8 +69,8 @@ def _run(options: argparse.Namespace) -> int:
     check_launch(options)
     say("Building the model without weights ...")
     with quiet():
+        from hf_ckpt.estimate.predict import devices_for
         from hf_ckpt.estimate.subject import subject_of
-        from hf_ckpt.estimate.where import devices_for
 
         devices = devices_for(recipe, options.device or ())
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
@@ -100,25 +102,25 @@ def _plot(found: Estimate, path: Path) -> None:
 
 def _grid(subject: Subject, device: Device, options: argparse.Namespace) -> int:
     with quiet():
-        from hf_ckpt.estimate import grid
+        from hf_ckpt.estimate import limits
         from hf_ckpt.estimate.predict import Predictor
         from hf_ckpt.estimate.tables import to_json
 
         predictor = Predictor(subject, device)
-        found = grid.grids(predictor, say)
-        read: dict[str, Any] = {"recipe": subject.title, "device": device.name, "grids": grid.as_json(found)}
-        text = to_json(read, options.words) if options.json else grid.table(found, predictor)
+        found = limits.grids(predictor, say)
+        read: dict[str, Any] = {"recipe": subject.title, "device": device.name, "grids": limits.grid_as_json(found)}
+        text = to_json(read, options.words) if options.json else limits.grid_table(found, predictor)
     print(text)
     return HOLDS
 
 
 def _limits(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace) -> int:
     with quiet():
-        from hf_ckpt.estimate import most
+        from hf_ckpt.estimate import limits
         from hf_ckpt.estimate.tables import to_json
 
-        found = most.find(subject, devices, is_length=options.max_length, say=say)
-        text = to_json(most.as_json(found), options.words) if options.json else most.table(found)
+        found = limits.fitting_sizes(subject, devices, is_length=options.max_length, say=say)
+        text = to_json(limits.sizes_as_json(found), options.words) if options.json else limits.sizes_table(found)
     print(text)
     return HOLDS if any(row.limit.number for row in found.rows) else FAILS
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from hf_ckpt.distributed.together import Together
+from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.recipe.recipe import load_recipe
@@ -36,30 +36,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    together = Together()
+    processes = LaunchedProcesses()
     try:
-        with together:
-            _carry_out(options, together)
+        with processes:
+            _carry_out(options, processes)
     except HFCkptError as error:
-        if together.rank == 0 or not _is_said_by_another(together, error):
-            print(f"{_process(together)}{error}", file=sys.stderr)
+        if processes.rank == 0 or not _is_said_by_another(processes, error):
+            print(f"{_process(processes)}{error}", file=sys.stderr)
         return _FAILED if isinstance(error, OutOfMemoryError) else _WRONG_INPUT
     return 0
 
 
-def _carry_out(options: argparse.Namespace, together: Together) -> None:
-    with together.stage("reading the recipe"):
+def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> None:
+    with processes.stage("reading the recipe"):
         recipe = load_recipe(options.recipe, options.overrides)
     if options.print:
-        if together.rank == 0:
+        if processes.rank == 0:
             print(recipe.to_yaml(), end="")
         return
-    _quieten(is_first=together.rank == 0)
+    _quieten(is_first=processes.rank == 0)
     # Only now: a wrong recipe is refused before torch is loaded.
     from hf_ckpt.finetune.train import finetune
 
-    finetune(recipe, is_resumed=options.resume, is_merged=options.merge, together=together)
-    _leave(together)
+    finetune(recipe, is_resumed=options.resume, is_merged=options.merge, processes=processes)
+    _leave(processes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,19 +79,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_said_by_another(together: Together, error: HFCkptError) -> bool:
+def _is_said_by_another(processes: LaunchedProcesses, error: HFCkptError) -> bool:
     # What the callback raises of plans and checkpoints, it raises with the same words in all processes.
-    return isinstance(error, PlanMismatchError | SavedFilesError) or together.is_said_by_another(error)
+    return isinstance(error, PlanMismatchError | SavedFilesError) or processes.is_printed_by_another(error)
 
 
-def _process(together: Together) -> str:
+def _process(processes: LaunchedProcesses) -> str:
     """Return which process speaks, where it is not the first one."""
-    return "" if together.rank == 0 else f"[process {together.rank}] "
+    return "" if processes.rank == 0 else f"[process {processes.rank}] "
 
 
-def _leave(together: Together) -> None:
+def _leave(processes: LaunchedProcesses) -> None:
     """Leave the process group when all are through, as torch asks for at the end of a program."""
-    if together.size > 1:
+    if processes.size > 1:
         from torch import distributed
 
         if distributed.is_initialized():

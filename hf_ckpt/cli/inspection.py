@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
-from hf_ckpt.estimate.auto_plan import with_auto_plan
-from hf_ckpt.estimate.ledger import ledger, outside
+from hf_ckpt.estimate.plan import with_auto_plan
+from hf_ckpt.estimate.predict import devices_for
 from hf_ckpt.estimate.subject import describe_batch, subject_of
-from hf_ckpt.estimate.where import devices_for
-from hf_ckpt.loading.model_config import find_config
+from hf_ckpt.estimate.tables import columns
+from hf_ckpt.loading.model import find_config
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step_memory import HeldTensor, StepMemory
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.metrics import recomputed_share
 from hf_ckpt.units import format_bytes
-from hf_ckpt.verify.reduce_model import FullSize, at_full_size, fields_of, written_section
-from hf_ckpt.verify.this_machine import on_this_machine
+from hf_ckpt.verify.reduce_model import MetaModel, adapt_to_machine, build_on_meta, config_fields, write_config
 
 _KEEPS = {
     Mode.NONE: "keeps every activation",
@@ -42,20 +41,14 @@ _KEEPS = {
 def inspection(recipe: Recipe, names: Mapping[str, str]) -> str:
     """Return what there is to say of a recipe's model and plan, as text.
 
-    Args:
-        recipe: the recipe.
-        names: `layers`, `attention`, `ffn`, where they are not found by structure.
-
-    Raises:
-        RecipeError: the config cannot be had, or a section does not suit the model.
-        PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
+    `names`: `layers`, `attention`, `ffn`, where they are not found by structure.
     """
-    wanted, _ = on_this_machine(with_auto_plan(recipe)[0])
+    wanted, _ = adapt_to_machine(with_auto_plan(recipe)[0])
     if wanted.checkpointing is not None:
-        wanted = replace(wanted, checkpointing={**wanted.checkpointing, **names})
+        wanted = replace(wanted, checkpointing=wanted.checkpointing.with_options(**names))
     found = find_config(wanted)
     with tempfile.TemporaryDirectory(prefix="hf_ckpt-inspect-") as folder:
-        full = at_full_size(wanted, written_section(fields_of(found.config), wanted, found, Path(folder)))
+        full = build_on_meta(wanted, write_config(config_fields(found.config), wanted, found, Path(folder)))
     stacks = full.stacks or find_layers(full.model, **names)
     head = f"{full.class_name}, {full.num_parameters:,} parameters, config from {found.source}"
     parts = [head, *_structure(stacks), "", *_modes(full, stacks), "", *_plan(full, stacks), "", *_held(recipe, names)]
@@ -83,7 +76,7 @@ def _describe(layer: Layer) -> str:
     return f"{type(layer.module).__name__}{f' ({layer.layer_type})' if layer.layer_type else ''}; {parts}{frozen}"
 
 
-def _modes(full: FullSize, stacks: Sequence[Stack]) -> Iterator[str]:
+def _modes(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
     yield "On every layer, a mode"
     width = max(map(len, Mode))
     for mode in Mode:
@@ -108,7 +101,7 @@ def _tiled(stacks: Sequence[Stack]) -> str:
     return "; ".join([*sliced, *list(reasons)[:1]])
 
 
-def _chunked(full: FullSize) -> str:
+def _chunked(full: MetaModel) -> str:
     """Return which head is meant, or why it cannot run in chunks."""
     try:
         other = governed_by_other(full.model)
@@ -118,7 +111,7 @@ def _chunked(full: FullSize) -> str:
     return f"{other} governs" if other else f"{head} and the loss run for some tokens at a time: no logits are held"
 
 
-def _again(full: FullSize, stacks: Sequence[Stack], mode: Mode) -> str:
+def _again(full: MetaModel, stacks: Sequence[Stack], mode: Mode) -> str:
     """Return what runs again in backward under a mode, or that no layer has such a part."""
     try:
         plan = resolve(Policy.parse(mode.value), stacks, full.class_name)
@@ -130,7 +123,7 @@ def _again(full: FullSize, stacks: Sequence[Stack], mode: Mode) -> str:
     return f"; {share:.0%} of the layers' weights run forward twice{without}" if share else without
 
 
-def _plan(full: FullSize, stacks: Sequence[Stack]) -> Iterator[str]:
+def _plan(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
     if full.plan is None:
         yield "The recipe has no plan (no checkpointing section)."
         return
@@ -144,7 +137,7 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
     try:
         subject = subject_of(recipe, structure=names)
         device = devices_for(recipe, ())[0]
-        memory = simulate_step(subject.model, None, subject.step, device, explains=True, **subject.structure)
+        memory = subject.simulator(device).simulate(None, explains=True)
     except HFCkptError as error:
         yield f"What the layers hold is not known: {error}"
         return
@@ -152,3 +145,107 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
     yield f"What the layers hold for their backward without a plan: {batch}; {device.title}"
     yield from ledger(memory)
     yield f"  outside the layers: {format_bytes(outside(memory))}"
+
+
+_SMALL = 0.01
+"""Share of a layer's bytes below which tensors are counted together."""
+_SHOWN_MODULES = 2
+_NUMBERS = (2,)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Tensors of one layer that differ in their module only."""
+
+    part: str
+    operator: str
+    what: str
+    num_bytes: int
+    why: str
+
+
+_Signature = tuple[tuple[str, _Kind], ...]
+"""What a layer holds: the module below the layer, and the kind of tensor."""
+
+
+def ledger(memory: StepMemory) -> Iterator[str]:
+    """Yield lines of text: for each kind of layer what it holds, the most first."""
+    kinds: dict[tuple[str, _Signature], tuple[_Signature, list[int]]] = {}
+    for (stack, layer_idx), held in _by_layer(memory.ledger).items():
+        signature = _signature(f"{stack}.{layer_idx}", held)
+        # What the last layer returns is held for what comes after the layers: that makes it no other kind.
+        alike = tuple((module, replace(kind, why="")) for module, kind in signature)
+        kinds.setdefault((stack, alike), (signature, []))[1].append(layer_idx)
+    for (stack, _), (signature, indices) in kinds.items():
+        total = sum(kind.num_bytes for _, kind in signature)
+        each = " each" if len(indices) > 1 else ""
+        yield f"  {_ranges(indices)} of {stack}: {format_bytes(total)}{each}"
+        yield from (f"  {line}" for line in _rows(signature, total))
+
+
+def outside(memory: StepMemory) -> int:
+    """Return the bytes that are held outside the layers."""
+    return sum(held.num_bytes for held in memory.ledger if held.place.layer_idx is None)
+
+
+def _by_layer(held: Sequence[HeldTensor]) -> dict[tuple[str, int], list[HeldTensor]]:
+    found: dict[tuple[str, int], list[HeldTensor]] = {}
+    for tensor in held:
+        if tensor.place.layer_idx is not None:
+            found.setdefault((tensor.place.stack, tensor.place.layer_idx), []).append(tensor)
+    return dict(sorted(found.items()))
+
+
+def _signature(path: str, held: Sequence[HeldTensor]) -> _Signature:
+    return tuple((module, _kind(tensor, module)) for tensor in held for module in (_module(tensor, path),))
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """Return `layer 3`, or `layers 0 to 4, 6 to 10`."""
+    runs = [
+        [idx for _, idx in run]
+        for _, run in groupby(enumerate(indices), key=lambda numbered: numbered[1] - numbered[0])
+    ]
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(words)}"
+
+
+def _module(tensor: HeldTensor, above: str) -> str:
+    return tensor.place.module.removeprefix(above).lstrip(".").removesuffix(".default") or "the layer"
+
+
+def _kind(tensor: HeldTensor, module: str) -> _Kind:
+    operator = tensor.place.operator.removeprefix("aten.").partition(".")[0].lstrip("_")
+    what = f"{tensor.dtype} {list(tensor.shape)}"
+    reasons = [_reason(reason, module) for reason in tensor.why.split(", ")] if tensor.why else []
+    why = f"for {', '.join(dict.fromkeys(reasons))}" if reasons else ""
+    return _Kind(tensor.place.part, operator, what, tensor.num_bytes, why)
+
+
+def _reason(reason: str, module: str) -> str:
+    """Return the operator whose backward needs a tensor, and its module where that is not the tensor's own."""
+    operator, _, where = reason.partition(" of ")
+    return operator if where.removesuffix(".default") == module else reason
+
+
+def _rows(signature: Sequence[tuple[str, _Kind]], total: int) -> Iterator[str]:
+    modules: dict[_Kind, list[str]] = {}
+    for module, kind in signature:
+        modules.setdefault(kind, []).append(module)
+    ordered = sorted(modules.items(), key=lambda item: -item[0].num_bytes * len(item[1]))
+    shown = [(kind, names) for kind, names in ordered if kind.num_bytes * len(names) >= _SMALL * total]
+    rest = [(kind, names) for kind, names in ordered if kind.num_bytes * len(names) < _SMALL * total]
+    rows = [_row(kind, names) for kind, names in shown]
+    if rest:
+        number = sum(len(names) for _, names in rest)
+        size = sum(kind.num_bytes * len(names) for kind, names in rest)
+        rows.append(("", "smaller tensors", format_bytes(size), f"{number} together", "", ""))
+    return columns(rows, numeric=_NUMBERS)
+
+
+def _row(kind: _Kind, names: Sequence[str]) -> tuple[str, ...]:
+    times = "" if len(names) == 1 else f"{len(names)} x "
+    modules = list(dict.fromkeys(names))
+    more = f" and {len(modules) - _SHOWN_MODULES} more" if len(modules) > _SHOWN_MODULES else ""
+    where = ", ".join(modules[:_SHOWN_MODULES]) + more
+    return kind.part, kind.operator, f"{times}{format_bytes(kind.num_bytes)}", kind.what, where, kind.why

@@ -25,14 +25,7 @@ _EXTRAS = {"yaml": "finetune", "peft": "finetune", "datasets": "finetune", "matp
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: of the command line; this process's where left out.
-
-    Returns:
-        0 when all is well, 1 when a check failed or nothing fits, 2 for wrong input.
-    """
+    """Run the command and return its exit code. `arguments`: of the command line; this process's where left out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = _COMMANDS.get(words[0]) if words else None
     if command is None:

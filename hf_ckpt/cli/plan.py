@@ -10,13 +10,15 @@ from hf_ckpt.cli.common import (
     HOLDS,
     Command,
     add_exact_option,
+    add_launch_options,
+    check_launch,
+    launch_of,
     quiet,
     read_recipe,
     recipe_parser,
     say,
     with_exact,
 )
-from hf_ckpt.cli.launched import add_launch_options, check_launch, launch_of
 from hf_ckpt.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.common import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, read_recipe, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
-from hf_ckpt.verify.launch import PROGRESS, Answer, ask, leave_answer
+from hf_ckpt.verify.launch import PROGRESS, ProcessResult, run_in_processes, write_result
 
 if TYPE_CHECKING:
     from hf_ckpt.recipe.recipe import Recipe
-    from hf_ckpt.verify.check import Report
+    from hf_ckpt.verify.report import Report
 
 _ENGINES = ("ddp", "fsdp1", "fsdp2")
 _COLUMNS = 120
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
         return _show(_verified(recipe, options, setup, say), options)
     if not recipe.path.is_file():
         raise RecipeError(f"--processes {options.processes}: {recipe.path} can be read once. Write it to a file.")
-    answer = ask(_for_others(options), num_processes=options.processes, say=say)
+    answer = run_in_processes(_for_others(options), num_processes=options.processes, say=say)
     if answer.refusal:
         raise RecipeError(answer.refusal)
     from hf_ckpt.verify.report import from_json
@@ -112,12 +112,12 @@ def _for_others(options: argparse.Namespace) -> list[str]:
 
 def _run_as_one_of_many(options: argparse.Namespace) -> int:
     try:
-        answer, code = Answer(report=_report_of_many(options)), HOLDS
+        answer, code = ProcessResult(report=_report_of_many(options)), HOLDS
     except HFCkptError as error:
         # Not 0, so that torchrun ends the others, which may be waiting for this one.
-        answer, code = Answer(refusal=str(error)), WRONG_INPUT
-    leave_answer(options.answers, answer)
-    from hf_ckpt.verify.trial_engine import end_process
+        answer, code = ProcessResult(refusal=str(error)), WRONG_INPUT
+    write_result(options.answers, answer)
+    from hf_ckpt.verify.launch import end_process
 
     end_process(code)
 
@@ -126,8 +126,8 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
     recipe = read_recipe(options)
     setup = _setup(options.setup)
     with quiet():
+        from hf_ckpt.verify.launch import join_processes, with_engine
         from hf_ckpt.verify.report import as_json
-        from hf_ckpt.verify.trial_engine import join_processes, with_engine
 
         is_first = join_processes()
         report = _verified(

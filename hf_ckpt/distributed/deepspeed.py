@@ -1,7 +1,7 @@
-"""What of DeepSpeed cannot run beside a plan, and what a plan cannot do under ZeRO.
+"""What of DeepSpeed cannot run together with a plan, and what a plan cannot do under ZeRO.
 
-DeepSpeed is an optional library, and never imported here: the Trainer's configuration, and what a run that uses it has
-left on the parameters and among the loaded modules, tell all that is asked.
+DeepSpeed is an optional library, and never imported here: all is read from the Trainer's configuration, from what ZeRO
+has left on the parameters, and from the loaded modules.
 """
 
 from __future__ import annotations
@@ -38,15 +38,11 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def check_own_checkpointing(args: TrainingArguments) -> None:
-    """Refuse DeepSpeed's own activation checkpointing beside the policy.
-
-    Raises:
-        UnsupportedError: DeepSpeed's configuration asks for it, or `deepspeed.checkpointing.configure` was called.
-    """
-    asked = [key for key, value in _section(args).items() if value]
-    if asked:
+    """Refuse DeepSpeed's own activation checkpointing, by configuration or `deepspeed.checkpointing.configure`."""
+    requested = [key for key, value in _section(args).items() if value]
+    if requested:
         raise UnsupportedError(
-            f"DeepSpeed's configuration asks for its own activation checkpointing ({_SECTION}: {', '.join(asked)}) "
+            f"DeepSpeed's configuration asks for its own activation checkpointing ({_SECTION}: {', '.join(requested)}) "
             "beside the policy, and layers would be recomputed by both. Take that section out: the policy does its "
             "work. Or leave HFCkptCallback out."
         )
@@ -60,14 +56,9 @@ def check_own_checkpointing(args: TrainingArguments) -> None:
 
 
 def check_version(plan: Plan, stacks: Sequence[Stack]) -> None:
-    """Refuse frozen weights in recomputed layers under ZeRO-3 of a version that empties them.
+    """Refuse frozen weights in recomputed layers under ZeRO-3 of a version that empties them (before 0.19.3).
 
-    Args:
-        plan: what is to be put in force.
-        stacks: the stacks that it was made for, after DeepSpeed has partitioned their parameters.
-
-    Raises:
-        UnsupportedError: the version of DeepSpeed is older than 0.19.3.
+    To be called after DeepSpeed has partitioned the parameters.
     """
     if _recomputes_frozen_shards(plan, stacks) and compare_versions("deepspeed", "<", _KEEPS_FROZEN_WEIGHTS):
         raise UnsupportedError(

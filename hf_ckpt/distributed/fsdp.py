@@ -36,11 +36,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
-    """Return what reads this rank's share of the weights that train in each module; whole ones come and go.
-
-    Args:
-        model: the sharded model.
-    """
+    """Return what reads this rank's share of the weights that train in each module; whole ones come and go."""
     found: dict[nn.Module, list[Callable[[], Tensor]]] = {}
     for unit in model.modules():
         if isinstance(unit, FullyShardedDataParallel):
@@ -67,10 +63,6 @@ def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], N
 
     Its `checkpoint_wrapper_fn` may return what it was given: the settings are made in place, no module is wrapped, and
     so no name changes, which PEFT and state dicts rely on.
-
-    Args:
-        model: the sharded model.
-        settings: what to do for which modules.
     """
     apply_activation_checkpointing(
         model,
@@ -87,11 +79,7 @@ def _made(module: nn.Module, settings: list[Callable[[], None]]) -> nn.Module:
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse a model on which somebody has put torch's wrapper modules.
-
-    Raises:
-        UnsupportedError: names the first of them.
-    """
+    """Refuse a model on which somebody has put torch's wrapper modules."""
     for path, module in model.named_modules():
         if isinstance(module, ActivationWrapper):
             raise UnsupportedError(
@@ -102,11 +90,7 @@ def check_wrappers(model: nn.Module) -> None:
 
 
 def check_units(model: nn.Module, stacks: Sequence[Stack]) -> None:
-    """Refuse a sharded model of which no decoder layer is a unit of its own.
-
-    Raises:
-        UnsupportedError: the whole model is one shard, which would be gathered whole.
-    """
+    """Refuse a sharded model of which no decoder layer is a unit of its own: it would be gathered whole."""
     units = [module for module in model.modules() if is_unit(module)]
     layers = [layer for stack in stacks for layer in stack.layers]
     if not units or any(_is_gathered_apart(layer, model) for layer in layers):
@@ -126,15 +110,12 @@ def _is_gathered_apart(layer: Layer, model: nn.Module) -> bool:
     return any(is_unit(layer.module.get_submodule(name)) for name in (*layer.attention, *layer.ffn))
 
 
-def switch_off_accelerates_own() -> Callable[[], None] | None:
-    """Switch off the activation checkpointing that accelerate would wrap layers with, if it is asked for.
+def disable_accelerates_checkpointing() -> Callable[[], None] | None:
+    """Switch off the activation checkpointing that accelerate wraps layers with, and return what switches it on again.
 
-    Only possible before accelerate prepares the model.
-
-    Returns:
-        A function that puts it back; None where there was nothing to switch off.
+    Only possible before accelerate prepares the model. Returns None where it is off.
     """
-    plugin = accelerates_plugin()
+    plugin = accelerate_plugin()
     if plugin is None or not plugin.activation_checkpointing:
         return None
     plugin.activation_checkpointing = False
@@ -146,7 +127,7 @@ def switch_off_accelerates_own() -> Callable[[], None] | None:
     return put_back
 
 
-def accelerates_plugin() -> Any:
+def accelerate_plugin() -> Any:
     """Return accelerate's description of FSDP, or None where accelerate does not shard the model."""
     # Asking AcceleratorState for its plugin would start one where there is none.
     return AcceleratorState._shared_state.get("fsdp_plugin")

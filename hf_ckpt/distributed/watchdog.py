@@ -1,21 +1,18 @@
 """Ends this process, with a clear message, when another process of the run is gone or has left training early.
 
 A process that raises or is killed leaves the others in a collective: gloo raises something about a connection, NCCL
-waits for minutes, and neither says why. So each process keeps one connection to rank 0. A connection that closes
-without a farewell tells that its process is gone, whether or not a Python thread there still gets to run; nothing is
-sent in between, and a process that is slow or stopped in a debugger stays connected. A process that lives on, but has
-left its training, is found out by its own thread, which sees that the Trainer no longer runs, and tells the others.
+waits for minutes, and neither says why. So each process keeps one connection to rank 0. Where it closes without a
+goodbye, the process is gone, whether or not a Python thread there still gets to run. Nothing is sent in between: a
+process that is slow, or stopped in a debugger, stays connected. In a process that lives on but has left its training,
+the watchdog's own thread sees that the Trainer no longer runs, and reports it to the others.
 
-Nobody waits for a connection: each process makes its own when it comes to where the watch starts, and is watched from
-then on.
+Nobody waits for a connection: each process makes its own when its watchdog starts, and is watched from then on.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-import ipaddress
 import json
 import logging
 import os
@@ -27,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -37,56 +34,39 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from hf_ckpt.distributed.connections import Connection, Message, is_one_machine, listen
 from hf_ckpt.errors import HFCkptError, OtherProcessError
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 """How long whoever connects may take to prove itself, in seconds."""
-_ASK_S = 0.2
+_POLL_S = 0.2
 """How often a process asks the store where rank 0 listens, in seconds."""
-_LOOK_S = 5.0
+_CHECK_S = 5.0
 """How often a process looks whether its training still runs, in seconds."""
 _GRACE_S = 15.0
 """How long this process may take to end by itself, in seconds: gloo raises at once, NCCL does not."""
-_LAST_WORD_S = 1.0
+_LINGER_S = 1.0
 """How long a process that leaves training waits for news of another, in seconds."""
 _NUM_TRIES = 3
-_MAX_STRANGERS = 64
-_MAX_LINE_BYTES = 16 * 2**10
+_MAX_UNAUTHENTICATED = 64
 _MAX_REASON = 1000
 """Characters of a reason: escaped as JSON they still make a line."""
 
-Message = dict[str, Any]
-# Keys and types of all that is ever sent.
-_MESSAGES: Sequence[dict[str, type]] = (
-    {"rank": int, "token": str},
-    {"welcome": int},
-    {"failed": int, "reason": str},
-    {"left": int},
-    {"farewell": int},
-)
-_GONE = "its process is gone (killed, or out of memory); its own output may tell more"
+_DIED = "its process is gone (killed, or out of memory); its own output may tell more"
 _LEFT_EARLY = "it left training before its end; its own output may tell more"
 _NEVER_BEGAN = "its process ended before training began; its own output may tell more"
 
 
-_running: weakref.WeakSet[Watch] = weakref.WeakSet()
+_running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
-class Watch:
+class Watchdog:
     """The connections of one process to the others of its run, and the thread that waits for them to close.
 
-    Args:
-        store: that all processes of the run share, with room for this watch alone; nobody else may use this connection
-            to it, for the thread does.
-        rank: this process's.
-        size: how many processes there are.
-        group: the process group of the run, where it is there already.
-        outlasts_training: whether this process is needed until `close`, and not just until its training has ended.
-
-    Attributes:
-        is_connected: set once this process is connected, to rank 0 or, on rank 0, to all others.
+    `store` is shared by all processes of the run. This connection to it must be the watchdog's alone, for its thread
+    uses it. With `outlasts_training` the process is needed until `close`, and not just until its training has ended.
     """
 
     def __init__(
@@ -98,16 +78,17 @@ class Watch:
         # Counted in the store, so that watches that follow each other are not mixed up.
         self._name = f"hf_ckpt/watch/{store.add(f'hf_ckpt/watches/{rank}', 1)}"
         self._token = ""
-        self._peers: dict[int, _Connection] = {}
-        self._strangers: list[_Connection] = []
+        self._peers: dict[int, Connection] = {}
+        self._unauthenticated: list[Connection] = []
         self._listener: socket.socket | None = None
         self._trainings: list[_Training] = []
         self._lost: str | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._num_missed = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.is_connected = threading.Event()
+        """Set once this process is connected, to rank 0 or, on rank 0, to all others."""
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -121,11 +102,7 @@ class Watch:
     # --- What this process does. ---
 
     def begin(self) -> None:
-        """Note that training begins in the calling thread.
-
-        Raises:
-            OtherProcessError: another process has left already.
-        """
+        """Note that training begins in the calling thread; raise `OtherProcessError` if another process has left."""
         if self._lost is not None:
             raise OtherProcessError(f"{self._lost} Process {self._rank} cannot train without it.")
         training = _Training.of_caller()
@@ -140,28 +117,28 @@ class Watch:
             self.close()
 
     def fail(self, reason: str) -> None:
-        """Tell the other processes that this one stops, and why."""
-        self._say_and_close({"failed": self._rank, "reason": reason[:_MAX_REASON]})
+        """Send the other processes the reason why this one stops."""
+        self._send_and_close({"failed": self._rank, "reason": reason[:_MAX_REASON]})
 
     def leave(self, reason: str) -> None:
-        """Do the same where the reason may be another process that is gone: why it is, is said first."""
-        self._thread.join(_LAST_WORD_S)
+        """Do the same where another process that is gone may be the reason: wait for the news of it first."""
+        self._thread.join(_LINGER_S)
         self.fail(reason)
 
     def close(self) -> None:
-        """Say farewell: the others need this process no more."""
-        self._say_and_close({"farewell": self._rank})
+        """Say goodbye: the others do not need this process any longer."""
+        self._send_and_close({"goodbye": self._rank})
 
     def is_of(self, group: object) -> bool:
-        """Tell whether this watch is in force for the processes of a group."""
+        """Whether this watchdog is in force for the processes of a group."""
         return not self._over.is_set() and (self._group is None or self._group() is group)
 
     def has_left_training(self) -> bool:
-        """Tell whether training has begun here, and is neither ended nor running."""
+        """Whether training has begun here, and is neither ended nor running."""
         return any(not training.is_running() for training in self._trainings)
 
-    def sees(self, rank: int) -> bool:
-        """Tell whether this process would be told if another one were gone."""
+    def watches(self, rank: int) -> bool:
+        """Whether this process would notice that another one is gone."""
         if self._over.is_set():
             return False
         try:
@@ -170,18 +147,18 @@ class Watch:
             return False
 
     def why_left(self) -> str:
-        """Return in words why training was left, as far as that is known."""
+        """Return why training was left, as far as that is known."""
         return next((why for training in self._trainings if (why := training.why_left())), _LEFT_EARLY)
 
     def _end_of_process(self) -> None:
         if not self._trainings and not self._outlasts_training:
-            self._say_and_close({"left": self._rank})
+            self._send_and_close({"left": self._rank})
         else:
             self.leave(self.why_left())
         # A thread that is at work in torch while the interpreter ends would abort the process.
-        self._thread.join(_LAST_WORD_S)
+        self._thread.join(_LINGER_S)
 
-    def _say_and_close(self, message: Message) -> None:
+    def _send_and_close(self, message: Message) -> None:
         with self._lock:
             if self._over.is_set():
                 return
@@ -202,7 +179,7 @@ class Watch:
         self._close_all()
 
     def _close_all(self) -> None:
-        sockets = [connection.socket for connection in (*self._peers.values(), *self._strangers)]
+        sockets = [connection.socket for connection in (*self._peers.values(), *self._unauthenticated)]
         for open_socket in (*sockets, self._listener, self._woken, self._waker):
             if open_socket is not None:
                 open_socket.close()
@@ -220,17 +197,17 @@ class Watch:
         except dist.DistError:
             is_needed = bool(self._trainings) or self._outlasts_training
             if is_needed and not self.is_connected.is_set():
-                self._end({"failed": 0, "reason": _GONE})
+                self._end({"failed": 0, "reason": _DIED})
         finally:
             # Whatever ended the watch of this process, the process itself goes on.
             self.close()
-            # Under the lock nobody is in the middle of a last word.
+            # Under the lock nobody is in the middle of sending.
             with self._lock:
                 self._selector.close()
                 self._close_all()
 
     def _listen(self) -> None:
-        self._listener = _listener(self._size)
+        self._listener = listen(self._size)
         if self._listener is None:
             self._store.set(self._name, json.dumps(None))
             return
@@ -242,9 +219,9 @@ class Watch:
 
     def _keep_connected(self) -> None:
         while not self._store.check([self._name]):
-            if self._over.wait(_ASK_S):
+            if self._over.wait(_POLL_S):
                 return
-            self._look()
+            self._check_training()
         offer = json.loads(self._store.get(self._name))
         for _ in range(_NUM_TRIES if offer is not None else 0):
             if not self._connect(*offer):
@@ -253,13 +230,13 @@ class Watch:
             if self._over.is_set() or self.is_connected.is_set():
                 break
         if not self._over.is_set() and not self.is_connected.is_set():
-            self._is_alone(offer)
-        while not self._over.wait(_LOOK_S):
-            self._look()
+            self._go_on_alone(offer)
+        while not self._over.wait(_CHECK_S):
+            self._check_training()
 
     def _connect(self, address: str, port: int, token: str) -> bool:
         try:
-            hub = _Connection(socket.create_connection((address, port), timeout=_CONNECT_S))
+            hub = Connection(socket.create_connection((address, port), timeout=_CONNECT_S), _CONNECT_S)
         except OSError:
             return False
         hub.keep_open()
@@ -272,11 +249,11 @@ class Watch:
         hub.send({"rank": self._rank, "token": token})
         return True
 
-    def _is_alone(self, offer: list[Any] | None) -> None:
+    def _go_on_alone(self, offer: list[Any] | None) -> None:
         """Go on without a connection to rank 0."""
-        if offer is not None and _is_one_machine(self._size):
+        if offer is not None and is_one_machine(self._size):
             # Nothing stands between the processes of one machine.
-            self._heed({"left": 0})
+            self._handle({"left": 0})
         else:
             logger.warning(
                 "Process %d cannot reach process 0 by TCP%s: when one of them fails, the other waits for its engine.",
@@ -285,108 +262,108 @@ class Watch:
             )
 
     def _wait(self) -> None:
-        """Listen until this process has said its last word, or has lost its connection to rank 0."""
+        """Read what comes until this process is closed, or has lost its connection to rank 0."""
         while not self._over.is_set():
-            for key, _ in self._selector.select(min(_CONNECT_S, _LOOK_S)):
+            for key, _ in self._selector.select(min(_CONNECT_S, _CHECK_S)):
                 if key.fileobj is self._listener:
-                    self._admit(self._listener)
+                    self._accept(self._listener)
                 # What came before in this round may have closed it.
-                elif isinstance(key.data, _Connection) and not key.data.is_dropped:
+                elif isinstance(key.data, Connection) and not key.data.is_dropped:
                     self._read(key.data)
-            for stranger in [found for found in self._strangers if found.is_late()]:
-                self._drop(stranger)
-            self._look()
+            for newcomer in [found for found in self._unauthenticated if found.is_late()]:
+                self._drop(newcomer)
+            self._check_training()
             if self._rank and not self._peers:
                 return
 
-    def _admit(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            stranger = _Connection(listener.accept()[0])
+            newcomer = Connection(listener.accept()[0], _CONNECT_S)
         except OSError:
             # Gone again, or this process has too many files open: later, then.
-            self._over.wait(_ASK_S)
+            self._over.wait(_POLL_S)
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(self._strangers[0])
-        self._strangers.append(stranger)
-        self._selector.register(stranger.socket, selectors.EVENT_READ, stranger)
+        if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
+            self._drop(self._unauthenticated[0])
+        self._unauthenticated.append(newcomer)
+        self._selector.register(newcomer.socket, selectors.EVENT_READ, newcomer)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: Connection) -> None:
         for message in connection.messages():
             if message is None:
                 self._drop(connection)
-            elif connection in self._strangers:
-                self._get_to_know(connection, message)
+            elif connection in self._unauthenticated:
+                self._authenticate(connection, message)
             else:
-                self._heed(message, connection)
-            # Nothing more is heard of what is closed, whatever came with the line for which it was.
+                self._handle(message, connection)
+            # What came after the line for which it was closed is not read.
             if self._over.is_set() or connection.is_dropped:
                 return
 
-    def _get_to_know(self, stranger: _Connection, message: Message) -> None:
+    def _authenticate(self, newcomer: Connection, message: Message) -> None:
         rank = message.get("rank", 0)
         token = str(message.get("token")).encode(errors="surrogatepass")
         is_true = secrets.compare_digest(token, self._token.encode())
         if not is_true or not 0 < rank < self._size or rank in self._peers:
-            self._drop(stranger)
+            self._drop(newcomer)
             return
-        self._strangers.remove(stranger)
-        stranger.keep_open()
-        stranger.is_known = True
+        self._unauthenticated.remove(newcomer)
+        newcomer.keep_open()
+        newcomer.is_authenticated = True
         with self._lock:
             if self._over.is_set():
                 return
-            self._peers[rank] = stranger
+            self._peers[rank] = newcomer
         self._store.set(f"{self._name}/{rank}", "seen")
-        stranger.send({"welcome": rank})
+        newcomer.send({"welcome": rank})
         if len(self._peers) == self._size - 1 and self._listener is not None:
             self.is_connected.set()
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-            for late in list(self._strangers):
+            for late in list(self._unauthenticated):
                 self._drop(late)
 
-    def _drop(self, connection: _Connection) -> None:
-        """Close a connection; one that closed without a farewell was the end of its process."""
+    def _drop(self, connection: Connection) -> None:
+        """Close a connection; one that closed without a goodbye was the end of its process."""
         self._selector.unregister(connection.socket)
         connection.socket.close()
         connection.is_dropped = True
-        if connection in self._strangers:
-            self._strangers.remove(connection)
+        if connection in self._unauthenticated:
+            self._unauthenticated.remove(connection)
             return
         rank = next(number for number, peer in self._peers.items() if peer is connection)
         with self._lock:
             del self._peers[rank]
-        if connection.is_known and connection.is_closed and not connection.has_said_farewell:
-            self._end({"failed": rank, "reason": _GONE})
+        if connection.is_authenticated and connection.is_closed and not connection.has_said_goodbye:
+            self._end({"failed": rank, "reason": _DIED})
 
-    def _heed(self, message: Message, told_by: _Connection | None = None) -> None:
+    def _handle(self, message: Message, sender: Connection | None = None) -> None:
         match message:
-            case {"welcome": _} if told_by is not None and self._rank:
-                told_by.is_known = True
+            case {"welcome": _} if sender is not None and self._rank:
+                sender.is_authenticated = True
                 self.is_connected.set()
-            case {"farewell": _} if told_by is not None:
-                told_by.has_said_farewell = True
+            case {"goodbye": _} if sender is not None:
+                sender.has_said_goodbye = True
             case {"left": rank}:
-                if told_by is not None:
-                    told_by.has_said_farewell = True
-                self._end({"failed": rank, "reason": _NEVER_BEGAN}, told_by)
+                if sender is not None:
+                    sender.has_said_goodbye = True
+                self._end({"failed": rank, "reason": _NEVER_BEGAN}, sender)
             case {"failed": _, "reason": _}:
-                self._end(message, told_by)
+                self._end(message, sender)
 
-    def _end(self, message: Message, told_by: _Connection | None = None) -> None:
+    def _end(self, message: Message, sender: Connection | None = None) -> None:
         rank, reason = message["failed"], message["reason"]
         for peer in self._peers.values():
-            if peer is not told_by:
+            if peer is not sender:
                 peer.send(message)
         is_needed = bool(self._trainings) or self._outlasts_training
-        if not is_needed and reason != _GONE:
+        if not is_needed and reason != _DIED:
             # What runs here may need no other process: only training does.
             self._lost = f"Process {rank} has stopped: {reason.rstrip('.')}."
             return
         # All may stop for one reason, and then each of them says it.
-        if self._over.wait(_LAST_WORD_S / 2):
+        if self._over.wait(_LINGER_S / 2):
             return
         with self._lock:
             self._over.set()
@@ -401,11 +378,11 @@ class Watch:
         # The main thread waits in a collective that nobody will join.
         os._exit(1)
 
-    def _look(self) -> None:
-        """Tell the others once training has been left here."""
-        if not self._trainings or self._outlasts_training or time.monotonic() < self._next_look:
+    def _check_training(self) -> None:
+        """Report to the others once training has been left here."""
+        if not self._trainings or self._outlasts_training or time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + _LOOK_S
+        self._next_check = time.monotonic() + _CHECK_S
         self._num_missed = self._num_missed + 1 if self.has_left_training() else 0
         # Twice, for the stack is read while it changes.
         if self._num_missed > 1:
@@ -414,18 +391,13 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Training:
-    """A training that runs in a thread of this process.
-
-    Args:
-        thread: its number.
-        frame: of the Trainer's `train`, as an id, for a frame that is held on to keeps a whole run alive; None where
-            training is no Trainer's.
-        code: of that frame, should another one get its id.
-    """
+    """A training that runs in a thread of this process."""
 
     thread: int
     frame: int | None
+    """Id of the frame of `Trainer.train`: the frame itself would keep a whole run alive. None without a Trainer."""
     code: CodeType | None
+    """Of that frame, should another one get its id."""
 
     @classmethod
     def of_caller(cls) -> _Training:
@@ -439,7 +411,7 @@ class _Training:
         return cls(threading.get_ident(), id(frame), frame.f_code)
 
     def is_running(self) -> bool:
-        """Tell whether it is on its thread's stack; always so where it is no Trainer's."""
+        """Whether it is on its thread's stack; always so where it is no Trainer's."""
         if self.frame is None:
             return True
         frame = sys._current_frames().get(self.thread)
@@ -450,92 +422,20 @@ class _Training:
         return False
 
     def why_left(self) -> str | None:
-        """Return the exception that ended it, where nobody caught that; one of something else tells nothing."""
+        """Return the exception that ended it, where nobody caught that."""
         error = getattr(sys, "last_value", None)
         if error is None or all(id(frame) != self.frame for frame, _ in traceback.walk_tb(error.__traceback__)):
             return None
         return f"{type(error).__name__}: {error}"
 
 
-class _Connection:
-    """One end of a connection, on which whole lines are messages.
-
-    Attributes:
-        is_known: whether the other end has proved itself.
-        is_closed: whether the other end has closed it.
-        is_dropped: whether this end has.
-        has_said_farewell: whether the other end said that it would.
-    """
-
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
-        self.is_known = self.is_closed = self.is_dropped = self.has_said_farewell = False
-        self._deadline = time.monotonic() + _CONNECT_S
-        self._line = b""
-
-    def is_late(self) -> bool:
-        """Tell whether the other end has had its time to prove itself."""
-        return time.monotonic() > self._deadline
-
-    def keep_open(self) -> None:
-        """Let it stay quiet for as long as a run takes, and notice a machine that has vanished."""
-        self.socket.settimeout(None)
-        with contextlib.suppress(OSError):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-                if hasattr(socket, option):
-                    self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-
-    def send(self, message: Message) -> None:
-        """Send a message, if anybody is there."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def end(self) -> None:
-        """Send nothing more."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_WR)
-
-    def messages(self) -> Iterator[Message | None]:
-        """Yield what has come, and None where no more is to be had or wanted of this end: it closed, or talks rubbish.
-
-        Called when something has come, and so without waiting.
-        """
-        try:
-            found = self.socket.recv(4096)
-        except OSError:
-            found = b""
-        if not found:
-            self.is_closed = True
-            yield None
-            return
-        *lines, self._line = (self._line + found).split(b"\n")
-        for line in lines:
-            yield _message(line)
-        if len(self._line) > _MAX_LINE_BYTES:
-            yield None
+# --- The watchdogs of this process. ---
 
 
-def _message(line: bytes) -> Message | None:
-    """Return a line as a message, or None if it is none."""
-    try:
-        found = json.loads(line)
-    # What is not UTF-8 is a ValueError too.
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or {key: type(value) for key, value in found.items()} not in _MESSAGES:
-        return None
-    return found
+def start() -> Watchdog | None:
+    """Watch the other processes of the default process group from here on, without waiting for them.
 
-
-# --- Who watches. ---
-
-
-def start() -> Watch | None:
-    """Watch the other processes of the default process group from here on. Waits for nobody.
-
-    Returns:
-        The watch of this process, which may be there already; None where there is one process only.
+    Returns the watchdog of this process, which may be there already; None where there is one process only.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
@@ -545,21 +445,20 @@ def start() -> Watch | None:
             if not watch.has_left_training():
                 return watch
             watch.fail(watch.why_left())
-    return Watch(own(_get_default_store()), dist.get_rank(), dist.get_world_size(), group)
+    return Watchdog(clone_of(_get_default_store()), dist.get_rank(), dist.get_world_size(), group)
 
 
-def own(store: Any) -> Store:
-    """Return a connection to a store for the watch alone. Torch's stubs do not know that a store can be cloned."""
+def clone_of(store: Any) -> Store:
+    """Return another connection to a store. Torch's stubs do not know that a store can be cloned."""
     cloned: Store = store.clone()
     return cloned
 
 
 @contextmanager
-def beginning() -> Iterator[Watch | None]:
+def watched_training() -> Iterator[Watchdog | None]:
     """Begin a training. An error of this package's within is raised in all processes: the training ends with it.
 
-    Raises:
-        OtherProcessError: another process has left already.
+    Raises `OtherProcessError` if another process has left already.
     """
     watch = start()
     if watch is None:
@@ -573,21 +472,17 @@ def beginning() -> Iterator[Watch | None]:
         raise
 
 
-def sees(rank: int) -> bool:
-    """Tell whether this process would be told if another one were gone."""
-    return any(watch.sees(rank) for watch in list(_running))
+def is_watched(rank: int) -> bool:
+    """Whether this process would notice that another one is gone."""
+    return any(watch.watches(rank) for watch in list(_running))
 
 
-def report_failures(watch: Watch, model: nn.Module) -> Callable[[], None]:
-    """Tell the others of an exception in the model's forward, before anybody handles it.
-
-    Returns:
-        A function that takes the hook off again.
-    """
+def report_failures(watch: Watchdog, model: nn.Module) -> Callable[[], None]:
+    """Report an exception in the model's forward to the others, before anybody handles it. Returns what ends that."""
     return model.register_forward_hook(functools.partial(_report, watch), always_call=True).remove
 
 
-def _report(watch: Watch, module: nn.Module, args: Any, output: Any) -> None:
+def _report(watch: Watchdog, module: nn.Module, args: Any, output: Any) -> None:
     error = sys.exception()
     # With an output, the exception is one that the caller is handling.
     if error is not None and output is None:
@@ -605,35 +500,3 @@ def _forget_all() -> None:
     for watch in list(_running):
         watch.forget()
     _running.clear()
-
-
-# --- Where rank 0 listens. ---
-
-
-def _is_one_machine(size: int) -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-
-
-def _listener(size: int) -> socket.socket | None:
-    """Return a listener at the one address that the process group uses for this machine; None if it has none here."""
-    for family, address in _addresses(size):
-        with contextlib.suppress(OSError):
-            return socket.create_server((address, 0), family=family, backlog=size)
-    return None
-
-
-def _addresses(size: int) -> Iterator[tuple[socket.AddressFamily, str]]:
-    if _is_one_machine(size):
-        yield socket.AF_INET, "127.0.0.1"
-        return
-    named = os.environ.get("MASTER_ADDR", "")
-    with contextlib.suppress(OSError):
-        for family, *_, where in socket.getaddrinfo(named, None, type=socket.SOCK_STREAM):
-            address = ipaddress.ip_address(where[0])
-            # The name of a machine may lead to itself, where no other machine finds it; and 0.0.0.0 is all addresses.
-            if not address.is_unspecified and (named in ("localhost", where[0]) or not address.is_loopback):
-                yield family, str(where[0])
-    # Nothing is sent to this address, which is nobody's: it tells by which of its own this machine reaches others.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))
-        yield socket.AF_INET, probe.getsockname()[0]

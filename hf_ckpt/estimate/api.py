@@ -12,16 +12,14 @@ from torch import nn
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of
 from hf_ckpt.estimate.launch_sharding import Launch
-from hf_ckpt.estimate.least import longest_row_of_all
-from hf_ckpt.estimate.limits import longest_row
-from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.limits import longest_row, longest_row_of_all
+from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, is_auto, subject_of, subject_of_model
-from hf_ckpt.estimate.where import devices_for, usual_device_with
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
+from hf_ckpt.policy.options import POLICY_OPTIONS
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
-from hf_ckpt.recipe.schema import POLICY_OPTIONS
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory

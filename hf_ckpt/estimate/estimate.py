@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, is_auto
-from hf_ckpt.planner.exactness import Exactness
-from hf_ckpt.policy.policy import Mode
+from hf_ckpt.planner.advice import Exactness
+from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.simulation.devices import Device, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
-from hf_ckpt.units import parse_budget
 
-RECIPE, AUTO = "recipe", "auto"
+RECIPE = "recipe"
 """Names of the rows of the recipe's own plan and of the planner's."""
 
 FIXED: Mapping[str, Mapping[str, Any]] = {
@@ -43,40 +42,25 @@ class Fit(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One way to checkpoint, and what it needs.
-
-    Args:
-        name: of the way.
-        memory: what the step needs; None where it cannot be done.
-        refusal: why it cannot be done.
-        device: the only one that the row is for; None for all.
-        exactness: of the planner's choice: whether it is bitwise, and the time that takes.
-    """
+    """One way to checkpoint, and what it needs."""
 
     name: str
-    memory: StepMemory | None
-    refusal: str = ""
-    device: Device | None = None
-    exactness: Exactness | None = None
+    memory: StepMemory | None  # What the step needs; None where it cannot be done.
+    refusal: str = ""  # Why it cannot be done.
+    device: Device | None = None  # The only one that the row is for; None for all.
+    exactness: Exactness | None = None  # Of the planner's choice: whether it is bitwise, and the time that takes.
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a recipe needs.
-
-    Args:
-        subject: the recipe's model and step.
-        devices: those that were asked for; times are the first one's.
-        rows: one for each way to checkpoint.
-        decides: the name of the row that decides whether the recipe fits.
-        evaluation: what a batch of the recipe's evaluation needs, between two steps; None where it does not evaluate.
-    """
+    """What a recipe needs."""
 
     subject: Subject
-    devices: tuple[Device, ...]
-    rows: tuple[Row, ...]
-    decides: str
+    devices: tuple[Device, ...]  # Those that were asked for; times are the first one's.
+    rows: tuple[Row, ...]  # One for each way to checkpoint.
+    decides: str  # The name of the row that decides whether the recipe fits.
     evaluation: StepMemory | None = None
+    """What a batch of the recipe's evaluation needs, between two steps; None where it does not evaluate."""
 
     @property
     def fits(self) -> bool:
@@ -111,23 +95,18 @@ def fit_of(peak_bytes: int, device: Device) -> Fit:
 
 def budget_of(subject: Subject, device: Device) -> int:
     """Return the bytes that a step may use: the recipe's own budget, or the device's memory less the reserve."""
-    checkpointing = {} if subject.recipe is None else subject.recipe.checkpointing or {}
-    written = checkpointing.get("memory_budget")
-    if written is not None:
-        return parse_budget(written, key="checkpointing.memory_budget").bytes_on(
-            device.memory_bytes, device=device.title
-        )
+    checkpointing = None if subject.recipe is None else subject.recipe.checkpointing
+    if checkpointing is not None and checkpointing.budget is not None:
+        budget = replace(checkpointing.budget, key="checkpointing.memory_budget")
+        return budget.bytes_on(device.memory_bytes, device=device.title)
     return device.memory_bytes - reserve(device).high_bytes
 
 
 def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Estimate:
     """Predict a recipe's step under its own plan, under fixed modes, and under the planner's choice.
 
-    Args:
-        subject: the recipe's model and step.
-        devices: the planner chooses for the memory of each; times are the first one's.
-        say: is told what goes on.
-        names: of the fixed modes to predict; all of them if empty.
+    `devices`: the planner chooses for the memory of each; times are the first one's. `names`: of the fixed modes to
+    predict; all of them if empty.
     """
     predictor = Predictor(subject, devices[0])
     rows = [*_own(predictor, say), *_fixed(predictor, say, names or tuple(FIXED))]

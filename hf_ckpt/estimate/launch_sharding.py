@@ -28,29 +28,15 @@ _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
 
 @dataclass(frozen=True)
 class Launch:
-    """How a recipe is started, where the recipe itself does not say.
+    """How a recipe is started, where the recipe itself does not say."""
 
-    Args:
-        config: accelerate's configuration file.
-        engine: one of `ENGINES`, in place of the file's.
-        num_processes: of all machines together, in place of the file's.
-    """
-
-    config: Path | None = None
-    engine: str | None = None
-    num_processes: int | None = None
+    config: Path | None = None  # Accelerate's configuration file.
+    engine: str | None = None  # One of `ENGINES`, in place of the file's.
+    num_processes: int | None = None  # Of all machines together, in place of the file's.
 
 
 def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
-    """Return what each process will hold.
-
-    Args:
-        recipe: the recipe.
-        launch: how it is started.
-
-    Raises:
-        RecipeError: two engines are asked for, a file cannot be read, or what it asks for cannot be simulated.
-    """
+    """Return what each process will hold."""
     found = _of_file(launch.config) if launch.config is not None else Sharding()
     of_recipe = _of_recipe(recipe)
     if of_recipe is not None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
+from hf_ckpt.errors import HFCkptError
+from hf_ckpt.estimate.estimate import RECIPE, Fit, Say, budget_of, fit_of
 from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import Subject, is_auto
+from hf_ckpt.estimate.tables import columns, facts
 from hf_ckpt.planner.bisect import Limit, largest
+from hf_ckpt.planner.layer_costs import may_tile
+from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.units import format_bytes
 
 LENGTH_UNIT = 64
 """Tokens that lengths are counted in: kernels work on tiles of so many."""
@@ -19,11 +31,7 @@ _MOST_ROWS = 4096
 def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None) -> Limit:
     """Return the longest row that fits, in tokens, in steps of `LENGTH_UNIT`.
 
-    Args:
-        predictor: of the recipe's subject.
-        plan: what is trained under.
-        budget_bytes: that the step may use.
-        host_bytes: that may wait on the host; None for any amount.
+    `host_bytes`: that may wait on the host; None for any amount.
     """
     step = predictor.subject.step
 
@@ -37,13 +45,7 @@ def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int, *, h
 
 
 def largest_batch(predictor: Predictor, plan: Plan | None, budget_bytes: int) -> Limit:
-    """Return the largest micro-batch that fits, in rows.
-
-    Args:
-        predictor: of the recipe's subject.
-        plan: what is trained under.
-        budget_bytes: that the step may use.
-    """
+    """Return the largest micro-batch that fits, in rows."""
     step = predictor.subject.step
 
     def peak(rows: int) -> int:
@@ -62,3 +64,246 @@ def with_rows(step: Step, rows: int) -> Step:
     if step.is_packed:
         return replace(step, seq_length=step.seq_length * rows)
     return replace(step, batch_size=rows, is_padded=step.is_padded or rows > 1)
+
+
+_SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Of the layers that offload, where there is a cap on host memory."""
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row that fits under some plan."""
+
+    limit: Limit  # The length, and its peak.
+    plan: Plan
+
+
+def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> LongestRow:
+    """Return the longest row that fits under one of the plans that need least."""
+    subject, found = predictor.subject, None
+    host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
+    for plan in leanest_plans(subject):
+        if found is not None and found.limit.number:
+            longer = predictor.memory(plan, with_length(subject.step, found.limit.number + LENGTH_UNIT))
+            is_more = longer.peak_bytes <= budget_bytes and (host_bytes is None or longer.host_bytes <= host_bytes)
+            if found.limit.is_bound or not is_more:
+                continue
+        limit = longest_row(predictor, plan, budget_bytes, host_bytes=host_bytes)
+        if found is None or limit.number > found.limit.number:
+            found = LongestRow(limit, plan)
+    assert found is not None, "there is always the plan that keeps everything"
+    return found
+
+
+def leanest_plans(subject: Subject) -> Iterator[Plan]:
+    """Yield the plans that may need least: each layer recomputed, with all that is allowed, and nested segments."""
+    subject = replace(subject, allowed=subject.allowed.in_turn[-1])
+    plans = [plan for way in _ways(subject.allowed) if (plan := _with_least_head(subject, way)) is not None]
+    yield from (_tiled_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
+
+
+def _ways(allowed: Allowed) -> Iterator[dict[str, Any]]:
+    offload = allowed.offload_option
+    if offload is not None:
+        shares = _SHARES if offload.host_memory is not None else (1.0,)
+        yield from ({"policy": "full", "offload": replace(offload, fraction=share)} for share in shares)
+    yield {"policy": "full"}
+    yield {"policy": "full", "segment_size": "sqrt", "nested": True}
+
+
+def _with_least_head(subject: Subject, way: dict[str, Any]) -> Plan | None:
+    """Return the plan with a chunked head where that is allowed and the model has one; None where there is no plan."""
+    for head in ("chunked", "plain") if subject.allowed.head else ("plain",):
+        with suppress(HFCkptError):
+            return subject.resolve(**way, head=head)
+    return None
+
+
+def _tiled_where_possible(plan: Plan, subject: Subject) -> Plan:
+    stacks = tuple(
+        replace(
+            planned,
+            layers=tuple(
+                replace(entry, tiles="auto") if entry.segment is None and may_tile(layer, subject.allowed) else entry
+                for entry, layer in zip(planned.layers, stack.layers, strict=True)
+            ),
+        )
+        for planned, stack in zip(plan.stacks, subject.stacks, strict=True)
+    )
+    return replace(plan, stacks=stacks)
+
+
+@dataclass(frozen=True)
+class FittingSize:
+    """What fits on one device under one plan."""
+
+    plan: str
+    device: Device
+    budget_bytes: int
+    limit: Limit
+
+
+@dataclass(frozen=True)
+class FittingSizes:
+    """What fits."""
+
+    subject: Subject
+    is_length: bool  # Whether rows are counted in tokens, or micro-batches in rows.
+    rows: tuple[FittingSize, ...]  # By device and plan.
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "tokens" if self.is_length else "rows"
+
+
+def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: bool, say: Say) -> FittingSizes:
+    """Find the longest row or the largest micro-batch that fits.
+
+    `is_length`: rows in tokens, or micro-batches in rows.
+    """
+    search = longest_row if is_length else largest_batch
+    predictor = Predictor(subject, devices[0])
+    rows = []
+    for device in devices:
+        budget = budget_of(subject, device)
+        if is_length and is_auto(subject.recipe):
+            say(f"Searching what fits on {device.name}: {AUTO} ...")
+            rows.append(FittingSize(AUTO, device, budget, longest_row_of_all(predictor, budget).limit))
+        for name, plan in _plans(subject):
+            say(f"Searching what fits on {device.name}: {name} ...")
+            rows.append(FittingSize(name, device, budget, search(predictor, plan, budget)))
+    return FittingSizes(subject, is_length, tuple(rows))
+
+
+def _plans(subject: Subject) -> Iterator[tuple[str, Plan | None]]:
+    if subject.plan is not None:
+        yield RECIPE, subject.plan
+    yield "none", None
+    try:
+        yield "full", subject.resolve("full")
+    except HFCkptError:
+        # A model of which not every layer can be recomputed; its own plan is there.
+        return
+
+
+def sizes_table(found: FittingSizes) -> str:
+    """Return what fits as text."""
+    what = "longest row" if found.is_length else "largest micro-batch"
+    header = ("device", "plan", what, "peak", "budget")
+    body = [
+        (row.device.name, row.plan, _number(row, found), _peak(row), format_bytes(row.budget_bytes))
+        for row in found.rows
+    ]
+    lines = [f"hf-ckpt estimate {found.subject.title}", *facts(found.subject.facts), ""]
+    return "\n".join([*lines, *columns([header, *body], numeric=(2, 3, 4))])
+
+
+def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
+    """Return what fits as JSON types."""
+    return {
+        "recipe": found.subject.title,
+        "unit": found.unit,
+        "rows": [
+            {
+                "device": row.device.name,
+                "plan": row.plan,
+                "budget_bytes": row.budget_bytes,
+                "number": row.limit.number,
+                "peak_bytes": row.limit.peak_bytes,
+                "is_bound": row.limit.is_bound,
+            }
+            for row in found.rows
+        ],
+    }
+
+
+def _number(row: FittingSize, found: FittingSizes) -> str:
+    if not row.limit.number:
+        return "none"
+    more = " (all the model has positions for)" if row.limit.is_bound and found.is_length else ""
+    return f"{row.limit.number:,} {found.unit}{more}"
+
+
+def _peak(row: FittingSize) -> str:
+    return format_bytes(row.limit.peak_bytes) if row.limit.number else "-"
+
+
+_MARKS = {Fit.YES: "", Fit.PERHAPS: " ?", Fit.NO: " x"}
+_SHORTER, _LONGER, _GRID_ROWS = 2, 2, 4
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Peaks of one plan."""
+
+    name: str
+    lengths: tuple[int, ...]  # Tokens of a row.
+    rows: tuple[int, ...]
+    peaks: dict[tuple[int, int], int]  # Bytes by (length, rows).
+
+
+def grids(predictor: Predictor, say: Say) -> list[Grid]:
+    """Simulate the recipe at lengths and micro-batches around its own."""
+    subject = predictor.subject
+    lengths = _lengths(subject.step.seq_length, subject.longest)
+    rows = _powers(subject.step.batch_size)
+    plans: list[tuple[str, Plan | None]] = [("none", None)]
+    plans += [(RECIPE, subject.plan)] if subject.plan is not None else []
+    return [_grid(predictor, name, plan, lengths, rows, say) for name, plan in plans]
+
+
+def grid_table(found: Sequence[Grid], predictor: Predictor) -> str:
+    """Return grids as text; what does not fit on the device is marked."""
+    parts = []
+    for grid in found:
+        header = ("tokens", *(f"{rows} row{'s' if rows > 1 else ''}" for rows in grid.rows))
+        body = [(f"{length:,}", *_cells(grid, length, predictor)) for length in grid.lengths]
+        parts.append(f"{_TITLES[grid.name]}\n" + "\n".join(columns([header, *body], numeric=range(len(header)))))
+    marks = f"x: does not fit on {predictor.device.name}; ?: may fit, with nothing to spare"
+    return "\n\n".join([*parts, marks])
+
+
+def grid_as_json(found: Sequence[Grid]) -> list[dict[str, Any]]:
+    """Return grids as JSON types."""
+    return [
+        {
+            "plan": grid.name,
+            "peaks": [
+                {"seq_length": length, "batch_size": rows, "peak_bytes": peak}
+                for (length, rows), peak in grid.peaks.items()
+            ],
+        }
+        for grid in found
+    ]
+
+
+_TITLES = {"none": "Peak without checkpointing", RECIPE: "Peak under the recipe's plan"}
+
+
+def _grid(
+    predictor: Predictor, name: str, plan: Plan | None, lengths: Sequence[int], rows: Sequence[int], say: Say
+) -> Grid:
+    peaks = {}
+    for length in lengths:
+        for number in rows:
+            say(f"Simulating {name}: {number} x {length:,} tokens ...")
+            step = with_rows(with_length(predictor.subject.step, length), number)
+            peaks[length, number] = predictor.memory(plan, step).peak_bytes
+    return Grid(name, tuple(lengths), tuple(rows), peaks)
+
+
+def _cells(grid: Grid, length: int, predictor: Predictor) -> Iterator[str]:
+    for rows in grid.rows:
+        peak = grid.peaks[length, rows]
+        yield f"{format_bytes(peak)}{_MARKS[fit_of(peak, predictor.device)]}"
+
+
+def _lengths(own: int, longest: int | None) -> list[int]:
+    """Return the recipe's length, halves and doubles of it, up to what the model has positions for."""
+    around = {max(1, own >> power) for power in range(_SHORTER + 1)} | {own << power for power in range(_LONGER + 1)}
+    return sorted(length for length in around if longest is None or length <= max(longest, own))
+
+
+def _powers(own: int) -> list[int]:
+    return sorted({1 << power for power in range(_GRID_ROWS) if 1 << power <= max(_GRID_ROWS, own)} | {own})

@@ -21,13 +21,7 @@ _POINTS = 60
 
 
 def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
-    """Draw three pictures and yield their files: `path`, and the same with `-frontier` and `-checkpoints`.
-
-    Args:
-        found: the estimate.
-        path: a PNG.
-        say: is told what goes on.
-    """
+    """Draw three pictures and yield their files: `path`, and the same with `-frontier` and `-checkpoints`."""
     subject, device = found.subject, found.devices[0]
     steps, predictor = found.steps(), Predictor(subject, device)
     title = _title(subject, device)
@@ -50,15 +44,7 @@ def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
 
 
 def draw_planned(chain: Chain, steps: dict[str, StepMemory], path: Path, *, subject: Subject, device: Device) -> Path:
-    """Draw the frontier of a chain, with steps as marks, and return the file.
-
-    Args:
-        chain: of the subject.
-        steps: by the name of their plan.
-        path: a PNG.
-        subject: tells the title.
-        device: tells how much there is.
-    """
+    """Draw the frontier of a chain, with steps as marks, and return the file."""
     points = [(point.seconds, float(point.peak_bytes)) for point in frontier(chain, _POINTS)]
     draw_frontier(steps, Curve("planner", points), path, title=_title(subject, device), limit_bytes=device.memory_bytes)
     return path

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError, RecipeError
-from hf_ckpt.estimate.estimate import AUTO, FIXED, budget_of
-from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.estimate import FIXED, budget_of
+from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
+from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.estimate.tables import columns, exactness_as_json, facts, facts_of, format_seconds, memory_as_json
-from hf_ckpt.estimate.where import devices_for, usual_device_with
+from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.chain import Chain
-from hf_ckpt.planner.exactness import Exactness
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device, find_device, this_device
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -24,27 +24,16 @@ from hf_ckpt.units import Budget, format_bytes
 
 @dataclass(frozen=True)
 class PlannedRecipe:
-    """The plan of a recipe for a budget.
-
-    Args:
-        subject: the recipe's model and step.
-        device: whose speed was taken.
-        budget_bytes: that the step may use.
-        plan: the plan.
-        memory: what the step needs under it, simulated whole.
-        exactness: whether it is bitwise, and the time that takes.
-        chain: the step as the planner saw it.
-        fixed: what it needs under fixed modes that were simulated too.
-    """
+    """The plan of a recipe for a budget."""
 
     subject: Subject
-    device: Device
+    device: Device  # Whose speed was taken.
     budget_bytes: int
     plan: Plan
-    memory: StepMemory
-    exactness: Exactness | None
-    chain: Chain
-    fixed: dict[str, StepMemory]
+    memory: StepMemory  # What the step needs under it, simulated whole.
+    exactness: Exactness | None  # Whether it is bitwise, and the time that takes.
+    chain: Chain  # The step as the planner saw it.
+    fixed: dict[str, StepMemory]  # What it needs under fixed modes that were simulated too.
 
     def steps(self) -> dict[str, StepMemory]:
         """Return the simulated steps by name."""
@@ -54,15 +43,8 @@ class PlannedRecipe:
 def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> Device:
     """Return the device to plan for.
 
-    Args:
-        recipe: the recipe.
-        name: as the user wrote it; None takes this machine's GPU, or, where there is none and the budget is an amount,
-            a card that has as much.
-        budget: as the user wrote it, if at all.
-
-    Raises:
-        RecipeError: no device is known.
-        PolicyError: no device has that name.
+    `name`: as the user wrote it; None takes this machine's GPU, or, where there is none and the budget is an amount, a
+    card that has as much. `budget`: as the user wrote it, if at all.
     """
     if name is not None:
         return find_device(name)
@@ -82,15 +64,8 @@ def plan_recipe(
 ) -> PlannedRecipe:
     """Return the fastest plan that fits.
 
-    Args:
-        subject: the recipe's model and step.
-        device: whose speed is taken, and whose memory where the budget is none or a fraction.
-        budget: what the step may use; None takes the recipe's, or the device's memory less its reserve.
-        say: is told what goes on.
-        with_fixed: simulate the fixed modes too, for comparison.
-
-    Raises:
-        BudgetError: no plan fits; says what would.
+    `device`: whose speed is taken, and whose memory where the budget is none or a fraction. `budget`: what the step may
+    use; None takes the recipe's, or the device's memory less its reserve.
     """
     if budget is not None:
         subject = replace(subject, command_options={**subject.command_options, "memory_budget": budget.key})
@@ -158,3 +133,17 @@ def as_json(found: PlannedRecipe) -> dict[str, Any]:
         "exactness": None if found.exactness is None else exactness_as_json(found.exactness),
         "plan": json.loads(found.plan.to_json()),
     }
+
+
+def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """Return a recipe with the plan that policy `auto` chooses in place of the policy, and what was done, in words.
+
+    A recipe with another policy is returned as it is.
+    """
+    if recipe.checkpointing is None or not recipe.is_auto:
+        return recipe, []
+    subject, device = subject_of(recipe), devices_for(recipe, ())[0]
+    budget = budget_of(subject, device)
+    plan = Predictor(subject, device).planned(budget).plan
+    note = f"policy auto: the plan for {format_bytes(budget)} of {device.title}"
+    return replace(recipe, checkpointing=recipe.checkpointing.with_plan(plan)), [note]

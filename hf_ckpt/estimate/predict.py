@@ -5,53 +5,37 @@ What was simulated once is not simulated again: a plan's memory is the same unde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
-from hf_ckpt.estimate.overrides import written
-from hf_ckpt.estimate.subject import Subject
-from hf_ckpt.estimate.training_step import evaluation_step_of
-from hf_ckpt.planner.chain import NONE, Chain
-from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.search import Planned, plan_for
-from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.estimate.subject import Subject, evaluation_step_of, is_auto
+from hf_ckpt.planner.advice import as_keywords
+from hf_ckpt.planner.chain import Chain
+from hf_ckpt.planner.search import Planned, StepPlanner
+from hf_ckpt.policy.allowances import ALLOWANCES
+from hf_ckpt.policy.options import POLICY_OPTIONS
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.evaluation import simulate_evaluation
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, OF_AUTO
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 
 
 @dataclass
 class Predictor:
-    """Simulates the steps of one subject on one device, each once.
-
-    Args:
-        subject: what is estimated.
-        device: where.
-    """
+    """Predicts the steps of one subject on one device; each is simulated once."""
 
     subject: Subject
     device: Device
-    _known: dict[Any, StepMemory] = field(default_factory=dict)
 
     def memory(self, plan: Plan | None, step: Step | None = None) -> StepMemory:
-        """Return what a step needs.
-
-        Args:
-            plan: None, or a plan of the subject's model.
-            step: another step than the subject's.
-        """
-        subject = self.subject
-        wanted = None if plan is None or _does_nothing(plan) else plan
-        taken = step or subject.step
-        key = (wanted and wanted.digest(), taken.batch_size, taken.seq_length, taken.gradient_accumulation_steps)
-        if key not in self._known:
-            self._known[key] = simulate_step(subject.model, wanted, taken, self.device, **subject.structure)
-        return replace(self._known[key], plan=plan)
+        """Return what a step needs: the subject's own, or another one."""
+        return self._simulator.with_step(step or self.subject.step).memory(plan)
 
     def evaluation(self) -> StepMemory | None:
         """Return what a batch of the recipe's evaluation needs; None where it does not evaluate."""
@@ -59,41 +43,101 @@ class Predictor:
         step = None if subject.recipe is None else evaluation_step_of(subject.recipe, subject.step)
         if step is None:
             return None
-        return simulate_evaluation(subject.model, step, self.device, **subject.structure).memory
+        return self._simulator.with_step(step).evaluate().memory
 
-    @cached_property
+    @property
     def chain(self) -> Chain:
         """What each layer costs under each option."""
-        subject = self.subject
-        return chain_of(subject.model, subject.step, self.device, allowed=subject.allowed, **subject.structure)
+        return self._planner.chain
 
     def planned(self, budget_bytes: int, say: Callable[[str], None] | None = None, *, compare: bool = False) -> Planned:
-        """Return the fastest plan that fits a budget, with what it needs.
+        """Return the fastest plan that fits a budget. See `StepPlanner.plan_for`."""
+        return self._planner.plan_for(budget_bytes, compare=compare, write=partial(written, self.subject), say=say)
 
-        Args:
-            budget_bytes: that the step may use.
-            say: is told what goes on where nothing fits.
-            compare: see `plan_for`.
+    @cached_property
+    def _simulator(self) -> StepSimulator:
+        return self.subject.simulator(self.device)
 
-        Raises:
-            BudgetError: none fits; says what would.
-        """
-        subject = self.subject
-        return plan_for(
-            subject.model,
-            subject.step,
-            self.device,
-            budget_bytes,
-            chain=self.chain,
-            allowed=subject.allowed,
-            compare=compare,
-            write=partial(written, subject),
-            say=say,
-            **subject.structure,
-        )
+    @cached_property
+    def _planner(self) -> StepPlanner:
+        return StepPlanner(self._simulator, allowed=self.subject.allowed)
 
 
-def _does_nothing(plan: Plan) -> bool:
-    """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
-    entries = {replace(layer, why="") for stack in plan.stacks for layer in stack.layers}
-    return entries <= {NONE} and plan.head is HeadMode.PLAIN
+_USUAL = ("rtx4090", "a6000", "a100-80gb")
+"""One card each with 24, 48 and 80 GB, for where no device was named and there is none."""
+
+_LARGER = ("h200", "b200")
+
+
+def devices_for(recipe: Recipe | None, names: Sequence[str]) -> tuple[Device, ...]:
+    """Return the devices to estimate for.
+
+    Args:
+        recipe: the recipe; one that trains on the CPU is estimated for it.
+        names: of devices, as the user wrote them; where there are none, this machine's GPU, else one card of each
+            usual size.
+
+    Raises:
+        PolicyError: a name is not known.
+    """
+    if names:
+        return tuple(find_device(name) for name in names)
+    if recipe is not None and recipe.training.get("use_cpu"):
+        return (CPU,)
+    own = this_device()
+    return (own,) if own.is_cuda else tuple(find_device(name) for name in _USUAL)
+
+
+def usual_device_with(num_bytes: int) -> Device:
+    """Return the smallest card of a few usual ones that has so much memory, or the largest of them."""
+    cards = [find_device(name) for name in (*_USUAL, *_LARGER)]
+    return next((card for card in cards if card.memory_bytes >= num_bytes), cards[-1])
+
+
+_OF_TRAINING = ("per_device_train_batch_size", "gradient_accumulation_steps", "optim")
+_OF_STEPS = {"max_length": "seq_length", "row_length": "seq_length", "per_device_train_batch_size": "batch_size"}
+"""Names of the fields of `Step`, which a model without a recipe is asked about with."""
+
+
+def written(subject: Subject, options: Mapping[str, object]) -> str:
+    """Return options as overrides of a subject's recipe, such as `checkpointing.memory_budget=22GiB`.
+
+    Args:
+        subject: of a recipe; for that of a model, keyword arguments are returned.
+        options: by the names of `hf_ckpt.planner.advice.Write`.
+    """
+    if subject.recipe is None:
+        return as_keywords({_OF_STEPS.get(name, name): value for name, value in options.items()})
+    return " ".join(_parts(subject, options))
+
+
+def _parts(subject: Subject, options: Mapping[str, object]) -> Iterator[str]:
+    given = subject.command_options
+    if any(name in (*OF_AUTO, *ALLOWANCES) and name not in ("max_length", *given) for name in options):
+        yield from _policy_auto(subject)
+    for name, value in options.items():
+        if name in given:
+            yield f"{given[name]} {value}"
+        elif name == "row_length":
+            assert isinstance(value, int), "tokens are counted"
+            yield f"data.max_length={value // _rows(subject)}"
+        else:
+            section = "data" if name == "max_length" else "training" if name in _OF_TRAINING else "checkpointing"
+            yield f"{section}.{name}={value}"
+
+
+def _policy_auto(subject: Subject) -> Iterator[str]:
+    """Yield what leaves the plan to the planner, where the recipe has a policy of its own."""
+    assert subject.recipe is not None, "a model has no overrides"
+    if is_auto(subject.recipe):
+        return
+    yield f"checkpointing.policy={AUTO}"
+    for name in POLICY_OPTIONS:
+        if name not in ALLOWANCES and (subject.recipe.checkpointing or NO_CHECKPOINTING).get(name):
+            yield f"checkpointing.{name}={'false' if name == 'skip_frozen' else 'null'}"
+
+
+def _rows(subject: Subject) -> int:
+    """Return how many examples are packed into a row."""
+    assert subject.recipe is not None, "a model has no overrides"
+    return max(1, subject.step.seq_length // int(subject.recipe.data.get("max_length", DEFAULT_MAX_LENGTH)))

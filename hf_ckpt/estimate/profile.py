@@ -18,8 +18,7 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, random_model, subject_of
 from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds, memory_as_json
-from hf_ckpt.loading.model import build_model
-from hf_ckpt.loading.model_config import find_config
+from hf_ckpt.loading.model import build_model, find_config
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
@@ -35,36 +34,18 @@ _PHASES = ("forward", "recomputation", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Measured:
-    """A step as it was run and as it was predicted.
+    """A step as it was run and as it was predicted."""
 
-    Args:
-        subject: the recipe's model and step; one micro-batch of it was run.
-        device: with the rates that were measured.
-        profile: what was measured.
-        predicted: what was predicted with these rates.
-    """
-
-    subject: Subject
-    device: Device
-    profile: Profile
-    predicted: StepMemory
+    subject: Subject  # The recipe's model and step; one micro-batch of it was run.
+    device: Device  # With the rates that were measured.
+    profile: Profile  # What was measured.
+    predicted: StepMemory  # What was predicted with these rates.
 
 
 def measure(
     recipe: Recipe, say: Callable[[str], None], *, num_steps: int, trace: Path | None, folder: Path
 ) -> Measured:
-    """Run a recipe's step with one micro-batch, under its plan.
-
-    Args:
-        recipe: the recipe.
-        say: is told what goes on.
-        num_steps: how many steps to measure.
-        trace: the file to write a trace to, if any.
-        folder: for what lasts no longer than this.
-
-    Raises:
-        RecipeError: the step does not fit on this machine's device, or its weights are not to be had.
-    """
+    """Run a recipe's step with one micro-batch, under its plan. `trace`: the file to write a trace to, if any."""
     subject = subject_of(recipe)
     subject = replace(subject, step=replace(subject.step, gradient_accumulation_steps=1))
     say("Measuring the device ...")

@@ -5,36 +5,39 @@ recipe -> config -> model on `meta`, in the dtype that weights are loaded in -> 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig, TrainingArguments
 
+from hf_ckpt.auto.batch_bounds import Batch
+from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
-from hf_ckpt.estimate.training_step import step_of, training_value
-from hf_ckpt.loading.model import made, with_adapter
-from hf_ckpt.loading.model_config import Found, find_config
+from hf_ckpt.loading.model import Found, find_config, made, with_adapter
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
-from hf_ckpt.policy.allowances import Allowed, allowed_by, granted_by
-from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.allowances import Allowed, allowed_in
+from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
-from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.schema import POLICY_OPTIONS
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
-from hf_ckpt.trainer.input_gradients import InputGradients, choose
+from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
-_STRUCTURE = ("layers", "attention", "ffn")
 # Initial values made from the weights need the weights, and change no size.
 _NEEDS_WEIGHTS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 _SDPA = "sdpa"
@@ -74,6 +77,10 @@ class Subject:
     def class_name(self) -> str:
         """Name of the model's own class, whatever adapters stand around it."""
         return _class_name(self.model)
+
+    def simulator(self, device: Device) -> StepSimulator:
+        """Return what simulates the step on a device."""
+        return StepSimulator(self.model, self.step, device, self.structure)
 
     def resolve(self, policy: object, **options: Any) -> Plan:
         """Return what a policy means for this model.
@@ -117,11 +124,11 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     base = _base(recipe, found, attention, torch.device("meta"))
     model: Any = _adapted(_quantised(base, recipe, found), recipe, low_cpu_mem_usage=True)
     model.train()
-    checkpointing = recipe.checkpointing or {}
-    names = {key: checkpointing[key] for key in _STRUCTURE if key in checkpointing} | dict(structure or {})
+    checkpointing = recipe.checkpointing or NO_CHECKPOINTING
+    names = checkpointing.structure | dict(structure or {})
     stacks = find_layers(model, **names)
     if recipe.checkpointing is not None:
-        _require_input_gradients(model, stacks, checkpointing.get("input_require_grads"))
+        _require_input_gradients(model, stacks, checkpointing.input_require_grads)
     subject = Subject(
         title=_shown(recipe.path),
         model=model,
@@ -129,12 +136,12 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         stacks=stacks,
         facts=(*_facts(recipe, found, model, step), *(("changed", note) for note in notes)),
         structure=names,
-        allowed=allowed_by(checkpointing) if is_auto(recipe) else Allowed(),
+        allowed=checkpointing.allowed,
         longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         recipe=recipe,
     )
     plan = _own_plan(subject, recipe)
-    return replace(subject, plan=plan, allowed=subject.allowed if plan is None else granted_by(plan))
+    return replace(subject, plan=plan, allowed=subject.allowed if plan is None else allowed_in(plan))
 
 
 def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> Subject:
@@ -150,7 +157,7 @@ def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> 
 
 def is_auto(recipe: Recipe | None) -> bool:
     """Whether a recipe leaves its plan to the planner."""
-    return recipe is not None and (recipe.checkpointing or {}).get("policy") == AUTO
+    return recipe is not None and recipe.is_auto
 
 
 def _own_plan(subject: Subject, recipe: Recipe) -> Plan | None:
@@ -161,8 +168,7 @@ def _own_plan(subject: Subject, recipe: Recipe) -> Plan | None:
         return subject.resolve("full") if own else None
     if is_auto(recipe):
         return None
-    options = {key: checkpointing[key] for key in POLICY_OPTIONS if key in checkpointing}
-    return subject.resolve(checkpointing["policy"], **options)
+    return subject.resolve(checkpointing.policy, **checkpointing.policy_options)
 
 
 # --- The model. ---
@@ -249,7 +255,7 @@ def _adapted(model: nn.Module, recipe: Recipe, **options: Any) -> nn.Module:
 
 def _require_input_gradients(model: nn.Module, stacks: tuple[Stack, ...], asked: bool | None) -> None:
     """Do with the embeddings' output what the callback does: where it needs gradients, the first layer holds more."""
-    is_on = choose(model, stacks, asked)
+    is_on = choose_input_gradients(model, stacks, asked)
     if is_on is not None:
         InputGradients(model, is_on)
 
@@ -299,3 +305,62 @@ def _class_name(model: Any) -> str:
 def _shown(path: Path) -> str:
     """Return a path as the user would write it here."""
     return path.as_posix() if not path.is_absolute() else Path(os.path.relpath(path)).as_posix()
+
+
+def step_of(recipe: Recipe, sharding: Sharding) -> Step:
+    """Return the step of a recipe, with rows of `data.max_length` tokens.
+
+    Args:
+        recipe: the recipe.
+        sharding: the engine, and how many ranks share.
+
+    Raises:
+        RecipeError: the recipe asks for something that is not simulated.
+    """
+    for name, (without, reason) in NOT_SIMULATED.items():
+        if recipe.training.get(name):
+            raise RecipeError(
+                f"training.{name} = {recipe.training[name]} cannot be simulated: {reason}. Simulate without it "
+                f"(training.{name}={without})."
+            )
+    batch_size = training_value(recipe, "per_device_train_batch_size")
+    length = int(recipe.data.get("max_length", DEFAULT_MAX_LENGTH))
+    is_packed = bool(recipe.data.get("packing", False))
+    batch = Batch(
+        # The examples of a packed micro-batch are one row.
+        rows=1 if is_packed else batch_size,
+        length=length * batch_size if is_packed else length,
+        is_padded=not is_packed and batch_size > 1,
+        is_packed=is_packed,
+    )
+    optim_arguments = {name: recipe.training[name] for name in OPTIMIZER_FIELDS if name in recipe.training}
+    is_proven = (recipe.checkpointing or NO_CHECKPOINTING).is_proven
+    return step_from(partial(training_value, recipe), batch, sharding, optim_arguments, is_proven=is_proven)
+
+
+def evaluation_step_of(recipe: Recipe, step: Step) -> Step | None:
+    """Return a batch of the recipe's evaluation, or None where it does not evaluate.
+
+    Args:
+        recipe: the recipe.
+        step: its training step.
+    """
+    training = recipe.training
+    is_asked = training.get("eval_strategy", "no") != "no" or training.get("do_eval") or training.get("eval_on_start")
+    if not is_asked:
+        return None
+    rows = training_value(recipe, "per_device_eval_batch_size")
+    length = int(recipe.data.get("max_length", DEFAULT_MAX_LENGTH))
+    if step.is_packed:
+        return replace(step, seq_length=length * rows)
+    return replace(step, batch_size=rows, is_padded=rows > 1)
+
+
+def training_value(recipe: Recipe, name: str) -> Any:
+    """Return a field of the `training` section, or the default of `TrainingArguments`."""
+    value = recipe.training.get(name)
+    return _defaults()[name] if value is None else value
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}

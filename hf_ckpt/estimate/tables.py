@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import platform
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_ckpt.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
-from hf_ckpt.loading.versions import versions
-from hf_ckpt.planner.exactness import Exactness
+from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation.devices import Device, reserve, this_device
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -84,12 +85,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
 
 
 def to_json(read: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return JSON text, with the command that made it and the versions that it holds for.
-
-    Args:
-        read: what was found.
-        words: of the command line.
-    """
+    """Return JSON text, with the command that made it and the versions that it holds for."""
     command = shlex.join(["hf-ckpt", *words])
     return json.dumps({"command": command, "versions": versions(), **read}, indent=1, allow_nan=False)
 
@@ -300,3 +296,17 @@ def _row_as_json(found: Estimate, row: Row) -> dict[str, Any]:
         read["fits"] = {device.name: str(fit_of(row.memory.peak_bytes, device)) for device in devices}
         read["plan"] = None if row.memory.plan is None else json.loads(row.memory.plan.to_json())
     return read
+
+
+_PACKAGES = ("hf_ckpt", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed, by name."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -14,46 +14,35 @@ from transformers import TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
+from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.loading.dataset import PreparedData
 from hf_ckpt.loading.engine import Engine, asked_engine
-from hf_ckpt.planner.search import plan_for
+from hf_ckpt.planner.search import StepPlanner
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, this_device
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.trainer import ranks
-from hf_ckpt.trainer.input_gradients import InputGradients, choose
-from hf_ckpt.units import parse_budget
+from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What an optimizer step takes under its fastest plan.
+    """What an optimizer step takes under its fastest plan."""
 
-    Args:
-        seconds_per_token: predicted, padding included.
-        peak_bytes: predicted.
-    """
-
-    seconds_per_token: float
-    peak_bytes: int
+    seconds_per_token: float  # Predicted, padding included.
+    peak_bytes: int  # Predicted.
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """How the rows of an optimizer step are divided.
-
-    Args:
-        rows: of a micro-batch.
-        times: micro-batches in a step.
-        priced: what the step takes.
-    """
+    """How the rows of an optimizer step are divided."""
 
     rows: int
-    times: int
-    priced: Priced
+    times: int  # Micro-batches in a step.
+    priced: Priced  # What the step takes.
 
 
 def choose_micro_batch(
@@ -61,13 +50,7 @@ def choose_micro_batch(
 ) -> MicroBatch:
     """Return the division of a step's rows that takes the least time for each token; of equal ones the smallest.
 
-    Args:
-        rows_of_step: rows of an optimizer step on one process.
-        price: of so many rows and so many micro-batches; raises `BudgetError` where no plan fits.
-        say: is told of each division that was simulated.
-
-    Raises:
-        BudgetError: a single row does not fit.
+    `price`: of so many rows and so many micro-batches; raises `BudgetError` where no plan fits.
     """
     best: MicroBatch | None = None
     for rows in _divisors(rows_of_step):
@@ -125,41 +108,32 @@ def step_of_batch(step: Step, batch: Batch, times: int) -> Step:
 def with_micro_batch(recipe: Recipe, args: TrainingArguments, data: PreparedData, say: Callable[[str], None]) -> Recipe:
     """Return a recipe with the micro-batch that is left to us. Process 0 chooses it for all.
 
-    Args:
-        recipe: the recipe.
-        args: as the recipe says; the rows of a step are taken from them.
-        data: its longest examples are planned for.
-        say: is told what goes on.
-
-    Raises:
-        BudgetError: a single row does not fit.
-        RecipeError: the recipe cannot be simulated.
-        OtherProcessError: one of these was raised in process 0.
+    `args`: as the recipe says; the rows of a step are taken from them.
     """
     rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
 
     def chosen() -> int:
         return choose_micro_batch(rows_of_step, _price(recipe, args, data), say).rows
 
-    rows = ranks.told_by_rank_0(chosen, args.ddp_timeout, "choosing the micro-batch")
+    rows = store.broadcast_result(chosen, args.ddp_timeout, "choosing the micro-batch")
     sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": rows_of_step // rows}
     return replace(recipe, training={**recipe.training, **sizes})
 
 
 def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], Priced]:
     subject, device = subject_of(recipe, launch_of(args)), device_of(args)
-    checkpointing = recipe.checkpointing or {}
-    is_on = choose(subject.model, subject.stacks, checkpointing.get("input_require_grads"))
+    checkpointing = recipe.checkpointing or NO_CHECKPOINTING
+    is_on = choose_input_gradients(subject.model, subject.stacks, checkpointing.input_require_grads)
     if is_on is not None:
         InputGradients(subject.model, is_on)
-    written = checkpointing.get("memory_budget")
-    budget = budget_bytes(None if written is None else parse_budget(written), device, subject.model, None)
+    budget = budget_bytes(checkpointing.budget, device, subject.model, None)
 
     def price(rows: int, times: int) -> Priced:
-        batch = largest_batch(data.train, data.collator, rows, checkpointing.get("max_length"))
+        batch = largest_batch(data.train, data.collator, rows, checkpointing.max_length)
         assert batch is not None, "a recipe's data is tokenised"
         step = step_of_batch(subject.step, batch, times)
-        memory = plan_for(subject.model, step, device, budget, allowed=subject.allowed, **subject.structure).memory
+        simulator = subject.simulator(device).with_step(step)
+        memory = StepPlanner(simulator, allowed=subject.allowed).plan_for(budget).memory
         return Priced(memory.time.total / step.tokens, memory.peak_bytes)
 
     return price
@@ -167,27 +141,21 @@ def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Calla
 
 def is_asked(recipe: Recipe) -> bool:
     """Whether a recipe leaves its micro-batch to us."""
-    return (recipe.checkpointing or {}).get("micro_batch") == "auto"
+    return recipe.checkpointing is not None and recipe.checkpointing.chooses_micro_batch
 
 
 def check_auto(recipe: Recipe, args: TrainingArguments) -> None:
-    """Refuse a recipe whose policy `auto` has no budget on this machine, before anything is loaded.
-
-    Raises:
-        PolicyError: there is no budget on a CPU, or it is more than the device has.
-        RecipeError: the micro-batch is left to us, and to the Trainer as well.
-    """
-    checkpointing = recipe.checkpointing or {}
-    if checkpointing.get("policy") != "auto":
+    """Refuse a recipe whose policy `auto` has no budget on this machine, before anything is loaded."""
+    if recipe.checkpointing is None or not recipe.is_auto:
         return
     if is_asked(recipe) and args.auto_find_batch_size:
         raise RecipeError(
             "checkpointing.micro_batch is auto, and training.auto_find_batch_size is true: both choose the batch. Set "
             "training.auto_find_batch_size=false."
         )
-    written, device = checkpointing.get("memory_budget"), device_of(args)
-    if written is not None or not device.is_cuda:
-        check_budget(None if written is None else parse_budget(written), device)
+    budget, device = recipe.checkpointing.budget, device_of(args)
+    if budget is not None or not device.is_cuda:
+        check_budget(budget, device)
 
 
 def describe_batch(args: TrainingArguments) -> str:

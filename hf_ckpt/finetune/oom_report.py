@@ -2,29 +2,213 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch
+from hf_ckpt.auto.batch_bounds import Batch, batch_of
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, subject_of
-from hf_ckpt.finetune.failure import MUCH, Failure, Figures, Part, RunWatch, part_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device, reserve
-from hf_ckpt.simulation.evaluation import simulate_evaluation
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes
+
+MUCH = 0.05
+"""Share of what is allocated from which on fragments, growth and errors of a prediction are worth a word."""
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+
+
+class Part(StrEnum):
+    """The part of a run that went out of memory."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTATION = "recomputation in backward"
+    OPTIMIZER = "optimizer step"
+    EVALUATION = "evaluation"
+    ELSEWHERE = "run, outside of its steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the allocator said when it gave up, in bytes; None where it did not say."""
+
+    wanted: int | None = None  # What was asked for last.
+    capacity: int | None = None
+    allocated: int | None = None  # What tensors have.
+    unused: int | None = None  # What the allocator holds beside that.
+
+    @classmethod
+    def of(cls, message: str) -> Figures:
+        """Read them off the message of `torch.OutOfMemoryError`."""
+        return cls(
+            wanted=_amount(rf"Tried to allocate {_AMOUNT}", message),
+            capacity=_amount(rf"total capacity of {_AMOUNT}", message),
+            allocated=_amount(rf"{_AMOUNT} is allocated by PyTorch", message),
+            unused=_amount(rf"{_AMOUNT} is reserved by PyTorch but unallocated", message),
+        )
+
+    def describe(self) -> str:
+        """Return them in words, or that nothing is known."""
+        if self.allocated is None:
+            return "The allocator gave no figures."
+        unused = f" and {format_bytes(self.unused)} reserved without being used" if self.unused is not None else ""
+        of = f", of {format_bytes(self.capacity)}" if self.capacity is not None else ""
+        more = f"; {format_bytes(self.wanted)} more were asked for" if self.wanted is not None else ""
+        return f"{format_bytes(self.allocated)} were allocated{unused}{of}{more}."
+
+
+def _amount(pattern: str, message: str) -> int | None:
+    found = re.search(pattern, message)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+def part_of(traceback: TracebackType | None) -> Part:
+    """Return the part of a run that an error was raised in."""
+    frames = list(_frames(traceback))
+    modules = [module for module, _ in frames]
+    if any(module == "transformers.trainer" and name == "prediction_step" for module, name in frames):
+        return Part.EVALUATION
+    backward = next((at for at, (module, name) in enumerate(frames) if _runs_backward(module, name)), None)
+    if backward is not None:
+        again = any(module.startswith(("torch.utils.checkpoint", "hf_ckpt.regions")) for module in modules[backward:])
+        return Part.RECOMPUTATION if again else Part.BACKWARD
+    if any(module.startswith(("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad")) for module in modules):
+        return Part.OPTIMIZER
+    if any(module == "transformers.trainer" and name == "training_step" for module, name in frames):
+        return Part.FORWARD
+    return Part.ELSEWHERE
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
+    while traceback is not None:
+        frame = traceback.tb_frame
+        yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        traceback = traceback.tb_next
+
+
+def _runs_backward(module: str, name: str) -> bool:
+    return module == "torch.autograd.graph" and name == "_engine_run_backward"
+
+
+# --- What a run tells of itself. ---
+
+
+def allocated_bytes() -> int | None:
+    """Return what tensors have on the device; None where nothing counts it."""
+    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
+
+
+@dataclass(eq=False)
+class RunWatch(TrainerCallback):
+    """Notes what a run was doing: the last batch, the step, and what stays allocated from step to step."""
+
+    allocated: Callable[[], int | None] = allocated_bytes  # Tells what tensors have on the device.
+    batch: Batch | None = None  # The one that the model was given last.
+    num_steps: int = 0  # Optimizer steps that have begun.
+    after_steps: list[int] = field(default_factory=list)
+    """What stayed allocated after the second step and after the last one."""
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Look at the inputs of a model while this is entered."""
+        handle = model.register_forward_pre_hook(partial(_note_batch, self), with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the step."""
+        self.num_steps = state.global_step + 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note what stays."""
+        # The first step makes the optimizer's state.
+        if state.global_step > 1 and (now := self.allocated()) is not None:
+            self.after_steps = [*self.after_steps[:1], now]
+
+    @property
+    def grown_bytes(self) -> int:
+        """What stays allocated after a step more than it did at first."""
+        return self.after_steps[-1] - self.after_steps[0] if self.after_steps else 0
+
+
+def _note_batch(watch: RunWatch, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    watch.batch = batch_of(args, kwargs) or watch.batch
+
+
+# --- What to say. ---
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that went out of memory."""
+
+    part: Part  # Where.
+    figures: Figures  # How much.
+    watch: RunWatch  # What the run was doing.
+    planned_for: Batch | None = None  # The largest batch that a plan was made for, under policy `auto`.
+
+    def head(self) -> str:
+        """Return where it happened and how much was allocated, in words."""
+        batch = "" if self.watch.batch is None else f", with a batch of {self.watch.batch.describe()}"
+        step = f" of step {self.watch.num_steps}" if self.watch.num_steps and self.part is not Part.EVALUATION else ""
+        return f"Out of memory in the {self.part}{step}{batch}. {self.figures.describe()}"
+
+    def causes(self, predicted: StepMemory | None) -> Iterator[str]:
+        """Yield what probably brought it about, each with what helps against it.
+
+        `predicted`: the step with this batch under the plan in force; None where it cannot be simulated.
+        """
+        batch, planned_for, figures = self.watch.batch, self.planned_for, self.figures
+        if batch is not None and planned_for is not None and not planned_for.holds(batch):
+            yield (
+                f"a larger batch than the plan was made for ({planned_for.describe()}): tell the longest example, "
+                f"checkpointing.max_length={batch.length}"
+            )
+        if figures.unused is not None and figures.unused > max(figures.wanted or 0, MUCH * (figures.allocated or 0)):
+            yield (
+                "fragmentation: what the allocator holds without using it would have been enough, but in pieces. Set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+            )
+        if self.watch.grown_bytes > MUCH * (figures.allocated or max(self.watch.after_steps, default=0)):
+            yield (
+                f"something grows: {format_bytes(self.watch.grown_bytes)} more stay allocated after step "
+                f"{self.watch.num_steps - 1} than after step 2. Look for what is collected on the device, such as "
+                "losses or outputs that are kept with their graph"
+            )
+        elif predicted is not None and _is_beyond(figures, predicted):
+            yield (
+                f"something beside the step: it is predicted to need {format_bytes(predicted.peak_bytes)}. See what "
+                "else this process holds on the device"
+            )
+
+
+def _is_beyond(figures: Figures, predicted: StepMemory) -> bool:
+    return figures.allocated is not None and figures.allocated > (1 + MUCH) * predicted.peak_bytes
+
 
 _STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)
 
@@ -37,18 +221,7 @@ def explained(
     facts: Callable[[], tuple[Plan | None, Batch | None]],
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Turn `torch.OutOfMemoryError` into an error that says where, why, and what would fit.
-
-    Args:
-        trainer: the run.
-        recipe: what it carries out, with the sizes that it really has.
-        watch: among the Trainer's callbacks.
-        facts: tells the plan that is in force, and the largest batch that policy `auto` planned for.
-        say: is told what goes on.
-
-    Raises:
-        OutOfMemoryError: the run went out of memory.
-    """
+    """Turn `torch.OutOfMemoryError` into an error that says where, why, and what would fit."""
     model: Any = trainer.model
     try:
         with watch.on(model):
@@ -61,15 +234,7 @@ def explained(
 
 
 def explanation(failure: Failure, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device) -> str:
-    """Return what there is to say of a failure, in paragraphs.
-
-    Args:
-        failure: what is known of it.
-        recipe: what was carried out.
-        args: the run's.
-        plan: what was in force.
-        device: where.
-    """
+    """Return what there is to say of a failure, in paragraphs. `device`: where."""
     try:
         lines = list(_simulated(failure, recipe, args, plan, device))
     except HFCkptError as error:
@@ -126,7 +291,7 @@ def _auto(predictor: Predictor, budget: int) -> str:
 
 def _evaluation_peak(subject: Subject, device: Device, step: Step, rows: int) -> int:
     batch = replace(step, batch_size=rows, is_padded=step.is_padded and rows > 1)
-    return simulate_evaluation(subject.model, batch, device, **subject.structure).memory.peak_bytes
+    return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
 
 
 def _evaluation_that_fits(peak: Callable[[int], int], rows: int, usable: int) -> str:

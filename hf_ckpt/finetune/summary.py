@@ -13,31 +13,18 @@ from hf_ckpt.units import format_bytes
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did.
-
-    Attributes:
-        title: the recipe.
-        plan: what was in force, or None without a policy.
-        figures: `HFCkptCallback.report()`.
-        log_history: the Trainer's.
-        saved: folder that holds the adapter or the model.
-        is_adapter: whether it is an adapter.
-        merged: folder of the merged model, if one was written.
-        engine: what ran on how many processes, and what it sharded, in words.
-        verdict: that what was saved is complete, in words.
-        batch: rows of an optimizer step over all processes, in words.
-    """
+    """What a run did."""
 
     title: str
-    plan: Plan | None
-    figures: Mapping[str, float]
-    log_history: Sequence[Mapping[str, Any]]
-    saved: Path
-    is_adapter: bool
-    merged: Path | None = None
-    engine: str | None = None
-    verdict: str | None = None
-    batch: str | None = None
+    plan: Plan | None  # What was in force, or None without a policy.
+    figures: Mapping[str, float]  # `HFCkptCallback.report()`.
+    log_history: Sequence[Mapping[str, Any]]  # The Trainer's.
+    saved: Path  # Folder that holds the adapter or the model.
+    is_adapter: bool  # Whether it is an adapter.
+    merged: Path | None = None  # Folder of the merged model, if one was written.
+    engine: str | None = None  # What ran on how many processes, and what it sharded, in words.
+    verdict: str | None = None  # That what was saved is complete, in words.
+    batch: str | None = None  # Rows of an optimizer step over all processes, in words.
 
     def table(self) -> str:
         """Return the summary as a table of two columns."""

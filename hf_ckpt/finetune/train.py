@@ -19,14 +19,13 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, se
 
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.distributed.together import Together
+from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.finetune import full_disk
-from hf_ckpt.finetune.failure import RunWatch
+from hf_ckpt.finetune import termination
 from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
-from hf_ckpt.finetune.oom_report import explained
+from hf_ckpt.finetune.oom_report import RunWatch, explained
 from hf_ckpt.finetune.summary import RunSummary
-from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.loading.dataset import PreparedData, check_packing, describe_example, prepare, sample_prompt_ids
 from hf_ckpt.loading.engine import (
     check_engine_runs,
     check_engine_suits,
@@ -38,14 +37,12 @@ from hf_ckpt.loading.engine import (
 )
 from hf_ckpt.loading.examples import decode
 from hf_ckpt.loading.model import build_model, holds_weights, load_base, rehearse
-from hf_ckpt.loading.packing import check_packing
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
-from hf_ckpt.recipe.schema import OF_RECIPES
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
@@ -54,57 +51,41 @@ _REPETITION_PENALTY = 1.2
 
 
 def finetune(
-    recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = False, together: Together | None = None
+    recipe: Recipe, *, is_resumed: bool = False, is_merged: bool = False, processes: LaunchedProcesses | None = None
 ) -> RunSummary:
     """Carry out a recipe and print what a person wants to know of it.
 
     Writes the adapter or the model, the tokenizer and the plan to `training.output_dir`. The base recipe is carried
     out first where its result is missing. With several processes, all of them call this.
 
-    Args:
-        recipe: the recipe.
-        is_resumed: go on from the newest complete checkpoint in `training.output_dir`.
-        is_merged: write the base model with the adapter merged into it to `<output_dir>/merged` as well.
-        together: the processes of this run, where somebody has brought them together already.
-
-    Returns:
-        What the run did.
-
-    Raises:
-        RecipeError: the recipe does not suit this machine, its engine, its model or its output folder.
-        DiskFullError: a disk is full.
-        DataError: the data cannot be used.
-        PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
-        SavedFilesError: what was saved is not the whole adapter or model.
-        OutOfMemoryError: the device's memory was not enough; says what would fit.
-        OtherProcessError: one of these was raised in another process.
+    `processes`: of this run, where somebody has joined them already.
     """
-    if together is None:
-        with Together() as together:
-            return finetune(recipe, is_resumed=is_resumed, is_merged=is_merged, together=together)
-    with together.stage("checking the recipe"):
+    if processes is None:
+        with LaunchedProcesses() as processes:
+            return finetune(recipe, is_resumed=is_resumed, is_merged=is_merged, processes=processes)
+    with processes.stage("checking the recipe"):
         args = _checked_arguments(recipe, is_merged=is_merged)
         checkpoint = _checkpoint_to_resume(args) if is_resumed else None
         with on_one_process():
             _check_optimizer(args, rehearse(recipe, _section_with_shape(recipe)))
-    together.wait_for(args.ddp_timeout)
-    together.check_same(_shown(checkpoint) if checkpoint else "none", "The checkpoint to go on from")
-    _make_base(recipe, args, together)
-    tokenizer, data = _prepare(recipe, args, together)
+    processes.set_timeout(args.ddp_timeout)
+    processes.check_same(_shown(checkpoint) if checkpoint else "none", "The checkpoint to go on from")
+    _make_base(recipe, args, processes)
+    tokenizer, data = _prepare(recipe, args, processes)
     if is_asked(recipe):
         _say(args, "Choosing the micro-batch:")
-        with together.stage("choosing the micro-batch"):
+        with processes.stage("choosing the micro-batch"):
             recipe = with_micro_batch(recipe, args, data, lambda text: _say(args, f"  {text}"))
             args = training_arguments(recipe)
     _say(args, f"Batch: {describe_batch(args)}")
-    with together.stage("building the model"), full_disk.named(Path(HF_HOME)):
+    with processes.stage("building the model"), termination.named(Path(HF_HOME)):
         trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
     # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
-    with _failing_gracefully(args), _explaining(trainer, recipe, callback), full_disk.named(_output_dir(args)):
+    with _failing_gracefully(args), _explaining(trainer, recipe, callback), termination.named(_output_dir(args)):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    with together.stage("saving the model"), full_disk.named(_output_dir(args)):
+    with processes.stage("saving the model"), termination.named(_output_dir(args)):
         _save(trainer, expected)
-    with together.stage("merging the adapter"), full_disk.named(_output_dir(args)):
+    with processes.stage("merging the adapter"), termination.named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
     summary = RunSummary(
         title=_shown(recipe.path),
@@ -118,13 +99,13 @@ def finetune(
         verdict=expected.verdict(),
         batch=describe_batch(args),
     )
-    with together.stage("writing a sample"):
+    with processes.stage("writing a sample"):
         sample = _sample(trainer, tokenizer, sample_prompt_ids(data)) if _takes_part(trainer) else ""
     if _is_main(args):
         _say(args, sample)
         _say(args, summary.table())
     # What follows may read what this run wrote.
-    with together.stage("pushing to the hub"):
+    with processes.stage("pushing to the hub"):
         if args.push_to_hub:
             trainer.push_to_hub()
     return summary
@@ -211,18 +192,18 @@ def _section_with_shape(recipe: Recipe) -> Values:
     return recipe.model if base is None else _section_with_shape(base)
 
 
-def _make_base(recipe: Recipe, args: TrainingArguments, together: Together) -> None:
+def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProcesses) -> None:
     """Carry out the base recipe where its weights are missing. With several processes, all of them do so together."""
-    with together.stage("looking for the base model"), full_disk.named(Path(HF_HOME)):
+    with processes.stage("looking for the base model"), termination.named(Path(HF_HOME)):
         base = _missing_base(recipe)
         if base is not None:
             # Data that cannot be had is told now, not when the base is done.
             load_splits(recipe.data)
-    together.check_same("there" if base is None else "not there", str(recipe.model.get("name_or_path")))
+    processes.check_same("there" if base is None else "not there", str(recipe.model.get("name_or_path")))
     if base is None:
         return
     _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {_shown(base.path)}.")
-    finetune(base, together=together)
+    finetune(base, processes=processes)
     _say(args, f"Now {_shown(recipe.path)}.")
 
 
@@ -230,13 +211,13 @@ def _make_base(recipe: Recipe, args: TrainingArguments, together: Together) -> N
 
 
 def _prepare(
-    recipe: Recipe, args: TrainingArguments, together: Together
+    recipe: Recipe, args: TrainingArguments, processes: LaunchedProcesses
 ) -> tuple[PreTrainedTokenizerBase, PreparedData]:
     is_first = args.local_process_index == 0
     prepared: tuple[PreTrainedTokenizerBase, PreparedData] | None = None
     # One process of each machine fills the caches, the others read them.
     for is_turn in (is_first, not is_first):
-        with together.stage("preparing the data"), full_disk.named(Path(HF_HOME)):
+        with processes.stage("preparing the data"), termination.named(Path(HF_HOME)):
             if is_turn:
                 tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
                 prepared = tokenizer, prepare(recipe.data, tokenizer)
@@ -278,7 +259,7 @@ def _trainer(
 def _callback(recipe: Recipe) -> HFCkptCallback | None:
     if recipe.checkpointing is None:
         return None
-    return HFCkptCallback(**{key: value for key, value in recipe.checkpointing.items() if key not in OF_RECIPES})
+    return HFCkptCallback(**recipe.checkpointing.callback_options)
 
 
 def _describe_parameters(model: Any) -> str:

@@ -6,24 +6,36 @@
     print(describe_example(prepared, tokenizer))
     Trainer(train_dataset=prepared.train, eval_dataset=prepared.evaluation, data_collator=prepared.collator, ...)
 
-Where rows come from is in `sources`, what their columns mean in `layouts`, how they become tokens in `examples`.
+Where rows come from is in `sources`; what their columns mean and how they become tokens, in `examples`.
+
+Padding-free packing makes one row of a batch: `DataCollatorWithFlattening` writes position ids that restart with every
+document, and transformers builds the mask of each document from them: in its mask functions for sdpa, eager and flex
+attention, in the kernel's arguments for flash attention. Not every model comes that way (learned position offsets,
+ALiBi, convolutions, recurrent states), so the model itself is asked (`check_packing`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
+import torch
 from datasets import Dataset, Features, List, Value
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    masking_utils,
+)
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.columns import find_layout
-from hf_ckpt.loading.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode
-from hf_ckpt.loading.packing import packing_collator
+from hf_ckpt.loading.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode, find_layout
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
@@ -46,23 +58,14 @@ _NUM_CONVERSATIONS_LOOKED_AT = 20
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of one split's rows.
+    """What became of one split's rows."""
 
-    Attributes:
-        num_rows: rows loaded.
-        num_empty: rows without text, left out.
-        num_without_loss: other rows without a token to learn, left out.
-        num_truncated: rows longer than `max_length`, left out or not.
-        num_loss_tokens: tokens that are learned, in the examples that are kept.
-        lengths: tokens of each example that is kept, in their order.
-    """
-
-    num_rows: int
-    num_empty: int
-    num_without_loss: int
-    num_truncated: int
-    num_loss_tokens: int
-    lengths: Sequence[int]
+    num_rows: int  # Rows loaded.
+    num_empty: int  # Rows without text, left out.
+    num_without_loss: int  # Other rows without a token to learn, left out.
+    num_truncated: int  # Rows longer than `max_length`, left out or not.
+    num_loss_tokens: int  # Tokens that are learned, in the examples that are kept.
+    lengths: Sequence[int]  # Tokens of each example that is kept, in their order.
 
     @property
     def num_examples(self) -> int:
@@ -97,24 +100,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a Trainer needs.
+    """What a Trainer needs."""
 
-    Attributes:
-        train: `input_ids` and `labels` (-100 where nothing is learned), one row per example.
-        evaluation: the same, or None.
-        collator: turns a list of examples into a batch: padded to the longest, `input_ids`, `labels` and
-            `attention_mask` [B, S]; or packed, `input_ids`, `labels` and `position_ids` [1, S].
-        counts: of the training rows.
-        evaluation_counts: of the evaluation rows, or None.
-        warnings: what is probably not meant so, a sentence or two each.
-    """
-
-    train: Dataset
-    evaluation: Dataset | None
+    train: Dataset  # `input_ids` and `labels` (-100 where nothing is learned), one row per example.
+    evaluation: Dataset | None  # The same, or None.
     collator: Callable[[list[Any]], dict[str, Any]]
-    counts: Counts
-    evaluation_counts: Counts | None
-    warnings: tuple[str, ...] = ()
+    """Turns a list of examples into a batch: padded to the longest, `input_ids`, `labels` and `attention_mask` [B, S];
+    or packed, `input_ids`, `labels` and `position_ids` [1, S]."""
+    counts: Counts  # Of the training rows.
+    evaluation_counts: Counts | None  # Of the evaluation rows, or None.
+    warnings: tuple[str, ...] = ()  # What is probably not meant so, a sentence or two each.
 
 
 def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreparedData:
@@ -122,15 +117,7 @@ def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> P
 
     Tokenised rows of stored data sets are cached where `datasets` keeps its own; nothing is written elsewhere.
 
-    Args:
-        section: the `data` section, with valid keys and types.
-        tokenizer: gets a padding token and `data.chat_template`, in place, where it has none.
-
-    Returns:
-        The data sets, a collator for both, and counts.
-
-    Raises:
-        DataError: if the data cannot be loaded or read, or there is nothing to learn from.
+    `tokenizer`: gets a padding token and `data.chat_template`, in place, where it has none.
     """
     complete_tokenizer(tokenizer, section)
     raw = load_splits(section)
@@ -289,3 +276,100 @@ def _marked_lines(ids: list[int], labels: list[int], tokenizer: PreTrainedTokeni
     for is_masked, run in groupby(zip(masks, ids, strict=True), key=lambda pair: pair[0]):
         for line in decode(tokenizer, [id_ for _, id_ in run]).split("\n"):
             yield f"  {'masked ' if is_masked else 'learned'}| {line}"
+
+
+_DOCUMENT_LENGTH = 6
+
+
+class PackingCollator(DataCollatorWithFlattening):
+    """Flattens a batch into one row [1, S] with `position_ids`, and asks the model for no cache.
+
+    transformers looks for documents in `position_ids` only when there is no cache. With `use_cache` true, as it may be
+    in evaluation, they would see each other, silently: loss and predictions are then those of one long text.
+    """
+
+    def __call__(self, features: list[dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return `input_ids`, `labels` and `position_ids`, each [1, S], and `use_cache` False."""
+        batch: dict[str, Any] = super().__call__(features, *args, **kwargs)  # type: ignore[no-untyped-call]  # upstream
+        return {**batch, "use_cache": False}
+
+
+def packing_collator() -> PackingCollator:
+    """Return a collator for packed batches of examples with `input_ids` and `labels`."""
+    return PackingCollator()  # type: ignore[no-untyped-call]  # upstream
+
+
+def check_packing(model: nn.Module) -> None:
+    """Make sure that documents packed into one row do not see each other in this model.
+
+    Runs two documents of six tokens forward and asks for the gradient of the second one's logits at the first one's
+    embeddings. A masked position gives exactly zero, whatever the dtype or kernel. A model on `meta` is not asked; one
+    on the CPU is asked with eager attention where its own (flash, flex) needs a GPU, so ask it on its device.
+
+    `model`: a causal language model of transformers, with adapters or not, on its device and not yet wrapped. Modes and
+    gradients are left as they were.
+    """
+    name = type(model).__name__
+    causal_lm = cast(PreTrainedModel, model)  # PEFT's wrapper hands on what it does not have itself
+    if _has_chunks_across_documents(causal_lm):
+        raise DataError(_refusal(name, "chunks of its attention are counted from the start of the row"))
+    if causal_lm.device.type == "meta":
+        return
+    if (leaked := _leaked_gradient(causal_lm)) != 0:
+        attention = causal_lm.config.get_text_config()._attn_implementation
+        seen = f"with {attention} attention, tokens depend on the document before theirs (gradient {leaked:.1e}, not 0)"
+        raise DataError(_refusal(name, seen))
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"data.packing: {name} cannot keep packed documents apart: {reason}. Set data.packing to false."
+
+
+def _has_chunks_across_documents(model: PreTrainedModel) -> bool:
+    # transformers 5.0 masks chunks by their place in the row; the function it lacks maps them to each document's own.
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        return False
+    return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or [])
+
+
+def _leaked_gradient(model: PreTrainedModel) -> float:
+    embedded: list[Tensor] = []
+
+    def keep_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep_output)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.enable_grad(), _attention_that_runs(model):
+            logits = model.eval()(**_two_documents(model)).logits  # type: ignore[no-untyped-call]  # upstream
+            of_second = logits[:, _DOCUMENT_LENGTH:].float().square().sum()
+            (gradient,) = torch.autograd.grad(of_second, embedded[:1])
+    finally:
+        handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    return float(gradient[:, :_DOCUMENT_LENGTH].abs().max())
+
+
+@contextmanager
+def _attention_that_runs(model: PreTrainedModel) -> Iterator[None]:
+    configs = {"": model.config, **{name: getattr(model.config, name) for name in model.config.sub_configs}}
+    found = {name: config._attn_implementation for name, config in configs.items() if config is not None}
+    if model.device.type != "cpu" or set(found.values()) <= {"eager", "sdpa"}:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(found)
+
+
+def _two_documents(model: PreTrainedModel) -> dict[str, Any]:
+    vocab_size: int = model.config.get_text_config().vocab_size
+    tokens = [(7 * at + 3) % vocab_size for at in range(_DOCUMENT_LENGTH)]
+    batch = packing_collator()([{"input_ids": tokens}, {"input_ids": tokens[::-1]}])
+    del batch["labels"]
+    return {key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()}

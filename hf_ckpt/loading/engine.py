@@ -41,11 +41,7 @@ class Engine(StrEnum):
 
 
 def check_one_engine(recipe: Recipe) -> None:
-    """Refuse a recipe that asks for an engine beside the launcher's. Asked before anything sets the environment.
-
-    Raises:
-        RecipeError: two engines are asked for.
-    """
+    """Refuse a recipe that asks for an engine beside the launcher's. Asked before anything sets the environment."""
     launched = [name for name in ("FSDP", "DeepSpeed") if _is_set(f"ACCELERATE_USE_{name.upper()}")]
     written = [f"training.{key}" for key in ("fsdp", "deepspeed") if recipe.training.get(key)]
     if launched and written:
@@ -68,11 +64,7 @@ def asked_engine(args: TrainingArguments) -> Engine:
 
 
 def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
-    """Refuse what the engine that was asked for cannot do with this recipe.
-
-    Raises:
-        RecipeError: it cannot shard what the recipe names, or cannot save it as the recipe says.
-    """
+    """Refuse what the engine that was asked for cannot do with this recipe."""
     engine = asked_engine(args)
     if engine.is_fsdp:
         _check_quantization(recipe, engine)
@@ -146,11 +138,7 @@ def _check_zero3_saving(args: TrainingArguments) -> None:
 
 
 def check_engine_runs(trainer: Trainer) -> None:
-    """Refuse to go on with another engine than the one that was asked for.
-
-    Raises:
-        RecipeError: accelerate went on without FSDP.
-    """
+    """Refuse to go on with another engine than the one that was asked for."""
     asked = asked_engine(trainer.args)
     if asked.is_fsdp and not trainer.is_fsdp_enabled:
         raise RecipeError(

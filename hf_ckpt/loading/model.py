@@ -1,15 +1,20 @@
-"""The model that a recipe describes: loaded or built from a config, quantised, with adapters.
+"""The model that a recipe describes: where its config is found; loaded or built from it, quantised, with adapters.
 
 `rehearse` builds it without weights first, so that what does not suit it is refused before anything large is loaded.
 """
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -22,20 +27,17 @@ from transformers import (
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.patch.apply import apply
-from hf_ckpt.policy.allowances import ALLOWANCES
-from hf_ckpt.policy.modifiers import parse_offload
-from hf_ckpt.policy.policy import AUTO, Mode
-from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.schema import OF_AUTO
-from hf_ckpt.regions.offload.files import check_path
+from hf_ckpt.policy.options import parse_offload
+from hf_ckpt.policy.policy import Mode
+from hf_ckpt.recipe.checkpointing import Checkpointing
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.regions.offload.disk import check_path
 
 # What says where adapters go. The rest, such as initial values made from the weights, needs the weights.
 _ADAPTER_SHAPE = (
     *("task_type", "r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("layer_replication", "modules_to_save", "target_parameters", "rank_pattern", "bias"),
 )
-# What the callback takes and `apply` does not.
-_CALLBACK_ONLY = ("input_require_grads", "on_mismatch", "strict_resume", *OF_AUTO)
 
 
 def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
@@ -43,19 +45,7 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
 
     Takes a second; loading large weights, or training a base, takes minutes.
 
-    Args:
-        recipe: the recipe.
-        shape: the `model` section that tells the model's shape: the recipe's, or that of the recipe which makes its
-            weights.
-
-    Returns:
-        The model on `meta`, with adapters and without a plan.
-
-    Raises:
-        RecipeError: the config cannot be had, or a section does not suit the model.
-        PolicyError: the policy does not suit the model.
-        StructureError: the layers cannot be found.
-        UnsupportedError: a mode could not be exact on a layer.
+    The model on `meta`, with adapters and without a plan.
     """
     with torch.device("meta"):
         model: torch.nn.Module = made(_config_of(shape), shape)
@@ -64,19 +54,15 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
         model = with_adapter(model, section, low_cpu_mem_usage=True)
     if recipe.checkpointing is not None:
         _check_folders(recipe.checkpointing)
-        section = {key: value for key, value in recipe.checkpointing.items() if key not in _CALLBACK_ONLY}
-        if section["policy"] == AUTO:
-            # It is planned when the step is known; what any plan would be refused for is refused now.
-            section = {key: value for key, value in section.items() if key not in ALLOWANCES}
-            section["policy"] = Mode.NONE.value
-        apply(model, **section).remove()
+        # Policy `auto` plans when the step is known; what any plan would be refused for is refused now.
+        checked = recipe.checkpointing.with_plan(Mode.NONE.value) if recipe.is_auto else recipe.checkpointing
+        apply(model, **checked.apply_options).remove()
     return model
 
 
-def _check_folders(checkpointing: Mapping[str, Any]) -> None:
+def _check_folders(checkpointing: Checkpointing) -> None:
     """Refuse a folder to offload to that cannot be written, of the policy or of one of its rules."""
-    policy = checkpointing["policy"]
-    rules = policy if isinstance(policy, list) else [policy]
+    rules = checkpointing.policy if isinstance(checkpointing.policy, list) else [checkpointing.policy]
     written = [rule.get("offload") for rule in (checkpointing, *rules) if isinstance(rule, Mapping)]
     for offload in filter(None, map(parse_offload, written)):
         if offload.path is not None:
@@ -86,30 +72,14 @@ def _check_folders(checkpointing: Mapping[str, Any]) -> None:
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
     """Build what the recipe's `model`, `quantization` and `lora` sections describe.
 
-    Args:
-        recipe: the recipe.
-        tokenizer: tells the vocabulary size and special tokens of a model that is built from a config.
-
-    Returns:
-        A `PreTrainedModel`, or a `peft.PeftModel` around one.
-
-    Raises:
-        RecipeError: the weights cannot be had, or a section does not suit the model.
+    `tokenizer`: tells the vocabulary size and special tokens of a model that is built from a config.
     """
     model: torch.nn.Module = _base_model(recipe, tokenizer)
     return model if recipe.lora is None else with_adapter(model, recipe.lora)
 
 
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
-    """Load the weights that `model.name_or_path` names.
-
-    Args:
-        recipe: the recipe.
-        is_quantized: whether to quantise them as the recipe says.
-
-    Raises:
-        RecipeError: the weights cannot be had.
-    """
+    """Load the weights that `model.name_or_path` names."""
     name = recipe.model["name_or_path"]
     options = _options(recipe.model, "revision", "attn_implementation")
     if is_quantized and recipe.quantization is not None:
@@ -190,16 +160,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
-    """Return a model with the adapters that a `lora` section describes.
-
-    Args:
-        model: the model, which is changed in place.
-        section: fields of `peft.LoraConfig`.
-        options: of `peft.get_peft_model`.
-
-    Raises:
-        RecipeError: the section does not suit the model.
-    """
+    """Return a model with the adapters that a `lora` section describes."""
     from peft import LoraConfig, get_peft_model
 
     try:
@@ -244,3 +205,122 @@ def _loading_advice(name: str, error: Exception) -> str:
 def _is_path(name: str) -> bool:
     """Tell a path from a hub id, which has at most one slash."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+
+
+_SECONDS_TO_ANSWER = 5
+# Configs of the hub models that the shipped recipes name, for where the hub cannot be reached or a model is gated:
+# `model_type`, and what differs from its defaults.
+_KNOWN = Path(__file__).with_name("known_configs")
+# No tokenizer is there yet, and the shape of the layers does not depend on it.
+_NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The config of a recipe's model at its full size."""
+
+    config: PreTrainedConfig
+    source: str  # Where it was found, in words.
+    section: Mapping[str, Any]
+    """The `model` section that describes the shape: the recipe's, or that of the recipe which makes its base."""
+    has_weights: bool  # Whether `section` also names weights that can be had.
+
+
+def find_config(recipe: Recipe) -> Found:
+    """Find the config of a recipe's model, in the quickest place that has it."""
+    section, by = _section_with_shape(recipe), ""
+    if section is not recipe.model:
+        by = f" of {Path(recipe.model['base_recipe']).name}"
+    if "config" in section:
+        return Found(_from_fields(section["config"]), f"model.config{by}", section, has_weights=False)
+    name = section["name_or_path"]
+    if Path(name).expanduser().is_dir():
+        config = _load(section, local_files_only=True)
+        return Found(config, f"the folder {name}", section, has_weights=holds_weights(Path(name).expanduser()))
+    return _of_hub(section)
+
+
+def _section_with_shape(recipe: Recipe) -> Mapping[str, Any]:
+    path = recipe.model.get("base_recipe")
+    if path is None or (Path(recipe.model["name_or_path"]).expanduser() / "config.json").is_file():
+        return recipe.model
+    return _section_with_shape(load_recipe(path))
+
+
+def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(**{**_NO_TOKENS, **fields})
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"model.config is not a config of transformers: {error}") from error
+    return config
+
+
+def _of_hub(section: Mapping[str, Any]) -> Found:
+    name = section["name_or_path"]
+    try:
+        return Found(_load(section, local_files_only=True), "the cache of the hub", section, has_weights=True)
+    except RecipeError as error:
+        refusal = error
+    if _is_reachable():
+        try:
+            return Found(_load(section, local_files_only=False), "the hub", section, has_weights=True)
+        except RecipeError as error:
+            refusal = error
+    if (config := known_config(name)) is not None:
+        why = f"{name} is neither cached nor to be had from the hub"
+        return Found(config, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
+    raise refusal
+
+
+def known_config(hub_id: str) -> PreTrainedConfig | None:
+    """Return the config of a hub model from the files beside this one, or nothing where it is not there."""
+    fields = known_configs().get(hub_id)
+    return None if fields is None else AutoConfig.for_model(**fields)
+
+
+def known_configs() -> dict[str, dict[str, Any]]:
+    """Return the fields of every config that comes with the package, by hub id."""
+    files = sorted(_KNOWN.glob("*.json"))
+    return {file.stem.replace("--", "/"): json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+def _load(section: Mapping[str, Any], *, local_files_only: bool) -> PreTrainedConfig:
+    # Where nothing is said of remote code, transformers asks on the terminal.
+    options = {"trust_remote_code": section.get("trust_remote_code", False), "local_files_only": local_files_only}
+    if "revision" in section:
+        options["revision"] = section["revision"]
+    name = section["name_or_path"]
+    folder = Path(name).expanduser()
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(_advice(name, error)) from error
+    return config
+
+
+def _advice(name: str, error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
+    if "trust_remote_code" in str(error):
+        return (
+            f"model.name_or_path: {name} brings code of its own, which would run here. Read it, and set "
+            "model.trust_remote_code=true if you trust it."
+        )
+    return (
+        f"model.name_or_path: the config of {name} is not to be had ({reason}). Its weights are not needed here. "
+        "Check the name, go online, log in with `hf auth login` if it is gated or private, give the path of a folder "
+        "with its config.json, or describe its shape: model.name_or_path=null model.config='{model_type: llama, ...}' "
+        "model.tokenizer='{train: {vocab_size: 512}}'."
+    )
+
+
+def _is_reachable() -> bool:
+    """Tell whether the hub answers; left to itself, a download tries for half a minute before it gives up."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_SECONDS_TO_ANSWER)
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

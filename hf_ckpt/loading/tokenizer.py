@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.columns import Conversation, Example, PromptCompletion, Text, find_layout
+from hf_ckpt.loading.examples import Conversation, Example, PromptCompletion, Text, find_layout
 from hf_ckpt.loading.sources import load_splits
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -29,17 +29,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a recipe names, or train it on the recipe's training rows.
 
-    Args:
-        model_section: the `model` section. `tokenizer` is an id, a directory or `{train: {vocab_size: N}}`; without it
-            the tokenizer is that of `name_or_path`. `revision` and `trust_remote_code` are passed on.
-        data_section: the `data` section.
-        cache_dir: where trained tokenizers are kept, one directory per data and settings.
-
-    Returns:
-        A tokenizer that has been through `complete_tokenizer`.
-
-    Raises:
-        DataError: if it cannot be loaded, or lacks what training needs.
+    `model_section`: the `model` section. `tokenizer` is an id, a directory or `{train: {vocab_size: N}}`; without it
+    the tokenizer is that of `name_or_path`. `revision` and `trust_remote_code` are passed on. `cache_dir`: where
+    trained tokenizers are kept, one directory per data and settings.
     """
     wanted = model_section.get("tokenizer", model_section.get("name_or_path"))
     if wanted is None:
@@ -61,15 +53,8 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, section: Mapping[str,
     The padding token is EOS where there is none, so no embedding is added; labels and attention mask are made from
     lengths, so EOS is still learned and seen.
 
-    Args:
-        tokenizer: any tokenizer with an EOS token.
-        section: the `data` section; `chat_template` is a template's text, or the path of a file that holds it.
-
-    Returns:
-        The same tokenizer.
-
-    Raises:
-        DataError: if there is no EOS token, or the template's file cannot be read.
+    `section`: the `data` section; `chat_template` is a template's text, or the path of a file that holds it. The same
+    tokenizer.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -86,16 +71,8 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, section: Mapping[str,
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, cache_dir: Path) -> Path:
     """Train a byte-level BPE tokenizer, unless one from the same texts and settings is in the cache.
 
-    Args:
-        texts: what to train on; the result depends on nothing but these and the size.
-        vocab_size: tokens at most, with the 256 bytes and `<s>`, `</s>`, `<pad>`; few texts give fewer.
-        cache_dir: the directory of the result is made in here.
-
-    Returns:
-        The directory, as `AutoTokenizer.from_pretrained` takes it.
-
-    Raises:
-        DataError: if the size leaves no room for the bytes, or the texts are empty.
+    `texts`: what to train on; the result depends on nothing but these and the size. `vocab_size`: tokens at most, with
+    the 256 bytes and `<s>`, `</s>`, `<pad>`; few texts give fewer.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(

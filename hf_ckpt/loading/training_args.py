@@ -19,14 +19,7 @@ from hf_ckpt.recipe.recipe import Recipe
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
-    """Make the `TrainingArguments` of a recipe. Nothing is written.
-
-    Args:
-        recipe: the recipe.
-
-    Raises:
-        RecipeError: this machine, or what is installed here, cannot do what the section asks for.
-    """
+    """Make the `TrainingArguments` of a recipe. Nothing is written."""
     check_one_engine(recipe)
     _check_precision(recipe)
     _check_folder(Path(recipe.training["output_dir"]))
@@ -43,11 +36,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 
 
 def check_can_be_written(folder: Path) -> None:
-    """Make a run's output folder and write to it, and leave no trace of that.
-
-    Raises:
-        RecipeError: one of the two cannot be done.
-    """
+    """Make a run's output folder and write to it, and leave no trace of that."""
     made: list[Path] = []
     try:
         for path in reversed([path for path in (folder, *folder.absolute().parents) if not path.exists()]):

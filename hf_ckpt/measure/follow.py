@@ -1,6 +1,6 @@
-"""A step that really runs in a Trainer, followed by the tracker that follows simulated ones: what they must agree with.
+"""A step that really runs in a Trainer, followed by the tracker that follows simulated ones, to check those.
 
-What is simulated is computed by no other code than this: only the tensors are real, and the Trainer runs the step.
+Only this code counts, as for a simulated step. The tensors are real, and the Trainer runs the step.
 """
 
 from __future__ import annotations
@@ -14,40 +14,30 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.patch.apply import offloaders_of, plan_of
-from hf_ckpt.simulation.cuda import as_on_cuda
-from hf_ckpt.simulation.cuda.cublas import add_workspaces
+from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import CPU, this_device
-from hf_ckpt.simulation.offload import CountedLink, host_bytes_of
-from hf_ckpt.simulation.reading import read
+from hf_ckpt.simulation.offload import SimulatedLink, peak_host_bytes
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
-from hf_ckpt.simulation.watching import watch
+from hf_ckpt.simulation.tape import read_tape
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers, track_modules
 from hf_ckpt.structure.layers import find_layers
 
 _OWN_METHODS = ("get_batch_samples", "training_step")
 
 
 def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> StepMemory:
-    """Train until an optimizer step is done, follow that step, and return what it needed.
+    """Train until an optimizer step is done, follow that step, and return what it needed, without times.
 
-    The step takes two to ten times longer than it does alone, and no more memory on the device.
-
-    Args:
-        trainer: with its callbacks. It trains as it would without being followed, and stops after the step.
-        at_step: which one, counted from 1. In the first one the optimizer makes its state.
-        structure: `layers`, `attention` and `ffn` of `apply`, where the model is not of transformers.
-
-    Returns:
-        What `simulate_step` predicts, without times.
-
-    Raises:
-        ValueError: the Trainer stopped before the step.
+    The step takes two to ten times longer than it does alone, and no more memory on the device. The Trainer trains as
+    it would without being followed, and stops after step `at_step`, counted from 1. In the first one the optimizer
+    makes its state. `structure` is `layers`, `attention` and `ffn` of `apply`, for models that are not of transformers.
+    Raises `ValueError` if the Trainer stopped before the step.
 
     Example:
         >>> follow_trainer(Trainer(model, args, train_dataset=data)).peak_bytes  # doctest: +SKIP
     """
-    following = _Following(trainer, at_step, structure)
+    following = _StepRecorder(trainer, at_step, structure)
     with following.following():
         trainer.train()
     if following.memory is None:
@@ -58,11 +48,11 @@ def follow_trainer(trainer: Trainer, *, at_step: int = 2, **structure: Any) -> S
     return following.memory
 
 
-class _Following(TrainerCallback):
+class _StepRecorder(TrainerCallback):
     """Follows one step of a Trainer.
 
-    The events of a callback do not say where a micro-batch ends and clipping begins: two methods of the Trainer, on
-    this instance, are called through this object.
+    The events of a callback do not say where a micro-batch ends and clipping begins. So two methods of the Trainer, on
+    this instance, are replaced by those of this object.
     """
 
     def __init__(self, trainer: Trainer, at_step: int, structure: dict[str, Any]) -> None:
@@ -117,12 +107,12 @@ class _Following(TrainerCallback):
             self._entered.close()
             device = self._trainer.args.device
             add_workspaces(self._tracker.tape, this_device() if device.type == "cuda" else CPU)
-            self.memory = read(
+            self.memory = read_tape(
                 self._tracker.tape,
                 device=str(device),
                 plan=plan_of(self._model),
                 tokens=sum(batch["input_ids"].numel() for batch in self._batches if "input_ids" in batch),
-                host_bytes=host_bytes_of(self._tracker.tape),
+                host_bytes=peak_host_bytes(self._tracker.tape),
             )
             control.should_training_stop = True
         return control
@@ -133,26 +123,26 @@ class _Following(TrainerCallback):
         return model
 
     def _start(self) -> Tracker:
-        """Begin to follow, with what is there before the step."""
+        """Begin to follow, with what exists before the step."""
         model = self._model
         stacks = find_layers(model, **self._structure)
         is_cuda = self._trainer.args.device.type == "cuda"
         self._tracker = tracker = Tracker(rounding=BLOCK_BYTES if is_cuda else 1)
-        tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
+        tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
         assert self._trainer.optimizer is not None, "a step is about to run"
-        tracker.know(_state_of(self._trainer.optimizer), Category.OPTIMIZER)
+        tracker.record_existing(_state_of(self._trainer.optimizer), Category.OPTIMIZER)
         for batch in self._batches:
             tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
-            tracker.know(tensors, Category.TEMPORARY)
+            tracker.record_existing(tensors, Category.TEMPORARY)
         self._entered.enter_context(tracker)
-        self._entered.enter_context(watch(model, stacks, tracker))
+        self._entered.enter_context(track_modules(model, stacks, tracker))
         if not is_cuda:
-            # On CUDA what kernels allocate for themselves is not seen; here it is shown.
-            self._entered.enter_context(as_on_cuda(Step(), CPU))
+            # Memory that kernels allocate for themselves: not visible on CUDA, shown here.
+            self._entered.enter_context(emulate_cuda(Step(), CPU))
             # What is offloaded counts as memory of the host, which is where a CPU keeps it anyway. The engine goes on
-            # as before, over a link that copies to where the tracker does not look.
+            # as before, over a link whose copies the tracker does not count.
             for offloader in offloaders_of(model):
-                offloader.use_link(CountedLink(tracker, has_values=True))
+                offloader.use_link(SimulatedLink(tracker, has_values=True))
         return tracker
 
 

@@ -12,26 +12,27 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
-from hf_ckpt.patch.checks import check_exact, check_model, check_places
-from hf_ckpt.patch.layer_settings import Hosts, place, set_forward
+from hf_ckpt.patch import leftover
+from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
+from hf_ckpt.patch.layer_settings import Offloaders, set_forward, set_on_stack
+from hf_ckpt.patch.leftover import TrainCall
 from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
-from hf_ckpt.patch.train_call import TrainCall
-from hf_ckpt.patch.use_cache import leave_out_of_training_forwards
-from hf_ckpt.policy.modifiers import HeadMode, Prove, Tiles, parse_prove
+from hf_ckpt.patch.use_cache import skip_in_training_forwards
+from hf_ckpt.policy.options import ApplyOptions, HeadMode, PolicyOptions, StructureOptions, parse_prove, select, takes
 from hf_ckpt.policy.plan import Plan, parse, resolve
-from hf_ckpt.policy.policy import Mode, Policy, SegmentSize
+from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
-from hf_ckpt.structure.parameter_shapes import unwrapped
+from hf_ckpt.structure.parts import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +83,21 @@ class Applied:
         self._patches[0].on_remove(undo)
 
     def belongs_to(self, call: TrainCall) -> None:
-        """Take note that the plan is to be in force no longer than a call of a Trainer runs."""
+        """Keep the plan in force no longer than a call of a Trainer runs."""
         for patch in self._patches:
             patch.train_call = call
 
-    def make_way(self) -> list[Callable[[], None]]:
-        """Put the model back as it was found, for another plan to be applied in place of this one.
+    def remove_on_use_after(self, call: TrainCall, model: nn.Module, leave_use_cache: Callable[[], None]) -> None:
+        """Have the plan taken off when its model is used after the end of a Trainer's call; see `leftover.Removal`."""
+        self.belongs_to(call)
+        for undo in leftover.place(leftover.Removal(call, remove_leftover, leave_use_cache), model):
+            self.on_remove(undo)
+
+    def remove_keeping_undos(self) -> list[Callable[[], None]]:
+        """Remove the plan for another one to take its place.
 
         Returns:
-            What `on_remove` was given, not called: it is the other plan's from now on.
+            What `on_remove` was given, not called: the other plan's removal is to call it.
         """
         undos = self._patches[0].take_undos()
         self.remove()
@@ -109,23 +116,8 @@ class Applied:
         self.remove()
 
 
-def apply(
-    model: nn.Module,
-    policy: object,
-    *,
-    every_n_layers: int | None = None,
-    segment_size: SegmentSize | None = None,
-    nested: bool | None = None,
-    save: Sequence[str] | str | None = None,
-    offload: object = None,
-    tiles: Tiles | None = None,
-    head: str | None = None,
-    skip_frozen: bool = False,
-    layers: str | Sequence[str] | None = None,
-    attention: str | None = None,
-    ffn: str | None = None,
-    prove: Prove = "first_step",
-) -> Applied:
+@takes(ApplyOptions)
+def apply(model: nn.Module, policy: object, **options: Unpack[ApplyOptions]) -> Applied:
     """Put a policy in force on a model, in place.
 
     Loss and gradients do not change by a bit, but for sums in another order with `tiles` and `head` (within 1e-6 in
@@ -150,6 +142,7 @@ def apply(
         prove: which calls of a recomputed region are proven, bit by bit, to be repeated by its recomputation:
             `"first_step"` the first that has a backward, n every n-th as well, `"off"` none. Costs less than a forward,
             and 16 MiB.
+        **options: names and types of all these options (`ApplyOptions`).
 
     Returns:
         A handle with `summary()` and `remove()`; as a context manager it removes the plan on exit.
@@ -173,29 +166,19 @@ def apply(
           2            full
           3            none
     """
-    parsed = parse(
-        policy,
-        every_n_layers=every_n_layers,
-        segment_size=segment_size,
-        nested=nested,
-        save=save,
-        offload=offload,
-        tiles=tiles,
-        head=head,
-        skip_frozen=skip_frozen,
-    )
-    plan, stacks = _planned(model, parsed, {"layers": layers, "attention": attention, "ffn": ffn})
-    check_places(plan, model)
-    return _put_on(model, plan, stacks, ValueProof(parse_prove(prove)))
+    parsed = parse(policy, **select(options, PolicyOptions))
+    plan, stacks = _planned(model, parsed, select(options, StructureOptions))
+    check_offload_paths(plan, model)
+    return _apply_plan(model, plan, stacks, ValueProof(parse_prove(options["prove"])))
 
 
-def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Any) -> Plan:
+def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Unpack[StructureOptions]) -> Plan:
     """Return the plan that `apply` would put in force, and leave the model alone.
 
     Args:
         model: see `apply`.
-        policy: see `apply`.
-        structure: `layers`, `attention` and `ffn` of `apply`.
+        policy: a policy or plan that was parsed.
+        **structure: `layers`, `attention` and `ffn` of `apply`.
 
     Raises:
         HFCkptError: what `apply` raises.
@@ -225,7 +208,7 @@ def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, An
 
 
 def _with_head(plan: Plan, model: nn.Module) -> Plan:
-    """Return a plan whose head can be had: another library's fused head is left to govern."""
+    """Return the plan with the head as it can be: where another library fuses head and loss, that governs."""
     if plan.head is HeadMode.PLAIN:
         return plan
     other = governed_by_other(model)
@@ -260,7 +243,7 @@ def remove_leftover(model: nn.Module) -> bool:
     Returns:
         Whether there was such a plan.
     """
-    # Whichever is asked first removes those of the other stacks too.
+    # The first one removes those of the other stacks too.
     return sum(patch.remove_if_over() for patch in _patches(model)) > 0
 
 
@@ -349,24 +332,24 @@ def _shapes(shapes: _Shapes) -> str:
     return ", ".join(f"{num_layers} layers in {path}" for path, num_layers in shapes)
 
 
-def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], proof: ValueProof) -> Applied:
+def _apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], proof: ValueProof) -> Applied:
     patches: list[StackPatch] = []
-    hosts = Hosts(plan)
+    offloaders = Offloaders(plan)
     try:
         for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
             patch = StackPatch(plan, stack.path)
             patches.append(patch)
             patch.siblings = patches
             # Whichever patch is removed first closes them; nothing runs after that.
-            patch.offloaders = tuple(hosts.offloaders.values())
-            place(model, patch, stack_plan, stack, hosts, proof)
+            patch.offloaders = tuple(offloaders.by_option.values())
+            set_on_stack(model, patch, stack_plan, stack, offloaders, proof)
         if plan.head is HeadMode.CHUNKED:
-            _place_head(model, patches[0], proof)
+            _chunk_head(model, patches[0], proof)
         _switch_off_others(model, patches, stacks)
         for patch, stack in zip(patches, stacks, strict=True):
-            patch.settle(stack.home, stack.owner)
+            patch.attach(stack.home, stack.owner)
         # A key/value cache serves nobody in a training step.
-        patches[0].hooks.extend(leave_out_of_training_forwards(model))
+        patches[0].hooks.extend(skip_in_training_forwards(model))
     except BaseException:
         for patch in reversed(patches):
             patch.remove()
@@ -374,8 +357,8 @@ def _put_on(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], proof: Valu
     return Applied(plan, stacks, list(patches), proof)
 
 
-def _place_head(model: nn.Module, patch: StackPatch, proof: ValueProof) -> None:
-    """Let the head of a model hand out logits that are computed some tokens at a time."""
+def _chunk_head(model: nn.Module, patch: StackPatch, proof: ValueProof) -> None:
+    """Let the head of a model return logits that are computed some tokens at a time."""
     head = find_head(model)
     # FSDP1's wrapper around the head gathers its weight.
     outer = None if head.outer is head.module else head.outer

@@ -1,4 +1,4 @@
-"""What cannot be kept exact is refused here, before the model is touched."""
+"""Refuses what cannot be kept exact, before the model is touched, with an `UnsupportedError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload import check_path
-from hf_ckpt.regions.selective import Saves, check_saves
+from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model
 
 if TYPE_CHECKING:
@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse models that no plan can govern.
-
-    Raises:
-        UnsupportedError: the model is an `nn.DataParallel`, or holds wrappers that checkpoint activations; or torch's
-            own checkpoint function is another library's.
-        StructureError: it is no model.
-    """
+    """Refuse models that no plan can govern, and a process in which another library has replaced torch's checkpoint."""
     check_is_model(model)
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
@@ -49,12 +43,8 @@ def check_model(model: nn.Module) -> None:
     fsdp.check_wrappers(model)
 
 
-def check_places(plan: Plan, model: nn.Module) -> None:
-    """Refuse directories on disk that cannot be written. Where the model has no values nothing is going to be.
-
-    Raises:
-        PolicyError: a file cannot be written, or locked, where layers are to offload to.
-    """
+def check_offload_paths(plan: Plan, model: nn.Module) -> None:
+    """Refuse directories to offload to where a file cannot be written or locked. A model without values writes none."""
     if any(parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         return
     entries = {entry.offload for stack in plan.stacks for entry in stack.layers}
@@ -63,11 +53,7 @@ def check_places(plan: Plan, model: nn.Module) -> None:
 
 
 def check_compiler(args: TrainingArguments) -> None:
-    """Refuse the compiler under which recomputation is not exact.
-
-    Raises:
-        UnsupportedError: it is torch's backend `eager`.
-    """
+    """Refuse torch's backend `eager`, under which recomputation is not exact."""
     if args.torch_compile and args.torch_compile_backend == "eager":
         raise UnsupportedError(
             'torch_compile_backend is "eager", under which torch draws other random numbers when it recomputes: with '
@@ -76,12 +62,7 @@ def check_compiler(args: TrainingArguments) -> None:
 
 
 def check_engine(args: TrainingArguments) -> None:
-    """Refuse engines that the plan does not reach.
-
-    Raises:
-        UnsupportedError: several GPUs in one process, or an engine together with checkpointing of its own or a
-            reentrant one.
-    """
+    """Refuse several GPUs in one process, and engines together with checkpointing of their own or a reentrant one."""
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"One process would use {args.n_gpu} GPUs through nn.DataParallel, whose replicas run the original's "
@@ -113,11 +94,7 @@ def _asks_for_reentrant(args: TrainingArguments) -> bool:
 
 
 def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
-    """Refuse entries of a plan that would not keep loss, gradients and buffers as they are.
-
-    Raises:
-        UnsupportedError: names the layer, the module and the reason.
-    """
+    """Refuse entries of a plan that would not keep loss, gradients and buffers as they are."""
     treated: dict[nn.Module, tuple[object, str]] = {}
     for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
         for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
@@ -131,12 +108,12 @@ def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
 
 def _check_saves(plan: StackPlan, stack: Stack) -> None:
     """Refuse names that none of the layers which keep them has: layers of a stack need not be alike."""
-    kept: dict[Saves, list[nn.Module]] = {}
+    kept: dict[SaveRules, list[nn.Module]] = {}
     for entry, layer in zip(plan.layers, stack.layers, strict=True):
         if entry.mode in SELECTIVE_MODES:
-            kept.setdefault(Saves.of(entry.mode.value, entry.save), []).append(layer.module)
+            kept.setdefault(SaveRules.of(entry.mode.value, entry.save), []).append(layer.module)
     for saves, modules in kept.items():
-        check_saves(saves, *modules)
+        check_save_rules(saves, *modules)
 
 
 def _check_shared(entry: LayerPlan, layer: Layer, stack: Stack, treated: dict[nn.Module, tuple[object, str]]) -> None:

@@ -14,17 +14,17 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import fsdp
-from hf_ckpt.patch.stack_patch import FLAG, FORWARD, FUNCTION, Doors, StackPatch
+from hf_ckpt.patch.stack_patch import FLAG, FORWARD, FUNCTION, SegmentHooks, StackPatch
 from hf_ckpt.patch.tileable import tiled_modules
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.module_state import STATE, ModuleState
-from hf_ckpt.regions.offload import Offloader, announced, offloaded
-from hf_ckpt.regions.recompute import recompute, run_region
-from hf_ckpt.regions.recompute_around import KeptModules, recompute_around, run_kept
+from hf_ckpt.regions.offload import Offloader, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
-from hf_ckpt.regions.selective import Saves, Selection, recompute_selectively
+from hf_ckpt.regions.selective.save_rules import SaveRules
+from hf_ckpt.regions.selective.selective_recompute import SelectiveStack, recompute_selectively
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Layer, Stack
@@ -36,12 +36,8 @@ Setting = tuple[nn.Module, Callable[[], None]]
 """A module, and what makes it carry its part of the plan."""
 
 
-class Hosts:
-    """Where the layers of a model offload to: one engine for each way that the plan names.
-
-    Args:
-        plan: the plan.
-    """
+class Offloaders:
+    """What moves the activations of a plan's layers: one `Offloader` for each `offload` option that the plan names."""
 
     def __init__(self, plan: Plan) -> None:
         places: dict[Offload, list[tuple[str, int]]] = {}
@@ -49,38 +45,26 @@ class Hosts:
             for layer_idx, entry in enumerate(stack.layers):
                 if entry.offload is not None:
                     places.setdefault(entry.offload, []).append((stack.path, layer_idx))
-        self.offloaders = {offload: Offloader(offload, len(layers)) for offload, layers in places.items()}
+        self.by_option = {offload: Offloader(offload, len(layers)) for offload, layers in places.items()}
         self._of_layers = {
-            layer: (self.offloaders[offload], position)
+            layer: (self.by_option[offload], position)
             for offload, layers in places.items()
             for position, layer in enumerate(layers)
         }
 
-    def of(self, path: str, layer_idx: int) -> tuple[Offloader, int] | None:
-        """Return the engine of a layer, and its position among the layers that use it; None if it does not offload.
-
-        Args:
-            path: of its stack.
-            layer_idx: its place in the stack.
-        """
+    def of_layer(self, path: str, layer_idx: int) -> tuple[Offloader, int] | None:
+        """Return a layer's offloader, and the layer's position among those that use it; None if it does not offload."""
         return self._of_layers.get((path, layer_idx))
 
 
-def place(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, hosts: Hosts, proof: ValueProof) -> None:
-    """Make the layers of one stack carry their entries.
-
-    Args:
-        model: the whole model, which FSDP may have sharded.
-        patch: takes note of what is set.
-        plan: the entries.
-        stack: the layers.
-        hosts: of the whole plan.
-        proof: of the whole plan.
-    """
-    placing = _Placing(patch, stack, hosts, proof)
+def set_on_stack(
+    model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, offloaders: Offloaders, proof: ValueProof
+) -> None:
+    """Make the layers of one stack carry their entries; `patch` notes what is set. FSDP may have sharded the model."""
+    stack_settings = _StackSettings(patch, stack, offloaders, proof)
     settings: dict[nn.Module, list[Callable[[], None]]] = {}
     for entry, layer in zip(plan.layers, stack.layers, strict=True):
-        for module, make in placing.settings(entry, layer):
+        for module, make in stack_settings.of_layer(entry, layer):
             settings.setdefault(module, []).append(make)
     if fsdp.is_sharded(model):
         fsdp.set_in_place(model, settings)
@@ -90,39 +74,31 @@ def place(model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, ho
             make()
     in_segments = [idx for idx, entry in enumerate(plan.layers) if entry.segment is not None]
     if in_segments:
-        patch.doors = Doors(placing.runner, in_segments)
+        patch.segment_hooks = SegmentHooks(stack_settings.runner, in_segments)
 
 
 def _follow_shards(model: nn.Module, stack: Stack) -> None:
-    """Let regions look at their shares of the weights: the whole ones are others each time they are gathered."""
+    """Let regions read their shares of the weights: the whole ones are others each time they are gathered."""
     shards = fsdp.shards(model)
     for layer in stack.layers:
         for module in layer.module.modules():
             state = module.__dict__.get(STATE)
             if state is not None:
-                state.follow([read for inner in module.modules() for read in shards.get(inner, ())])
+                state.use_shards([read for inner in module.modules() for read in shards.get(inner, ())])
 
 
-class _Placing:
-    """What the layers of one stack share.
+class _StackSettings:
+    """What to set for the layers of one stack, and what these layers share."""
 
-    Args:
-        patch: takes note of what is set.
-        stack: the layers.
-        hosts: of the whole plan.
-        proof: of the whole plan.
-    """
-
-    def __init__(self, patch: StackPatch, stack: Stack, hosts: Hosts, proof: ValueProof) -> None:
+    def __init__(self, patch: StackPatch, stack: Stack, offloaders: Offloaders, proof: ValueProof) -> None:
         self._patch = patch
         self._stack = stack
-        self._hosts = hosts
+        self._offloaders = offloaders
         self._proof = proof
-        self._selection = Selection(stack.path)
+        self._selection = SelectiveStack(stack.path)
         self.runner = SegmentRunner()
 
-    def settings(self, entry: LayerPlan, layer: Layer) -> Iterator[Setting]:
-        """Yield what to set for one layer."""
+    def of_layer(self, entry: LayerPlan, layer: Layer) -> Iterator[Setting]:
         path = f"{self._stack.path}.{layer.layer_idx}"
         tiled: list[str] = []
         if entry.tiles is not None:
@@ -148,21 +124,21 @@ class _Placing:
             segment = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested, proof=proof)
             yield self._region(path, layer.module, segment)
             return
-        host = self._hosts.of(self._stack.path, layer.layer_idx)
-        before = self._hosts.of(self._stack.path, layer.layer_idx - 1)
+        host = self._offloaders.of_layer(self._stack.path, layer.layer_idx)
+        before = self._offloaders.of_layer(self._stack.path, layer.layer_idx - 1)
         region: Region = partial(recompute, proof=proof)
         if entry.mode in SELECTIVE_MODES:
-            saves = Saves.of(entry.mode.value, entry.save)
+            saves = SaveRules.of(entry.mode.value, entry.save)
             keeper = None if host is None else host[0].keeper(host[1])
             region = partial(recompute_selectively, self._selection, saves, keeper, proof=proof)
             yield layer.module, partial(self._place_hooks, layer.module, saves)
         if host is not None:
-            region = partial(offloaded, *host, region)
+            region = partial(run_offloaded, *host, region)
         elif before is not None:
-            region = partial(announced, before[0], region)
+            region = partial(run_with_prefetch_hook, before[0], region)
         yield self._region(path, layer.module, region)
 
-    def _place_hooks(self, module: nn.Module, saves: Saves) -> None:
+    def _place_hooks(self, module: nn.Module, saves: SaveRules) -> None:
         self._patch.hooks.extend(self._selection.hooks(module, saves))
 
     def _around_attention(self, layer: Layer, path: str) -> Iterator[Setting]:
@@ -196,14 +172,7 @@ def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Region
 
 
 def set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[Any]) -> None:
-    """Set an instance forward that calls the one that it found there.
-
-    Args:
-        patch: takes note of it.
-        path: of the module, for messages.
-        module: the module.
-        run: is given the module, the forward that stood on the instance or None, and what the forward takes.
-    """
+    """Set `run` as instance forward. It gets the module, the instance's former forward or None, and the inputs."""
     found = module.__dict__.get(FORWARD)
     if isinstance(found, partial) and found.func is run.func:
         # A module that two layers share: the first of them has reached it already.

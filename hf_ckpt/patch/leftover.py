@@ -1,81 +1,141 @@
-"""A plan whose run has ended in an exception, which no event tells of: found where its model is used next.
+"""A plan whose run has ended in an exception: found, and taken off, where its model is used next.
 
-That is a forward, a change between training and evaluation (all that is seen of a compiled model), a save, another
-plan, or another Trainer with the callback.
+No event tells that an exception has ended a call of `Trainer.train()`. The traceback, which notebooks keep, holds its
+frames and all that is in them, so nothing is freed either. But what runs is on the stack of its thread, and what is
+only kept is not.
+
+The next use is a forward, a change between training and evaluation (all that is seen of a compiled model), a save,
+another plan, or another Trainer with the callback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_ckpt.patch.apply import Applied, remove_leftover
-from hf_ckpt.patch.train_call import TrainCall, train_call
-
 _SAVE, _TRAIN = "save_pretrained", "train"
 
 
+class TrainCall:
+    """One call of a Trainer's `train()`. Copies of a model share it; in what comes from a pickle it is over."""
+
+    def __init__(self, frame: FrameType) -> None:
+        # The frame itself would keep all its callers' variables.
+        self._frame = id(frame)
+        self._thread = threading.get_ident()
+        # Once a frame is freed, another one can have its id.
+        self._trainer = weakref.ref(frame.f_locals["self"])
+
+    def is_running(self) -> bool:
+        """Whether the call is under way, here or in the thread that made it."""
+        is_here = self._thread == threading.get_ident()
+        frame = sys._getframe() if is_here else sys._current_frames().get(self._thread)
+        while frame is not None:
+            if id(frame) == self._frame:
+                return _trainer_of(frame) is self._trainer()
+            frame = frame.f_back
+        return False
+
+    def is_innermost(self) -> bool:
+        """Whether this call is under way in this thread, and no other within it."""
+        frame = _innermost()
+        return frame is not None and id(frame) == self._frame and self.is_running()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainCall:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Over], tuple[()]]:
+        return _Over, ()
+
+
+class _Over(TrainCall):
+    def __init__(self) -> None:
+        pass
+
+    def is_running(self) -> bool:
+        return False
+
+
+def train_call() -> TrainCall | None:
+    """Return the innermost call of a `train()` in this thread; None outside of one."""
+    frame = _innermost()
+    return None if frame is None else TrainCall(frame)
+
+
+def _innermost() -> FrameType | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _trainer_of(frame) is None:
+        frame = frame.f_back
+    return frame
+
+
+def _trainer_of(frame: FrameType) -> object | None:
+    """Return the Trainer whose `train()` a frame is; None if it is something else."""
+    if frame.f_code.co_name != "train":
+        return None
+    trainer = frame.f_locals.get("self")
+    # No test for transformers' class: importing it takes seconds, and other trainers have callbacks too.
+    return trainer if hasattr(trainer, "callback_handler") else None
+
+
 @dataclass(frozen=True)
-class _Run:
-    """A call of a Trainer, and what is done before its plan is taken off while another Trainer runs."""
+class Removal:
+    """What takes a plan off when its model is used after the end of the call that it was put on in."""
 
     call: TrainCall
+    remove: Callable[[nn.Module], object]
     leave_use_cache: Callable[[], None]
+    """Called before, where another Trainer runs: it has set the `use_cache` that it wants by then."""
 
-    def look_at(self, model: nn.Module) -> None:
+    def run_if_over(self, model: nn.Module) -> None:
         """Take the plan off if the call is over."""
         if torch.compiler.is_compiling() or self.call.is_running():
             return
         if train_call() is not None:
             self.leave_use_cache()
-        remove_leftover(model)
+        self.remove(model)
 
 
-def look_out(applied: Applied, model: nn.Module, call: TrainCall, leave_use_cache: Callable[[], None]) -> None:
-    """Have a plan taken off when its model is used after the end of the call that it was put on in.
-
-    Args:
-        applied: the plan.
-        model: as it is trained.
-        call: of the Trainer.
-        leave_use_cache: is called before, where another Trainer has set the `use_cache` that it wants by then.
-    """
-    applied.belongs_to(call)
-    run = _Run(call, leave_use_cache)
-    applied.on_remove(model.register_forward_pre_hook(partial(_before_forward, run), prepend=True).remove)
-    applied.on_remove(_place(_TRAIN, model, run))
+def place(removal: Removal, model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Have a removal tried at each use of a model. Yields what takes that off again."""
+    yield model.register_forward_pre_hook(partial(_before_forward, removal), prepend=True).remove
+    yield _place(_TRAIN, model, removal)
     for module in model.modules():
         if hasattr(type(module), _SAVE):
             # In the middle of a step use_cache is off in the config, which is saved before anything else is asked for.
-            applied.on_remove(_place(_SAVE, module, run))
+            yield _place(_SAVE, module, removal)
 
 
-def _before_forward(run: _Run, model: nn.Module, args: Any) -> None:
-    run.look_at(model)
+def _before_forward(removal: Removal, model: nn.Module, args: Any) -> None:
+    removal.run_if_over(model)
 
 
-def _place(name: str, module: nn.Module, run: _Run) -> Callable[[], None]:
-    """Set an instance method that looks first, and return what puts back what was there."""
+def _place(name: str, module: nn.Module, removal: Removal) -> Callable[[], None]:
+    """Set an instance method that tries the removal first, and return what puts back what was there."""
     found = module.__dict__.get(name)
-    setattr(module, name, update_wrapper(partial(_look_first, run, module, name, found), getattr(module, name)))
+    setattr(module, name, update_wrapper(partial(_try_first, removal, module, name, found), getattr(module, name)))
     return partial(_put_back, module, name, found)
 
 
-def _look_first(
-    run: _Run, module: nn.Module, name: str, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
+def _try_first(
+    removal: Removal, module: nn.Module, name: str, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    run.look_at(module)
+    removal.run_if_over(module)
     return getattr(type(module), name)(module, *args, **kwargs) if found is None else found(*args, **kwargs)
 
 
 def _put_back(module: nn.Module, name: str, found: Callable[..., Any] | None) -> None:
     current = module.__dict__.get(name)
-    if not isinstance(current, partial) or current.func is not _look_first:
+    if not isinstance(current, partial) or current.func is not _try_first:
         # Whoever put another one over ours knows what to put back.
         return
     if found is None:

@@ -1,6 +1,6 @@
 """What a plan sets on one stack of layers: set in place, asserted again, and put back.
 
-Lives on the list of layers, so that copies and pickles of the model carry it.
+It lives on the list of layers, so that copies and pickles of the model carry it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
-from hf_ckpt.patch.train_call import TrainCall
+from hf_ckpt.patch.leftover import TrainCall
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.regions.call import is_cache
 from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.recompute import is_cache
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.structure.layers import members
 
@@ -71,7 +71,7 @@ class Change:
 
 
 class StackPatch:
-    """The plan of one stack on the model. Lives on the list of layers, and is copied with it."""
+    """The plan of one stack on the model."""
 
     def __init__(self, plan: Plan, path: str) -> None:
         self.plan = plan
@@ -80,14 +80,14 @@ class StackPatch:
         self._on_remove: list[Callable[[], None]] = []
         self._hook: RemovableHandle | None = None
         self._home: nn.Module | None = None
-        self.doors: Doors | None = None
+        self.segment_hooks: SegmentHooks | None = None
         self.hooks: list[RemovableHandle] = []
         self.offloaders: tuple[Offloader, ...] = ()
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None
         self.drops_cache = False
         self._is_paused = False
-        self._has_said = False
+        self._is_logged = False
 
     def set(self, path: str, module: nn.Module, name: str, ours: object) -> None:
         """Set an attribute on a module and remember what was there.
@@ -112,8 +112,8 @@ class StackPatch:
         """Return the modules whose seam is set here."""
         return {change.module for change in self._changes if change.name == FLAG}
 
-    def settle(self, home: nn.Module, owner: nn.Module) -> None:
-        """Leave the patch on `home`, the list of layers, where copies take it along; watch the owner's forward."""
+    def attach(self, home: nn.Module, owner: nn.Module) -> None:
+        """Put the patch on `home`, the list of layers, so that copies have it; hook the owner's forward."""
         self._home = home
         setattr(home, HANDLE, self)
         self._hook = owner.register_forward_pre_hook(partial(_before_forward, self), with_kwargs=True)
@@ -128,8 +128,8 @@ class StackPatch:
         self._on_remove.clear()
         if self._hook is not None:
             self._hook.remove()
-        if self.doors is not None:
-            self.doors.remove()
+        if self.segment_hooks is not None:
+            self.segment_hooks.remove()
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -140,10 +140,9 @@ class StackPatch:
         self._home = self._hook = self.train_call = None
 
     def remove_if_over(self) -> bool:
-        """Put back what was found, in all stacks of the model, if the run that it was set for has ended.
+        """Put back what was found, in all stacks of the model, if an exception has ended the run that it was set for.
 
-        Returns:
-            Whether it had, in an exception: otherwise the run itself would have done so.
+        Returns whether it had: a run that ends otherwise does so itself.
         """
         if self.train_call is None or self.train_call.is_running():
             return False
@@ -153,12 +152,9 @@ class StackPatch:
         return True
 
     def refuse_cache(self, arguments: Iterable[object]) -> None:
-        """Refuse a forward that is handed a key/value cache: recomputed layers can neither read nor fill it.
+        """Raise `UnsupportedError` if an argument is a key/value cache: recomputed layers can neither read nor fill it.
 
         A cache that the model makes for itself in training serves nobody, and is left out of recomputed layers.
-
-        Raises:
-            UnsupportedError: one of the arguments is a cache, and a recomputed region would have to use it.
         """
         if self.drops_cache and any(map(is_cache, arguments)):
             raise UnsupportedError(
@@ -168,21 +164,17 @@ class StackPatch:
             )
 
     def assert_in_force(self) -> None:
-        """Bring the plan back where another library switched it off.
-
-        Raises:
-            PlanMismatchError: a part's forward was replaced, so that the plan cannot be brought back.
-        """
+        """Bring the plan back where another library switched it off, or raise `PlanMismatchError` (new forward)."""
         self._resume()
-        if self.doors is not None and self._home is not None:
-            self.doors.watch(self._home)
+        if self.segment_hooks is not None and self._home is not None:
+            self.segment_hooks.place(self._home)
         lost = [change for change in self._changes if not change.is_in_force()]
         if lost:
-            self._say_or_raise(lost)
+            self._log_or_raise(lost)
         for change in lost:
             change.assert_again()
 
-    def _say_or_raise(self, lost: list[Change]) -> None:
+    def _log_or_raise(self, lost: list[Change]) -> None:
         for change in lost:
             if change.name == FORWARD:
                 raise PlanMismatchError(
@@ -191,7 +183,7 @@ class StackPatch:
                     "after that call."
                 )
         in_layers = [change for change in lost if change.path.startswith(f"{self.path}.")]
-        if in_layers and not self._has_said:
+        if in_layers and not self._is_logged:
             by = _name_of(in_layers[0].module.__dict__.get(FUNCTION))
             logger.info(
                 "%d layers of %s were switched to another activation checkpointing (%s) after the policy was applied; "
@@ -200,7 +192,7 @@ class StackPatch:
                 self.path,
                 by,
             )
-            self._has_said = True
+            self._is_logged = True
 
     def pause(self) -> None:
         """Switch the seam off for a forward without gradients in training mode.
@@ -222,35 +214,30 @@ class StackPatch:
         return (change for change in self._changes if change.name == FLAG and change.ours)
 
 
-class Doors:
-    """Hooks on what stands outermost in the place of a segment's layers, where FSDP or ZeRO-3 gathers their weights.
-
-    Args:
-        runner: of the stack.
-        indices: the layers that run in segments.
-    """
+class SegmentHooks:
+    """Hooks on what stands outermost in the place of a segment's layers, where FSDP or ZeRO-3 gathers their weights."""
 
     def __init__(self, runner: SegmentRunner, indices: list[int]) -> None:
         self._runner = runner
         self._indices = indices
         self._hooks: dict[int, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
 
-    def watch(self, home: nn.Module) -> None:
+    def place(self, home: nn.Module) -> None:
         """Place the hooks, first and last of the module's own, wherever an engine has come since they were placed."""
         modules = members(home)
         for layer_idx in self._indices:
             outer = modules[layer_idx]
             is_hooked = fsdp.is_unit(outer) or deepspeed.is_hooked(outer)
-            if is_hooked and not self._is_watched(layer_idx, outer) and not _holds_its_hooks(outer):
-                self._place(layer_idx, outer)
+            if is_hooked and not self._is_placed(layer_idx, outer) and not _holds_its_hooks(outer):
+                self._place_on(layer_idx, outer)
 
-    def _is_watched(self, layer_idx: int, outer: nn.Module) -> bool:
+    def _is_placed(self, layer_idx: int, outer: nn.Module) -> bool:
         if layer_idx not in self._hooks:
             return False
         module, first, last = self._hooks[layer_idx]
         return module is outer and first.id == next(iter(outer._forward_pre_hooks)) and last.id in outer._forward_hooks
 
-    def _place(self, layer_idx: int, outer: nn.Module) -> None:
+    def _place_on(self, layer_idx: int, outer: nn.Module) -> None:
         self._take_off(layer_idx)
         first = outer.register_forward_pre_hook(partial(enter, self._runner, layer_idx), prepend=True, with_kwargs=True)
         last = outer.register_forward_hook(partial(leave, self._runner, layer_idx))

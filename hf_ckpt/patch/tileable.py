@@ -1,4 +1,4 @@
-"""What of a layer is position-wise, so that it can run in slices of the sequence; told by structure, no list of models.
+"""What of a layer is position-wise, so that it can run in slices of the sequence; by structure, no list of models.
 
 The norms of a layer, its ffn as a whole, and the norms and linear projections inside its attention. Knows no policy.
 """
@@ -15,8 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import Layer
-from hf_ckpt.structure.parameter_shapes import unwrapped
-from hf_ckpt.structure.parts import words
+from hf_ckpt.structure.parts import unwrapped, words_of
 
 _OTHER_NORMS = frozenset("batch group instance weight spectral".split())
 _DRAWS = frozenset("dropout drop droppath jitter noise".split())
@@ -26,26 +25,17 @@ def tiled_modules(layer: Layer) -> list[str]:
     """Return what of a layer runs in tiles: dotted names below the layer, in the order of its modules.
 
     These are its ffn modules, each as a whole, all norms over features, and the linear projections of its attention
-    or of the mixer in its place (a LoRA layer with what it is around).
-
-    Raises:
-        UnsupportedError: its ffn is not position-wise, or is no module; says why.
+    or of the mixer in its place (a LoRA layer with what it is around). Raises `UnsupportedError` where its ffn is not
+    position-wise, or is no module.
     """
     _check_ffn(layer)
     return [name for name, _ in _found(layer, layer.module, "", inside_attention=False)]
 
 
 def random_modules(layer: Layer, names: Sequence[str]) -> list[str]:
-    """Return the modules, of those named and inside them, that draw random numbers in training.
+    """Return the names of modules, of those that `tiled_modules` named and inside them, that draw random numbers.
 
     Tiles draw one mask for each slice, so that there the numbers differ from those of the whole.
-
-    Args:
-        layer: the layer.
-        names: of `tiled_modules`.
-
-    Returns:
-        Dotted names below the layer.
     """
     return [
         f"{name}.{inner}".rstrip(".")
@@ -105,16 +95,16 @@ def _why_not(module: nn.Module) -> str:
     if _looks_for_outliers(module):
         return "looks for outliers over all tokens of a call (LLM.int8; llm_int8_threshold=0 does not)"
     values = _settings(module)
-    if capacity := next((name for name in values if "capacity" in words(name)), None):
+    if capacity := next((name for name in values if "capacity" in words_of(name)), None):
         return f"drops tokens beyond a capacity that is counted over a call ({capacity}={values[capacity]})"
-    if jitter := next((name for name in values if "jitter" in words(name)), None):
+    if jitter := next((name for name in values if "jitter" in words_of(name)), None):
         return f"multiplies its input by noise in place ({jitter}={values[jitter]}; 0 does not)"
     return ""
 
 
 def _is_norm(module: nn.Module) -> bool:
-    said = words(type(module).__name__)
-    if not any(word.endswith("norm") for word in said) or _OTHER_NORMS.intersection(said):
+    words = words_of(type(module).__name__)
+    if not any(word.endswith("norm") for word in words) or _OTHER_NORMS.intersection(words):
         return False
     has_children = any(True for _ in module.children())
     return not has_children and all(p.dim() <= 1 for p in module.parameters()) and not _why_not(module)
@@ -125,11 +115,11 @@ def _is_linear(module: nn.Module) -> bool:
     base: Any = getattr(module, "base_layer", None)
     if isinstance(base, nn.Module):
         return _is_linear(unwrapped(base))
-    said = words(type(module).__name__)
+    words = words_of(type(module).__name__)
     # transformers' own Conv1D is a linear layer, written as one of GPT-2's.
     is_one = isinstance(module, nn.Linear) or type(module).__module__ == "transformers.pytorch_utils"
-    is_alike = "linear" in "".join(said) and hasattr(module, "in_features") and hasattr(module, "out_features")
-    return (is_one or is_alike) and not _looks_for_outliers(module) and "float8" not in "".join(said)
+    is_alike = "linear" in "".join(words) and hasattr(module, "in_features") and hasattr(module, "out_features")
+    return (is_one or is_alike) and not _looks_for_outliers(module) and "float8" not in "".join(words)
 
 
 def _looks_for_outliers(module: nn.Module) -> bool:
@@ -144,7 +134,7 @@ def _holds_units(module: nn.Module) -> bool:
 def _draws(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    return isinstance(module, nn.RReLU) or any(_DRAWS.intersection(words(name)) for name in _settings(module))
+    return isinstance(module, nn.RReLU) or any(_DRAWS.intersection(words_of(name)) for name in _settings(module))
 
 
 def _settings(module: nn.Module) -> dict[str, float]:

@@ -21,11 +21,7 @@ class _Missing:
 
 
 class UseCache:
-    """The `use_cache` values that a model's configs had when this was made.
-
-    Args:
-        model: a model; its config counts, and those of the models inside it that have the value.
-    """
+    """The `use_cache` values that a model's configs, and those of the models inside it, had when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         own = getattr(model, "config", None)
@@ -56,15 +52,15 @@ class UseCache:
 
 
 def record(model: nn.Module) -> None:
-    """Keep the user's values on the model until `bring_back`: a Trainer that is being built overwrites them next.
+    """Keep the user's values on the model until `restore_recorded`: a Trainer that is being built overwrites them next.
 
     A Trainer that was built earlier and has not trained may have done so already; its record is then the one to trust.
     """
-    bring_back(model)
+    restore_recorded(model)
     setattr(model, _RECORD, UseCache(model))
 
 
-def bring_back(model: nn.Module) -> None:
+def restore_recorded(model: nn.Module) -> None:
     """Undo what Trainers did since `record`; from then on the configs themselves hold the user's values."""
     for module in model.modules():
         recorded = module.__dict__.pop(_RECORD, None)
@@ -72,17 +68,11 @@ def bring_back(model: nn.Module) -> None:
             recorded.restore()
 
 
-def leave_out_of_training_forwards(model: nn.Module) -> Iterator[RemovableHandle]:
-    """Let a model make no cache in training forwards unless the caller asks for one; its configs stay as they are.
+def skip_in_training_forwards(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Place hooks that make no cache in training forwards unless the caller asks for one; configs stay as they are.
 
     The arguments are set, not the configs: those are what others read and save at any time. All models inside are
     reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
-
-    Args:
-        model: a model, whatever stands around it.
-
-    Yields:
-        The handles of the hooks that do so.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and getattr(module.config, _NAME, None) is not None:

@@ -1,7 +1,7 @@
-"""What to say when no plan fits: the smallest peak there is, where it lies, and lines to copy of what would fit.
+"""What users are told about plans: when none fits, what would (`nothing_fits`), and how exact one is (`Exactness`).
 
-Nothing is advised that was not simulated. Knows the step; how the user writes an option, in a recipe or in Python, is
-handed in by whoever knows.
+Nothing is advised that was not simulated. How the user writes an option, in a recipe or in Python, is handed in
+(`Write`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from itertools import islice
 
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.planner.bisect import largest
+from hf_ckpt.policy.options import HeadMode
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import as_budget, format_bytes
@@ -33,7 +35,7 @@ _SHARES = {
 
 
 Write = Callable[[Mapping[str, object]], str]
-"""Puts options, by the names of `HFCkptCallback` and `TrainingArguments`, into what the user would write.
+"""Writes options, by the names of `HFCkptCallback` and `TrainingArguments`, as the user would.
 
 `row_length` is the length of a row of packed examples; it has no name of its own there.
 """
@@ -41,17 +43,13 @@ Write = Callable[[Mapping[str, object]], str]
 
 @dataclass(frozen=True)
 class Change:
-    """Something that could be done, and what the step would need then.
-
-    Args:
-        options: what to set, by name.
-        peak: simulates it, and returns the smallest peak in bytes; an `HFCkptError` means that it cannot be done.
-        host_bytes: host memory that it takes.
-    """
+    """Options that could be set."""
 
     options: Mapping[str, object]
     peak: Callable[[], int]
+    """Simulates the step with them. The smallest peak in bytes; an `HFCkptError` means that it cannot be done."""
     host_bytes: int = 0
+    """Host memory that they take."""
 
 
 def as_keywords(options: Mapping[str, object]) -> str:
@@ -83,15 +81,15 @@ def nothing_fits(
     Args:
         budget_bytes: device memory that the whole step may use.
         smallest: the step under the plan with the smallest peak, simulated.
-        step: the step that was asked for.
+        step: the step that does not fit.
         peak: simulates another step, and returns its smallest peak in bytes.
         changes: what could be done besides changing the step.
-        write: puts options into the user's words.
+        write: how the user would write options.
         device_bytes: what the device has; a budget above it is no advice. None where that is not known.
-        is_exact: only bitwise plans were looked at.
-        say: is told what is being simulated.
+        is_exact: only bitwise plans were considered.
+        say: gets progress messages.
     """
-    search = _Search(budget_bytes, step, peak, write, say or (lambda text: None))
+    search = _FittingChanges(budget_bytes, step, peak, write, say or (lambda text: None))
     lines = list(_larger_budget(smallest, device_bytes))
     lines += [*search.smaller_batches(), *search.other_optimizers(smallest), *search.among(changes)]
     which = "bitwise plan" if is_exact else "plan"
@@ -105,14 +103,8 @@ def nothing_fits(
 
 
 @dataclass(frozen=True)
-class _Line:
-    """Options that would make a plan fit.
-
-    Args:
-        options: by name.
-        peak_bytes: with them, simulated.
-        host_bytes: host memory that they take.
-    """
+class _FittingChange:
+    """Options that would make a plan fit, as simulated."""
 
     options: Mapping[str, object]
     peak_bytes: int
@@ -123,10 +115,10 @@ class _Line:
         return f"{format_bytes(self.peak_bytes)}{host}"
 
 
-def _larger_budget(smallest: StepMemory, device_bytes: int | None) -> Iterator[_Line]:
+def _larger_budget(smallest: StepMemory, device_bytes: int | None) -> Iterator[_FittingChange]:
     budget, num_bytes = as_budget(smallest.peak_bytes)
     if device_bytes is None or num_bytes <= device_bytes:
-        yield _Line({"memory_budget": budget}, smallest.peak_bytes)
+        yield _FittingChange({"memory_budget": budget}, smallest.peak_bytes)
 
 
 def where_it_lies(smallest: StepMemory) -> str:
@@ -141,16 +133,8 @@ def where_it_lies(smallest: StepMemory) -> str:
     )
 
 
-class _Search:
-    """Looks for changes of a step that fit.
-
-    Args:
-        budget_bytes: the budget.
-        step: the step that does not fit.
-        peak: simulates another one.
-        write: puts options into the user's words.
-        say: is told what is being simulated.
-    """
+class _FittingChanges:
+    """Looks for changes that make a step fit. See `nothing_fits`."""
 
     def __init__(
         self,
@@ -168,7 +152,7 @@ class _Search:
         self._known: dict[tuple[int, int], int] = {}
         self._floor = _with_rows(replace(step, seq_length=min(step.seq_length, LENGTH_MULTIPLE)), 1)
 
-    def smaller_batches(self) -> Iterator[_Line]:
+    def smaller_batches(self) -> Iterator[_FittingChange]:
         """Yield the longest rows that fit, and the largest micro-batch; where neither does alone, both together."""
         step = self._step
         if not self._floor_fits():
@@ -178,8 +162,8 @@ class _Search:
             found = [replace(both, options={**_rows_of(single), **both.options})]
         yield from found
 
-    def other_optimizers(self, smallest: StepMemory) -> Iterator[_Line]:
-        """Yield the first optimizer with less state on the device that fits."""
+    def other_optimizers(self, smallest: StepMemory) -> Iterator[_FittingChange]:
+        """Yield the first optimizer that fits, of those with less state on the device."""
         optim = self._step.optim or ""
         if not smallest.by_category.get(Category.OPTIMIZER) or not optim.startswith("adamw") or "8bit" in optim:
             return
@@ -187,7 +171,7 @@ class _Search:
         changes = [Change({"optim": name}, partial(self._peak_of, step)) for name, step in steps.items()]
         yield from islice(self.among(changes), 1)
 
-    def among(self, changes: Sequence[Change]) -> Iterator[_Line]:
+    def among(self, changes: Sequence[Change]) -> Iterator[_FittingChange]:
         """Yield the changes that fit."""
         for change in changes:
             self._say(f"Simulating {self._write(change.options)} ...")
@@ -197,7 +181,7 @@ class _Search:
                 # What cannot be simulated, or not be done here, is no advice.
                 continue
             if found <= self._budget:
-                yield _Line(change.options, found, change.host_bytes)
+                yield _FittingChange(change.options, found, change.host_bytes)
 
     def floor_text(self) -> str:
         """Return that smaller batches are not enough, where that is so."""
@@ -211,7 +195,7 @@ class _Search:
     def _floor_fits(self) -> bool:
         return self._floor != self._step and self._peak(self._floor) <= self._budget
 
-    def _shorter(self, step: Step) -> _Line | None:
+    def _shorter(self, step: Step) -> _FittingChange | None:
         most = (step.seq_length - 1) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
         if not most:
             return None
@@ -221,14 +205,14 @@ class _Search:
 
         found = largest(peak, self._budget, start=step.seq_length // 2, most=most, multiple=LENGTH_MULTIPLE)
         name = "row_length" if step.is_packed else "max_length"
-        return _Line({name: found.number}, found.peak_bytes) if found.number else None
+        return _FittingChange({name: found.number}, found.peak_bytes) if found.number else None
 
-    def _fewer_rows(self) -> _Line | None:
+    def _fewer_rows(self) -> _FittingChange | None:
         batch_size = self._step.batch_size
         for rows in range(batch_size - 1, 0, -1):
             # The global batch stays what it is.
             if batch_size % rows == 0 and (found := self._peak(step := _with_rows(self._step, rows))) <= self._budget:
-                return _Line(_rows_of(step), found)
+                return _FittingChange(_rows_of(step), found)
         return None
 
     def _peak(self, step: Step) -> int:
@@ -251,3 +235,49 @@ def _rows_of(step: Step) -> dict[str, object]:
         "per_device_train_batch_size": step.batch_size,
         "gradient_accumulation_steps": step.gradient_accumulation_steps,
     }
+
+
+# --- How exact a plan is. ---
+
+TILES, CHUNKED_HEAD = "tiles", "chunked head"
+"""Parts of a plan that add sums in another order than the model does."""
+
+_WITHIN = "within 1e-6 in float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """How exact a plan is, and its predicted time, as a share of that of the step without a plan."""
+
+    inexact: tuple[str, ...]
+    """See `inexact_parts`; a plan without any is bitwise."""
+    of_none: float
+    """The plan's time."""
+    inexact_of_none: float | None = None
+    """The time of the fastest plan with `exact: false`, where that is faster; None elsewhere."""
+    is_only_choice: bool = False
+    """No bitwise plan fits, though one would have been taken."""
+    is_same_step: bool = True
+    """False where tiles may lie around dropout, whose masks they draw per slice."""
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether loss and gradients are those of a run without a plan, to the bit."""
+        return not self.inexact
+
+    def describe(self) -> str:
+        """Return it as text, such as `bitwise: 1.21 of none; 1.08 with exact: false, within 1e-6 in float32`."""
+        if not self.is_bitwise:
+            within = _WITHIN if self.is_same_step else "not bitwise"
+            only = "; no bitwise plan fits" if self.is_only_choice else ""
+            return f"{within} ({' and '.join(self.inexact)}): {self.of_none:.2f} of none{only}"
+        text = f"bitwise: {self.of_none:.2f} of none"
+        if self.inexact_of_none is None or f"{self.inexact_of_none:.2f}" == f"{self.of_none:.2f}":
+            return text
+        return f"{text}; {self.inexact_of_none:.2f} with exact: false, {_WITHIN}"
+
+
+def inexact_parts(plan: Plan) -> tuple[str, ...]:
+    """Return those of `TILES` and `CHUNKED_HEAD` that a plan has."""
+    has_tiles = any(entry.tiles is not None for stack in plan.stacks for entry in stack.layers)
+    return (*([TILES] if has_tiles else []), *([CHUNKED_HEAD] if plan.head is HeadMode.CHUNKED else []))

@@ -1,70 +1,66 @@
 """What each layer costs under each option, from simulated steps: the chain that the planner chooses for.
 
-A step is simulated for each mode, in all layers at once. What can be told from those without another simulation is:
-lists of operators to keep (`operator_frontier`), and offload (`offload_costs`). Tiles and the chunked head cannot; they
-are simulated where a plan may need them (`with_tiles`, `with_chunked_head`).
+A step is simulated for each mode, in all layers at once. Two kinds of options follow from those steps: lists of
+operators to keep (`save_lists`), and offload. Tiles and the chunked head do not. They are simulated where a plan may
+need them (`with_tiles`, `with_chunked_head`).
+
+Note [Offload in the chain]. What a layer keeps goes to the host while the next one that offloads computes, and comes
+back while the one behind it runs backward. So at each moment, the kept bytes of one neighbour, which are on their way,
+come on top of those of the layers that do not offload. A copy takes time only as far as it is longer than the layer
+that computes meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
-from torch import nn
-
 from hf_ckpt.errors import HFCkptError, UnsupportedError
-from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.tileable import random_modules, tiled_modules
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.offload_costs import offloaded
-from hf_ckpt.planner.save_lists import operator_points
-from hf_ckpt.planner.step_reading import LayerKey, Reading
-from hf_ckpt.policy.allowances import UNASKED, Allowed
-from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.planner.save_lists import save_list_options
+from hf_ckpt.planner.step_reading import LayerKey, StepReading
+from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, Allowed
+from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.policy import WHOLE_LAYER_MODES, Mode, Policy
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.op_costs import is_kept_selectively
-from hf_ckpt.simulation.simulator import trace_step
-from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.tape import Region
-from hf_ckpt.structure.layers import Layer, find_layers
+from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step_memory import Phase
+from hf_ckpt.structure.layers import Layer
 
 TILED = (LayerPlan(Mode.FULL, tiles="auto"), LayerPlan(Mode.NONE, tiles="auto"))
-"""The options with tiles that are looked at."""
+"""The options with tiles that are tried."""
 
 _Options = dict[LayerPlan, Cost]
 
 
-def chain_of(model: nn.Module, step: Step, device: Device, *, allowed: Allowed = UNASKED, **structure: Any) -> Chain:
-    """Return what each layer of a model costs under each option, from one simulated step per mode.
-
-    Args:
-        model: see `simulate_step`.
-        step: what the Trainer runs.
-        device: where.
-        allowed: what a plan may hold beside modes.
-        structure: `layers`, `attention` and `ffn` of `apply`.
-    """
-    kept = _read(model, None, step, device, structure)
+def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:
+    """Return what each layer costs under each option that is allowed, from one simulated step per mode."""
+    step, device = simulator.step, simulator.device
+    kept = _read(simulator, None)
     # The optimizer does the same under any plan.
-    without = replace(step, optim=None)
+    without = _without_optimizer(simulator)
     costs: dict[LayerKey, _Options] = {key: {NONE: kept.cost(key)} for key in kept.order}
-    full: Reading | None = None
+    full: StepReading | None = None
     for mode in Mode:
-        plan = None if mode is Mode.NONE else _plan_of(model, mode, structure)
+        plan = None if mode is Mode.NONE else _plan_of(simulator, mode)
         if plan is None:
             continue
-        reading = _read(model, plan, without, device, structure)
+        reading = _read(without, plan)
         _add(costs, reading, plan, LayerPlan(mode))
         full = reading if mode is Mode.FULL else full
-    can_join = _plan_of(model, Mode.FULL, structure, segment_size=2) is not None
+    can_join = _plan_of(simulator, Mode.FULL, segment_size=2) is not None
     layers = []
     for key in kept.order:
         if full is not None and {FULL, LayerPlan(Mode.SELECTIVE)} <= costs[key].keys():
             watched = _watched_seconds(full, key, device)
-            points = operator_points(full, key).items()
+            points = save_list_options(full, key).items()
             costs[key].update((option, replace(cost, seconds=cost.seconds + watched)) for option, cost in points)
         layers.append(ChainLayer(*key, costs[key], can_join, kept.forward_seconds[key]))
     inputs = [layer.costs[FULL].kept_bytes for layer in layers if FULL in layer.costs]
@@ -83,55 +79,34 @@ def chain_of(model: nn.Module, step: Step, device: Device, *, allowed: Allowed =
     return offloaded(chain, device, allowed.offload_option)
 
 
-def _watched_seconds(full: Reading, key: LayerKey, device: Device) -> float:
+def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
-    start, end = full.span(Region.FORWARD, key)
+    start, end = full.span(Phase.FORWARD, key)
     events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event))
     return sum(full.weight(event) for event in events) * device.selective_seconds
 
 
-def with_tiles(
-    chain: Chain, model: nn.Module, step: Step, device: Device, *, allowed: Allowed = UNASKED, **structure: Any
-) -> Chain:
-    """Return a chain with the options of `TILED` too, from one more simulated step for each.
-
-    Args:
-        chain: of `chain_of`.
-        model: see `chain_of`.
-        step: see `chain_of`.
-        device: see `chain_of`.
-        allowed: see `chain_of`.
-        structure: see `chain_of`.
-    """
+def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:
+    """Return a chain of `chain_of` with the options of `TILED` too, from one more simulated step for each."""
     if allowed.tiles is False:
         return chain
     costs: dict[LayerKey, _Options] = {(layer.stack, layer.layer_idx): dict(layer.costs) for layer in chain.layers}
     for option in TILED:
-        plan = _tiled_plan(model, option, allowed, structure)
+        plan = _tiled_plan(simulator, option, allowed)
         if plan is not None:
-            reading = _read(model, plan, replace(step, optim=None), device, structure)
+            reading = _read(_without_optimizer(simulator), plan)
             _add(costs, reading, plan, option)
     layers = tuple(replace(layer, costs=costs[layer.stack, layer.layer_idx]) for layer in chain.layers)
-    return offloaded(replace(chain, layers=layers), device, allowed.offload_option)
+    return offloaded(replace(chain, layers=layers), simulator.device, allowed.offload_option)
 
 
-def with_chunked_head(chain: Chain, model: nn.Module, step: Step, device: Device, **structure: Any) -> Chain | None:
-    """Return a chain whose head is chunked, from one more simulated step; None where the head cannot be.
-
-    Args:
-        chain: of `chain_of`.
-        model: see `chain_of`.
-        step: see `chain_of`.
-        device: see `chain_of`.
-        structure: see `chain_of`.
-    """
+def with_chunked_head(chain: Chain, simulator: StepSimulator) -> Chain | None:
+    """Return a chain of `chain_of` whose head is chunked, from one more simulated step; None where it cannot be."""
     # Layers in mode full are simulated fastest, and the head is the same.
-    plan = _plan_of(model, Mode.FULL, structure, head="chunked") or _plan_of(
-        model, Mode.NONE, structure, head="chunked"
-    )
+    plan = _plan_of(simulator, Mode.FULL, head="chunked") or _plan_of(simulator, Mode.NONE, head="chunked")
     if plan is None:
         return None
-    reading = _read(model, plan, replace(step, optim=None), device, structure)
+    reading = _read(_without_optimizer(simulator), plan)
     return replace(
         chain,
         head_bytes=reading.head_bytes,
@@ -143,49 +118,48 @@ def with_chunked_head(chain: Chain, model: nn.Module, step: Step, device: Device
     )
 
 
-def _read(model: nn.Module, plan: Plan | None, step: Step, device: Device, structure: Any) -> Reading:
-    return Reading(trace_step(model, plan, step, device, **structure).tape, step)
+def _without_optimizer(simulator: StepSimulator) -> StepSimulator:
+    return simulator.with_step(replace(simulator.step, optim=None))
 
 
-def _add(costs: Mapping[LayerKey, _Options], reading: Reading, plan: Plan, option: LayerPlan) -> None:
+def _read(simulator: StepSimulator, plan: Plan | None) -> StepReading:
+    return StepReading(simulator.trace(plan).tape, simulator.step)
+
+
+def _add(costs: Mapping[LayerKey, _Options], reading: StepReading, plan: Plan, option: LayerPlan) -> None:
     """Enter what an option costs in the layers that a plan gives it to."""
     for key, options in costs.items():
         if plan.stacks[key[0]].layers[key[1]] == option:
             options[option] = reading.cost(key)
 
 
-def _plan_of(model: nn.Module, mode: Mode, structure: Any, **options: Any) -> Plan | None:
+def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | None:
     """Return the plan that has one mode everywhere, or None where the model cannot do it."""
     try:
-        return make_plan(model, Policy.parse(mode.value, **options), **structure)
+        return simulator.plan_of(Policy.parse(mode.value, **options))
     except HFCkptError:
         return None
 
 
-def _tiled_plan(model: nn.Module, option: LayerPlan, allowed: Allowed, structure: Any) -> Plan | None:
+def _tiled_plan(simulator: StepSimulator, option: LayerPlan, allowed: Allowed) -> Plan | None:
     """Return the plan with an option with tiles wherever it can be; None where that is nowhere."""
-    template = _plan_of(model, Mode.NONE, structure)
+    template = _plan_of(simulator, Mode.NONE)
     if template is None:
         return None
     stacks = tuple(
         StackPlan(of_stack.path, tuple(option if may_tile(layer, allowed) else NONE for layer in stack.layers))
-        for of_stack, stack in zip(template.stacks, find_layers(model, **structure), strict=True)
+        for of_stack, stack in zip(template.stacks, simulator.stacks_of(simulator.model), strict=True)
     )
     if all(entry == NONE for stack in stacks for entry in stack.layers):
         return None
     try:
-        return make_plan(model, replace(template, stacks=stacks), **structure)
+        return simulator.plan_of(replace(template, stacks=stacks))
     except HFCkptError:
         return None
 
 
 def may_tile(layer: Layer, allowed: Allowed) -> bool:
-    """Whether a plan may run a layer in tiles: it can be cut, and the step stays the same or another one is allowed.
-
-    Args:
-        layer: the layer.
-        allowed: what a plan may hold.
-    """
+    """Whether a plan may run a layer in tiles: it can be cut, and the step stays the same or another one is allowed."""
     if allowed.tiles is False:
         return False
     try:
@@ -194,3 +168,122 @@ def may_tile(layer: Layer, allowed: Allowed) -> bool:
         return False
     # Where masks are drawn for each slice, the step is another one: that has to be allowed.
     return allowed.tiles is True or not random_modules(layer, names)
+
+
+_GAPPED = (LayerPlan(Mode.SELECTIVE), LayerPlan(Mode.SELECTIVE_ATTENTION))
+_GAPS = (2, 3, 4)
+
+
+def offloaded(chain: Chain, device: Device, offload: Offload | None) -> Chain:
+    """Return a chain whose layers may offload, as far as the host has room. See Note [Offload in the chain].
+
+    Options that offload already are replaced. `offload.host_memory` is for all layers together.
+    """
+    if offload is None:
+        return chain
+    lasts = {layer.stack: layer.layer_idx for layer in chain.layers}
+    sending = [
+        dict(_with_offload(chain, layer, device, offload)) if layer.layer_idx != lasts[layer.stack] else {}
+        for layer in chain.layers
+    ]
+    if offload.host_memory is not None:
+        sending = _within(sending, offload.host_memory)
+    layers = (
+        replace(layer, costs={**{option: cost for option, cost in layer.costs.items() if not option.offload}, **sent})
+        for layer, sent in zip(chain.layers, sending, strict=True)
+    )
+    return replace(chain, layers=tuple(layers))
+
+
+def with_gaps(chain: Chain, device: Device, offload: Offload | None) -> Iterator[Chain]:
+    """Yield chains in which every second, third or fourth layer may offload what a selective mode keeps.
+
+    A copy that is longer than one layer then has the layers between for its time. See `offloaded`.
+    """
+    if offload is None:
+        return
+    for option in _GAPPED:
+        sent = max((layer.costs[option].kept_bytes for layer in chain.layers if option in layer.costs), default=0)
+        if sent < max(1, offload.min_bytes):
+            continue
+        for every in _GAPS:
+            if (found := _with_gap(chain, device, offload, option, every, sent)) is not None:
+                yield found
+
+
+def _with_gap(chain: Chain, device: Device, offload: Offload, option: LayerPlan, every: int, sent: int) -> Chain | None:
+    room = math.inf if offload.host_memory is None else offload.host_memory
+    lasts = {layer.stack: layer.layer_idx for layer in chain.layers}
+    layers = []
+    for layer in chain.layers:
+        costs = {
+            entry: replace(cost, forward_bytes=cost.forward_bytes + sent, backward_bytes=cost.backward_bytes + sent)
+            for entry, cost in layer.costs.items()
+            if not entry.offload
+        }
+        sends = layer.layer_idx % every == 0 and layer.layer_idx != lasts[layer.stack] and option in costs
+        if sends and (num_bytes := layer.costs[option].kept_bytes) <= room:
+            room -= num_bytes
+            seconds = costs[option].seconds + _excess(chain, layer, option, device, every)
+            sending = replace(costs[option], kept_bytes=0, seconds=seconds, host_bytes=num_bytes)
+            costs[replace(option, offload=offload)] = sending
+        layers.append(replace(layer, costs=costs))
+    if not any(entry.offload for layer in layers for entry in layer.costs):
+        return None
+    return replace(chain, layers=tuple(layers))
+
+
+def _within(sending: list[_Options], host_memory: int) -> list[_Options]:
+    """Return options of which any choice fits the host: those that send least; for the first layers, if not for all."""
+    totals = Counter[LayerPlan]()
+    for costs in sending:
+        totals.update({option: cost.host_bytes for option, cost in costs.items()})
+    ordered = sorted(totals, key=lambda option: totals[option])
+    for count in range(len(ordered), 0, -1):
+        kept = [{option: cost for option, cost in costs.items() if option in ordered[:count]} for costs in sending]
+        if sum(map(_most, kept)) <= host_memory:
+            return kept
+    least = [{option: cost for option, cost in costs.items() if option in ordered[:1]} for costs in sending]
+    taken = accumulate(map(_most, least))
+    return [costs if total <= host_memory else {} for costs, total in zip(least, taken, strict=True)]
+
+
+def _most(costs: _Options) -> int:
+    return max((cost.host_bytes for cost in costs.values()), default=0)
+
+
+def _offloading(options: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
+    for option in options:
+        if option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save:
+            yield option
+
+
+def _with_offload(
+    chain: Chain, layer: ChainLayer, device: Device, offload: Offload
+) -> Iterator[tuple[LayerPlan, Cost]]:
+    for option in _offloading(layer.costs):
+        cost = layer.costs[option]
+        sent = cost.kept_bytes
+        if sent < max(1, offload.min_bytes):
+            continue
+        excess = _excess(chain, layer, option, device)
+        yield (
+            replace(option, offload=offload),
+            replace(
+                cost,
+                kept_bytes=0,
+                forward_bytes=cost.forward_bytes + sent,
+                backward_bytes=cost.backward_bytes + sent,
+                seconds=cost.seconds + excess,
+                host_bytes=sent,
+            ),
+        )
+
+
+def _excess(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device, every: int = 1) -> float:
+    """Return the seconds of copies that nothing hides, where every n-th layer offloads and those between do nothing."""
+    cost, times = layer.costs[option], chain.num_micro_batches
+    forward = layer.forward_seconds or cost.seconds / 3
+    between = (every - 1) * max(0.0, layer.costs[NONE].seconds - forward)
+    copying = copy_seconds(cost.kept_bytes, device) * times
+    return max(0.0, copying - every * forward) + max(0.0, copying - (cost.seconds - forward) - between)

@@ -1,7 +1,21 @@
 """The fastest choice of modes for a budget: exact, for a whole chain of layers, for every budget at once.
 
-Three steps, one file each. `segment_costs` turns the chain into blocks, `frontier` finds all ways worth having from
-each layer on, `tie_breaks` picks, of the plans that are fastest and then smallest, the one that reads best.
+Three steps: `BlockCosts` (in `peak_formulas`) turns the chain into blocks, `fronts_of` finds all ways worth having from
+each layer on, `TieBreak` picks, of the plans that are fastest and then smallest, the one that reads best.
+
+Note [Demand]. Take the layers from a position on, with a choice for each. How much memory they ask for depends on the
+layers before in one way only: by the bytes that those keep, which come on top at every moment. So the rest of the
+chain has a demand, the peak less what is kept before it, and
+
+    demand = max(need of the first block, bytes it keeps + demand of the blocks after it)
+
+grows with the demand of the blocks after it. Of two ways to go on, one with no less demand and no less time is
+therefore never needed, whatever comes before: the Pareto-optimal ways from each position are enough to find the best
+plan for every budget, and the ways from position 0 are the exact staircase of time against peak. There are few of
+them, some thousand for a hundred layers that all differ, because a block's own need covers many demands behind it.
+
+Herrmann et al. 2019, "Optimal checkpointing for heterogeneous chains" (arXiv 1911.13214), solve chains that are
+recomputed to any depth by dynamic programming over memory in slots of a fixed size; demands need no slots.
 
 Note [Casts]. What autocast has cast takes room until the forward ends, and no longer: forward and backward see
 different sums, and two sums have far more Pareto-optimal ways than one. So an amount is allowed for casts throughout
@@ -22,42 +36,39 @@ import numpy as np
 
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner import peak_formulas
-from hf_ckpt.planner.chain import Chain
-from hf_ckpt.planner.frontier import fronts_of
-from hf_ckpt.planner.peak_formulas import Choice, entries_from, predict
-from hf_ckpt.planner.segment_costs import Blocks, Numbers
-from hf_ckpt.planner.tie_breaks import TieBreak
+from hf_ckpt.planner.chain import FULL, Chain, rank
+from hf_ckpt.planner.peak_formulas import (
+    Block,
+    BlockCosts,
+    Choice,
+    Numbers,
+    SegmentCosts,
+    Single,
+    entries_from,
+    predict,
+)
+from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.units import format_bytes
 
 _ALLOWANCES = 8
 """Parts of the most that casts can be, each of which is tried."""
 _NEXT_BEST = 2
-"""Choices that are looked at with each."""
+"""Choices that are tried with each."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One step of the staircase of time against peak.
-
-    Args:
-        budget_bytes: the least budget that this choice is the best one for.
-        peak_bytes: its predicted peak.
-        seconds: its predicted time.
-        choice: the choice.
-    """
+    """One step of the staircase of time against peak, as predicted."""
 
     budget_bytes: int
+    """The least budget that this choice is the best one for."""
     peak_bytes: int
     seconds: float
     choice: Choice
 
 
-class _Exact:
-    """All choices worth having, if casts take so much while the forward goes on.
-
-    Args:
-        chain: the training step.
-        cast_bytes: what is allowed for casts.
+class _ParetoChoices:
+    """All choices worth having, if casts take `cast_bytes` while the forward goes on. See Note [Casts].
 
     Attributes:
         peaks: of these choices, ascending, in bytes.
@@ -66,7 +77,7 @@ class _Exact:
     def __init__(self, chain: Chain, cast_bytes: int) -> None:
         self._chain = chain
         self._base = peak_formulas.base_bytes(chain)
-        self._blocks = Blocks(chain, cast_bytes)
+        self._blocks = BlockCosts(chain, cast_bytes)
         self._fronts = fronts_of(self._blocks)
         # Peaks below the fixed one are no different from it, and the last of them is the fastest.
         peaks = np.maximum(self._fronts[0].num_bytes + self._base, chain.fixed_peak_bytes)
@@ -79,24 +90,17 @@ class _Exact:
             yield predict(self._chain, entries_from(self._chain, blocks))
 
 
-class Planner:
-    """Finds the best choice for a chain, for as many budgets as are asked for. See Note [Casts].
-
-    Args:
-        chain: the training step.
-    """
+class ChainPlanner:
+    """Finds the best choice for a chain, for one budget after the other."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self._allowing: dict[int, _Exact] = {}
+        self._by_cast_bytes: dict[int, _ParetoChoices] = {}
 
     def choose(self, budget_bytes: int) -> Choice:
         """Return the fastest choice whose peak is within the budget.
 
-        Of equally fast ones, the one with the smallest peak; of those, the one that reads best (see `tie_breaks`).
-
-        Args:
-            budget_bytes: device memory that the whole step may use.
+        Of equally fast ones, the one with the smallest peak; of those, the one that reads best (see `TieBreak`).
 
         Raises:
             BudgetError: no choice is within the budget.
@@ -128,8 +132,7 @@ class Planner:
     def frontier(self, num_points: int | None = None) -> tuple[FrontierPoint, ...]:
         """Return the staircase of time against peak: for each budget, the last point that is within it is the best.
 
-        Args:
-            num_points: so many points at most, evenly over the peaks, the ends among them; all of them if left out.
+        With `num_points`, so many at most, evenly over the peaks, the ends among them.
         """
         peaks = self.peaks
         if num_points is not None and len(peaks) > num_points:
@@ -175,10 +178,10 @@ class Planner:
         most = sum(max(cost.cast_bytes for cost in layer.costs.values()) for layer in self.chain.layers)
         return sorted({most * part // _ALLOWANCES for part in range(_ALLOWANCES + 1)})
 
-    def _with(self, cast_bytes: int) -> _Exact:
-        if cast_bytes not in self._allowing:
-            self._allowing[cast_bytes] = _Exact(self.chain, cast_bytes)
-        return self._allowing[cast_bytes]
+    def _with(self, cast_bytes: int) -> _ParetoChoices:
+        if cast_bytes not in self._by_cast_bytes:
+            self._by_cast_bytes[cast_bytes] = _ParetoChoices(self.chain, cast_bytes)
+        return self._by_cast_bytes[cast_bytes]
 
     @property
     def _has_casts(self) -> bool:
@@ -186,19 +189,280 @@ class Planner:
 
 
 def choose(chain: Chain, budget_bytes: int) -> Choice:
-    """Return the fastest choice within a budget; for several budgets of one chain make a `Planner`.
+    """Return the fastest choice within a budget; for several budgets of one chain make a `ChainPlanner`.
 
     Raises:
         BudgetError: no choice is within the budget.
     """
-    return Planner(chain).choose(budget_bytes)
+    return ChainPlanner(chain).choose(budget_bytes)
 
 
 def smallest_peak(chain: Chain) -> Choice:
     """Return the choice with the smallest peak, the fastest of those."""
-    return Planner(chain).smallest_peak()
+    return ChainPlanner(chain).smallest_peak()
 
 
 def frontier(chain: Chain, num_points: int | None = None) -> tuple[FrontierPoint, ...]:
-    """Return the staircase of time against peak. See `Planner.frontier`."""
-    return Planner(chain).frontier(num_points)
+    """Return the staircase of time against peak. See `ChainPlanner.frontier`."""
+    return ChainPlanner(chain).frontier(num_points)
+
+
+# --- All ways worth having. See Note [Demand]. ---
+
+NO_TICKS = np.iinfo(np.int64).max // 4
+"""More time than there is."""
+
+_ROW = 64
+"""Ways that one array operation covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Pareto-optimal pairs: `num_bytes` ascends, `ticks` descends, both strictly."""
+
+    num_bytes: Numbers
+    ticks: Numbers
+
+    def best(self, limits: Numbers | int) -> Numbers:
+        """Return the least time within each limit in bytes, `NO_TICKS` where nothing is."""
+        found = np.searchsorted(self.num_bytes, limits, side="right") - 1
+        return np.where(found < 0, NO_TICKS, self.ticks[found])
+
+
+def front_of(num_bytes: Numbers, ticks: Numbers) -> Front:
+    """Return the pairs that no other one equals or beats in both."""
+    order = np.lexsort((ticks, num_bytes))
+    num_bytes, ticks = num_bytes[order], ticks[order]
+    is_better = np.ones(len(ticks), dtype=bool)
+    is_better[1:] = ticks[1:] < np.minimum.accumulate(ticks)[:-1]
+    return Front(num_bytes[is_better], ticks[is_better])
+
+
+def fronts_of(blocks: BlockCosts) -> list[Front]:
+    """Return, by position, demand and time of the ways to go on from there; the last entry is the end. Exact."""
+    fronts = [Front(np.array([blocks.head]), np.array([0]))]
+    ends = [_SegmentEnds(segments) for segments in blocks.segments]
+    for position in reversed(range(blocks.num_layers)):
+        front = _after_singles(blocks, position, fronts[-1])
+        for end in ends:
+            num_bytes, ticks = end.ways_from(position, front)
+            if len(ticks):
+                front = front_of(np.concatenate([front.num_bytes, num_bytes]), np.concatenate([front.ticks, ticks]))
+        for end in ends:
+            end.add(position + 1, fronts[-1])
+        fronts.append(front)
+    return fronts[::-1]
+
+
+def _after_singles(blocks: BlockCosts, position: int, after: Front) -> Front:
+    pairs = [
+        _worth_having(single.need, single.kept + after.num_bytes, after.ticks + single.ticks)
+        for single in blocks.singles[position]
+    ]
+    return front_of(np.concatenate([pair[0] for pair in pairs]), np.concatenate([pair[1] for pair in pairs]))
+
+
+def _worth_having(need: int, num_bytes: Numbers, ticks: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the demands of a front behind a block; of those that the block's own need covers, the fastest."""
+    start = max(0, int(np.searchsorted(num_bytes, need, side="right")) - 1)
+    return np.maximum(need, num_bytes[start:]), ticks[start:]
+
+
+class _SegmentEnds:
+    """The fronts that a segment of one kind may end at, in rows: most rows are skipped without a look at each way."""
+
+    def __init__(self, segments: SegmentCosts) -> None:
+        self._segments = segments
+        self._stops = np.zeros(0, dtype=np.int64)
+        self._num_bytes = np.zeros((0, _ROW), dtype=np.int64)
+        self._ticks = np.zeros((0, _ROW), dtype=np.int64)
+
+    def add(self, stop: int, front: Front) -> None:
+        """Let segments end before `stop`, with `front` after it. Goes from the last layer to the first."""
+        num_rows = -(-len(front.ticks) // _ROW)
+        pad = (0, num_rows * _ROW - len(front.ticks))
+        self._stops = np.concatenate([self._stops, np.full(num_rows, stop)])
+        self._num_bytes = np.concatenate([self._num_bytes, np.pad(front.num_bytes, pad, "edge").reshape(-1, _ROW)])
+        self._ticks = np.concatenate([self._ticks, np.pad(front.ticks, pad, "edge").reshape(-1, _ROW)])
+
+    def ways_from(self, start: int, front: Front) -> tuple[Numbers, Numbers]:
+        """Return demand and time of the ways with a segment from `start` that improve on `front`, and some more."""
+        stops, segments = self._stops, self._segments
+        need = segments.needs_from(start)[stops]
+        kept, ticks = segments.kept(start, stops), segments.ticks(start, stops)
+        # The corner of a row: less than its least demand and time no way in it can have.
+        corner = np.maximum(need, kept + self._num_bytes[:, 0])
+        rows = np.flatnonzero(ticks + self._ticks[:, -1] < front.best(corner))
+        num_bytes = np.maximum(need[rows, None], kept[rows, None] + self._num_bytes[rows]).ravel()
+        all_ticks = (ticks[rows, None] + self._ticks[rows]).ravel()
+        is_better = all_ticks < front.best(num_bytes)
+        return num_bytes[is_better], all_ticks[is_better]
+
+
+# --- Of equally good plans, the one that reads best. ---
+
+Label = LayerPlan | bool
+"""What counts as one option: that of a single layer, or whether segments are nested."""
+
+_EMPTY = Front(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The ways to get to a position, as pairs of bytes kept and cost (ticks and changes in one number).
+
+    Args:
+        ending: by the label of the last block.
+        any: with any label.
+        continued: by the label of the block that comes next, its change counted.
+    """
+
+    ending: dict[Label, Front]
+    any: Front
+    continued: dict[Label, Front]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A way to a position: bytes it keeps, its cost, and the label of its last block where only one will do."""
+
+    stop: int
+    kept: int
+    cost: int
+    label: Label | None
+
+
+class TieBreak:
+    """Finds, of all plans that are fastest and need least memory, the one that reads best.
+
+    That is the one with the fewest changes of option along each stack; of those, the one that keeps the least bytes on
+    the way; of those, seen from the last layer, the one whose options come first in `rank`, so that recomputation lies
+    in the first layers, with segments as long as the one behind. Layers in plain segments count as one option, in
+    nested ones as another. Goes through the chain once more, along the optimal plans only.
+
+    Args:
+        blocks: the blocks of the chain.
+        fronts: what `fronts_of` returns for them.
+        limit: the most that a plan may demand, in bytes.
+    """
+
+    def __init__(self, blocks: BlockCosts, fronts: list[Front], limit: int) -> None:
+        self._blocks = blocks
+        self._fronts = fronts
+        self._limit = limit
+        self._ticks = int(fronts[0].best(limit))
+        # A tick is more than all changes there can be.
+        self._scale = blocks.num_layers + 1
+        options = {single.option for singles in blocks.singles for single in singles}
+        self._labels: list[Label] = [*sorted(options, key=rank), False, True]
+        self._before: list[_Before] = []
+
+    def best_blocks(self) -> list[Block]:
+        """Return the blocks of the plan that reads best."""
+        start = Front(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        self._before = [_Before({}, start, {})]
+        self._before[0].continued.update((label, start) for label in self._labels)
+        for stop in range(1, self._blocks.num_layers + 1):
+            self._before.append(self._ways_to(stop))
+        return self._read_back()
+
+    def _ways_to(self, stop: int) -> _Before:
+        ending = {label: front for label in self._labels if len((front := self._ending(label, stop)).ticks)}
+        anyhow = _merged(list(ending.values()))
+        is_new = stop < self._blocks.num_layers and self._blocks.is_first[stop]
+        changed = anyhow if is_new else Front(anyhow.num_bytes, anyhow.ticks + 1)
+        continued = {
+            label: _merged([changed, ending[label]]) if label in ending and not is_new else changed
+            for label in self._labels
+        }
+        return _Before(ending, anyhow, continued)
+
+    def _ending(self, label: Label, stop: int) -> Front:
+        """Return the ways to a position whose last block has this label."""
+        if isinstance(label, bool):
+            return self._ending_in_segment(self._blocks.segments[label], stop)
+        single = self._single(label, stop)
+        before = self._before[stop - 1].continued[label]
+        if single is None:
+            return _EMPTY
+        fits = before.num_bytes + single.need <= self._limit
+        cost = before.ticks[fits] + single.ticks * self._scale
+        return self._optimal(stop, before.num_bytes[fits] + single.kept, cost)
+
+    def _ending_in_segment(self, segments: SegmentCosts, stop: int) -> Front:
+        starts = range(segments.first[stop - 1], stop - 1)
+        befores = [self._before[start].continued[segments.nested] for start in starts]
+        if not befores:
+            return _EMPTY
+        kept = np.concatenate([before.num_bytes for before in befores])
+        cost = np.concatenate([before.ticks for before in befores])
+        begin = np.repeat(np.array(starts, dtype=np.int64), [len(before.ticks) for before in befores])
+        fits = kept + segments.needs_to(stop)[begin] <= self._limit
+        kept, cost, begin = kept[fits], cost[fits], begin[fits]
+        return self._optimal(stop, kept + segments.kept(begin, stop), cost + segments.ticks(begin, stop) * self._scale)
+
+    def _optimal(self, stop: int, kept: Numbers, cost: Numbers) -> Front:
+        """Keep those from which an optimal plan goes on."""
+        after = self._fronts[stop].best(self._limit - kept)
+        is_optimal = cost // self._scale + after <= self._ticks
+        return front_of(kept[is_optimal], cost[is_optimal])
+
+    def _read_back(self) -> list[Block]:
+        at_end = self._before[-1].any
+        state = _State(self._blocks.num_layers, int(at_end.num_bytes[-1]), int(at_end.ticks[-1]), None)
+        blocks: list[Block] = []
+        while state.stop:
+            block, state = next(self._last_blocks(state, blocks[-1] if blocks else None))
+            blocks.append(block)
+        return blocks[::-1]
+
+    def _last_blocks(self, state: _State, behind: Block | None) -> Iterator[tuple[Block, _State]]:
+        """Yield the blocks that a way may end with, the preferred one first, each with the way before it."""
+        ending = self._before[state.stop].ending
+        labels = self._labels if state.label is None else [state.label]
+        for label in labels:
+            if label not in ending or not _has(ending[label], state.kept, state.cost):
+                continue
+            for block, kept, need, ticks in self._blocks_to(label, state.stop, behind):
+                before = state.kept - kept
+                if before + need <= self._limit:
+                    found = self._state_before(block.start, label, before, state.cost - ticks * self._scale)
+                    if found is not None:
+                        yield block, found
+
+    def _blocks_to(self, label: Label, stop: int, behind: Block | None) -> Iterator[tuple[Block, int, int, int]]:
+        """Yield the blocks that end at a position, the preferred one first, with bytes kept, need and ticks."""
+        if not isinstance(label, bool):
+            single = self._single(label, stop)
+            if single is not None:
+                yield Block(stop - 1, stop, label), single.kept, single.need, single.ticks
+            return
+        segments = self._blocks.segments[label]
+        num_behind = 0 if behind is None else behind.stop - behind.start
+        for start in sorted(range(segments.first[stop - 1], stop - 1), key=lambda at: (stop - at != num_behind, at)):
+            need = int(segments.needs_to(stop)[start])
+            kept, ticks = int(segments.kept(start, stop)), int(segments.ticks(start, stop))
+            yield Block(start, stop, FULL, label), kept, need, ticks
+
+    def _state_before(self, stop: int, label: Label, kept: int, cost: int) -> _State | None:
+        """Return the way before a block, if there is one that kept and cost so much, a change to the block counted."""
+        before = self._before[stop]
+        if stop == 0 or self._blocks.is_first[stop]:
+            return _State(stop, kept, cost, None) if _has(before.any, kept, cost) else None
+        if label in before.ending and _has(before.ending[label], kept, cost):
+            return _State(stop, kept, cost, label)
+        return _State(stop, kept, cost - 1, None) if _has(before.any, kept, cost - 1) else None
+
+    def _single(self, option: LayerPlan, stop: int) -> Single | None:
+        return next((single for single in self._blocks.singles[stop - 1] if single.option == option), None)
+
+
+def _merged(fronts: list[Front]) -> Front:
+    if not fronts:
+        return _EMPTY
+    return front_of(np.concatenate([f.num_bytes for f in fronts]), np.concatenate([f.ticks for f in fronts]))
+
+
+def _has(front: Front, kept: int, cost: int) -> bool:
+    place = int(np.searchsorted(front.num_bytes, kept))
+    return place < len(front.ticks) and int(front.num_bytes[place]) == kept and int(front.ticks[place]) == cost

@@ -1,7 +1,7 @@
-"""What a choice of options for the layers of a chain amounts to: its peak, where that lies, its time, and its plan.
+"""Peak and time of a choice of options for the layers of a chain, and its plan. Nothing here chooses.
 
-The formulas stand here once, moment by moment; `segment_costs` has them again for all segments at a time, and a test
-holds the two together. Nothing here chooses.
+The formulas stand here twice: moment by moment for one choice (`predict`), and as array operations over all blocks that
+a chain can be cut into (`BlockCosts`), which the planner chooses from. A test holds the two together.
 
 Note [Moments of a step]. Bytes are relative to what is allocated just before the block's forward; a block is one
 layer, or the layers of a segment. `kept` is the sum over the blocks before it.
@@ -11,7 +11,7 @@ layer, or the layers of a segment. `kept` is the sum over the blocks before it.
 - backward of a block: base + kept + the block's backward bytes + the gradients that are there by then. Those are the
   head's and the later layers' in the first of the micro-batches. They stay, so every later micro-batch starts with all
   of them and adds none: with more than one micro-batch all gradients count in base, at every moment. The first
-  micro-batch needs no more than the others then, and need not be looked at. A layer's backward bytes hold its own
+  micro-batch needs no more than the others then, and does not count. A layer's backward bytes hold its own
   gradients as they come; in a later micro-batch those are let go once they are added to what is there;
 - any other time, the optimizer's above all: the chain's fixed peak.
 
@@ -36,12 +36,16 @@ inputs: a segment keeps that for each layer.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.policy.plan import LayerPlan, Plan
 
 
@@ -57,19 +61,14 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer, or the layers of one segment.
-
-    Args:
-        start: position of the first layer in the chain.
-        stop: position after the last layer.
-        option: of its layers; `FULL` for a segment.
-        nested: whether the layers of a segment are checkpointed again.
-    """
+    """One layer, or the layers of one segment: from position `start` of the chain to before `stop`."""
 
     start: int
     stop: int
     option: LayerPlan
+    """Of its layers; `FULL` for a segment."""
     nested: bool = False
+    """Whether the layers of a segment are checkpointed again."""
 
     @property
     def is_segment(self) -> bool:
@@ -79,40 +78,30 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One entry per layer of a chain, and what that amounts to.
-
-    Args:
-        entries: what each layer does, in the order of the chain.
-        peak_bytes: the predicted peak of the step.
-        seconds: the predicted time of the step.
-        cast_bytes: of the casts that are there at the end of the forward.
-        moment: the part of the step that has the peak.
-        position: the layer that has the peak, counted in the chain; None outside the layers.
-        layer_idx: the same layer, counted in its stack.
-        host_bytes: what waits on the host at the end of the forward.
-    """
+    """One entry per layer of a chain, with peak and time of the step under them."""
 
     entries: tuple[LayerPlan, ...]
+    """In the order of the chain."""
     peak_bytes: int
     seconds: float
     cast_bytes: int
+    """Of the casts that are there at the end of the forward."""
     moment: Moment
+    """The part of the step that has the peak."""
     position: int | None = None
+    """The layer that has the peak, counted in the chain; None outside the layers."""
     layer_idx: int | None = None
+    """The same layer, counted in its stack."""
     host_bytes: int = 0
+    """What waits on the host at the end of the forward."""
 
     def where(self) -> str:
-        """Return where the peak lies, in words, such as `backward of layer 3`."""
+        """Return where the peak lies, such as `backward of layer 3`."""
         return str(self.moment) if self.layer_idx is None else f"{self.moment} of layer {self.layer_idx}"
 
 
 def predict(chain: Chain, entries: Sequence[LayerPlan]) -> Choice:
-    """Return the peak and the time of a step under these entries. See Note [Moments of a step].
-
-    Args:
-        chain: the step.
-        entries: one for each layer of the chain; the layers' costs have their options.
-    """
+    """Return the peak and the time of a step under one entry for each layer. See Note [Moments of a step]."""
     moments = list(_moments(chain, entries))
     peak, moment, position = max(moments, key=lambda found: found[0])
     blocks = blocks_of(chain, entries)
@@ -125,13 +114,7 @@ def predict(chain: Chain, entries: Sequence[LayerPlan]) -> Choice:
 
 
 def to_plan(choice: Choice, chain: Chain, template: Plan) -> Plan:
-    """Return the choice as a plan.
-
-    Args:
-        choice: the choice.
-        chain: the chain that it was made for.
-        template: any plan of the same model; its stacks are kept. Layers outside the chain do nothing.
-    """
+    """Return the choice as a plan: like any plan of the same model, `template`. Layers outside the chain do nothing."""
     chosen = {(layer.stack, layer.layer_idx): entry for layer, entry in zip(chain.layers, choice.entries, strict=True)}
     stacks = tuple(
         replace(stack, layers=tuple(chosen.get((number, idx), LayerPlan()) for idx in range(len(stack.layers))))
@@ -168,7 +151,7 @@ def blocks_of(chain: Chain, entries: Sequence[LayerPlan]) -> tuple[Block, ...]:
 
 
 def joins(before: ChainLayer, layer: ChainLayer) -> bool:
-    """Return whether `layer` may share a segment with the layer that runs before it."""
+    """Whether `layer` may share a segment with the layer that runs before it."""
     return (
         layer.can_join
         and layer.stack == before.stack
@@ -282,3 +265,216 @@ def _seconds(chain: Chain, block: Block) -> Iterator[float]:
         yield layer.costs[FULL if block.nested else NONE].seconds
         yield whole_forward(layer)
     yield layers[-1].costs[block.option].seconds
+
+
+# --- All blocks of a chain at a time. ---
+
+Numbers = NDArray[np.int64]
+
+_NEVER = np.iinfo(np.int64).max // 4
+"""More bytes than there are: the need of what is not a segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """One layer under one option."""
+
+    option: LayerPlan
+    kept: int
+    """Bytes held from its forward to its backward."""
+    need: int
+    """The most bytes that it needs at any moment, relative to what is there before its forward."""
+    ticks: int
+    """Time, in whole numbers: sums are exact, and ties are ties."""
+
+
+class SegmentCosts:
+    """All segments of a chain, plain or nested. The formulas are those of Note [Segments].
+
+    They are summed up so that the segments that start, or end, at one layer come out of a few array operations.
+
+    Args:
+        chain: the chain.
+        nested: which kind.
+        num_ticks: ticks of a second.
+        casts: by layer, what is allowed for the casts of the layers before it. See Note [Casts] in `pareto`.
+    """
+
+    def __init__(self, chain: Chain, nested: bool, num_ticks: int, casts: list[int]) -> None:
+        self.nested = nested
+        self.first, self.end = _runs(chain)
+        own = [own_bytes(chain, layer) for layer in chain.layers]
+        self._own = _sums(own)
+        self._input = chain.input_bytes
+        self._last_ticks, self._before_ticks = _segment_ticks(chain, nested, num_ticks)
+        self._casts = np.array(casts, dtype=np.int64)
+        self._needs = self._all_needs(chain, own, np.array(gradients_at(chain), dtype=np.int64))
+
+    def needs_from(self, start: int) -> Numbers:
+        """Return the need of the segments that start at a layer; indexed by their stop."""
+        return np.asarray(self._needs[start], dtype=np.int64)
+
+    def needs_to(self, stop: int) -> Numbers:
+        """Return the need of the segments that stop before a position; indexed by their start."""
+        return np.asarray(self._needs[:, stop], dtype=np.int64)
+
+    def kept(self, start: int | Numbers, stop: int | Numbers) -> Numbers:
+        """Return the bytes that segments keep from forward to backward."""
+        return np.asarray(self._input + self._own[stop] - self._own[start], dtype=np.int64)
+
+    def ticks(self, start: int | Numbers, stop: int | Numbers) -> Numbers:
+        """Return the time of segments."""
+        last = np.asarray(stop) - 1
+        return np.asarray(self._before_ticks[last] - self._before_ticks[start] + self._last_ticks[last], dtype=np.int64)
+
+    def _all_needs(self, chain: Chain, own: list[int], gradients: Numbers) -> Numbers:
+        """Return the needs by start and stop.
+
+        A moment at layer l of a segment from i needs `held[l] - held[i]` and something that depends on l alone, or on
+        l and the stop: so the largest over l is a running maximum.
+        """
+        num_layers = len(chain.layers)
+        needs = np.full((num_layers + 1, num_layers + 1), _NEVER, dtype=np.int64)
+        if not any(end - start > 1 for start, end in enumerate(self.end)):
+            return needs
+        forward, replay, inner, last, held = self._terms(chain, own)
+        inner = inner + gradients[1:]
+        last = last + gradients[1:]
+        for start, end in enumerate(self.end):
+            if end - start < 2:
+                continue
+            span, but_last, but_first = slice(start, end), slice(start, end - 1), slice(start + 1, end)
+            inputs = self._input + self._own[but_first] - self._own[start]
+            forwards = np.maximum(np.maximum.accumulate(inputs + forward[but_first]), forward[start])
+            before = held[span] - held[start]
+            replays = np.maximum.accumulate(before[:-1] + replay[but_last] - self._own[but_first])
+            replays = replays + self._own[start + 2 : end + 1] + gradients[start + 2 : end + 1]
+            inners = np.maximum.accumulate(before[:-1] + inner[but_last])
+            lasts = before[1:] + last[but_first]
+            needs[start, start + 2 : end + 1] = np.maximum.reduce([forwards, replays, inners, lasts])
+        return needs
+
+    def _terms(self, chain: Chain, own: list[int]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """Return, by layer: its forward, replay, backward, backward as the last one; and the sums of what it holds."""
+        forward, replay, inner, last, held = [], [], [], [], []
+        for layer, more in zip(chain.layers, own, strict=True):
+            none = layer.costs[NONE]
+            full = layer.costs.get(FULL, none)
+            forward.append(full.forward_bytes)
+            if self.nested:
+                replay.append(chain.input_bytes + full.forward_bytes)
+                inner.append(full.backward_bytes)
+                last.append(full.backward_bytes)
+                held.append(chain.input_bytes + more)
+            else:
+                replay.append(chain.input_bytes + none.forward_bytes + more)
+                inner.append(none.backward_bytes + more)
+                last.append(max(full.backward_bytes, none.backward_bytes + more))
+                held.append(none.kept_bytes + more)
+        lists = [np.array(values, dtype=np.int64) for values in (forward, replay, inner, last)]
+        return lists[0] + self._casts, lists[1], lists[2], lists[3], _sums(held)
+
+
+class BlockCosts:
+    """All blocks of a chain.
+
+    Args:
+        chain: the chain.
+        cast_bytes: what is allowed for casts: `forward` and `head` needs hold so much of them, or as much as there can
+            be by then.
+
+    Attributes:
+        singles: by layer, its options; those that another one beats in all respects are left out.
+        segments: plain ones, and nested ones.
+        head: bytes that the head needs, relative to what is there before it.
+        is_first: by layer, whether it is the first one of its stack.
+    """
+
+    def __init__(self, chain: Chain, cast_bytes: int = 0) -> None:
+        num_ticks = _ticks_of_a_second(chain)
+        casts = [min(cast_bytes, most) for most in _most_casts(chain)]
+        gradients = gradients_at(chain)
+        self.num_layers = len(chain.layers)
+        self.head = max(chain.head_bytes + casts[-1], chain.head_backward_bytes)
+        self.singles = tuple(
+            tuple(
+                Single(
+                    option,
+                    cost.kept_bytes,
+                    max(cost.forward_bytes + casts[position], cost.backward_bytes + gradients[position + 1]),
+                    _ticks(cost.seconds, num_ticks),
+                )
+                for option, cost in sorted(layer.costs.items(), key=lambda item: rank(item[0]))
+                if not _is_beaten(cost, layer.costs.values())
+            )
+            for position, layer in enumerate(chain.layers)
+        )
+        self.segments = tuple(SegmentCosts(chain, nested, num_ticks, casts[:-1]) for nested in (False, True))
+        self.is_first = tuple(
+            position == 0 or layer.stack != chain.layers[position - 1].stack
+            for position, layer in enumerate(chain.layers)
+        )
+
+
+def _is_beaten(cost: Cost, others: Iterable[Cost]) -> bool:
+    """Whether another option is faster and needs no more of anything: then no fastest plan has this one."""
+    return any(
+        other.seconds < cost.seconds
+        and other.kept_bytes <= cost.kept_bytes
+        and other.forward_bytes <= cost.forward_bytes
+        and other.backward_bytes <= cost.backward_bytes
+        and other.cast_bytes <= cost.cast_bytes
+        for other in others
+    )
+
+
+def _runs(chain: Chain) -> tuple[list[int], list[int]]:
+    """Return, by layer, where the run of layers that can join begins, and the position after its end."""
+    first: list[int] = []
+    for position, layer in enumerate(chain.layers):
+        goes_on = position > 0 and joins(chain.layers[position - 1], layer)
+        first.append(first[-1] if goes_on else position)
+    end = {start: position + 1 for position, start in enumerate(first)}
+    return first, [end[start] for start in first]
+
+
+def _most_casts(chain: Chain) -> list[int]:
+    """Return the most that the casts of the first 0, 1, 2, ... layers can be."""
+    most = (max(cost.cast_bytes for cost in layer.costs.values()) for layer in chain.layers)
+    return list(itertools.accumulate(most, initial=0))
+
+
+def _segment_ticks(chain: Chain, nested: bool, num_ticks: int) -> tuple[Numbers, Numbers]:
+    """Return, by layer, its time as the last of a segment, and the sums of its time as another one."""
+    last, before = [], []
+    for layer in chain.layers:
+        none = layer.costs[NONE]
+        full = layer.costs.get(FULL, none)
+        whole = _ticks(whole_forward(layer), num_ticks) if FULL in layer.costs else 0
+        last.append(_ticks(full.seconds, num_ticks))
+        before.append(_ticks((full if nested else none).seconds, num_ticks) + whole)
+    return np.array(last, dtype=np.int64), _sums(before)
+
+
+def _ticks_of_a_second(chain: Chain) -> int:
+    """Return 10**12, or less where sums times the number of layers would not fit in 64 bits."""
+    worst = sum(max(part for part in _parts(chain, position)) for position in range(len(chain.layers)))
+    num_ticks = 10**12
+    while num_ticks > 1 and worst * 3 * num_ticks * (len(chain.layers) + 1) > 2**61:
+        num_ticks //= 10
+    return num_ticks
+
+
+def _parts(chain: Chain, position: int) -> Iterator[float]:
+    layer = chain.layers[position]
+    yield from (cost.seconds for cost in layer.costs.values())
+    yield layer.forward_seconds or 0.0
+
+
+def _ticks(seconds: float, num_ticks: int) -> int:
+    return round(seconds * num_ticks)
+
+
+def _sums(values: list[int]) -> Numbers:
+    """Return the sums of the first 0, 1, 2, ... values."""
+    return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))]).astype(np.int64)

@@ -3,9 +3,9 @@
 Note [What if it were kept]. A step in mode full shows each operator of a layer twice: in forward, where its output is
 let go, and in recomputation, where it is made again. Keeping an output adds its bytes from where forward lets it go to
 where recomputation would make it, and takes the operator's time off; from there on everything is as it was. So the
-cost of any list of outputs can be told from that one step. Bytes and seconds of different outputs just add up:
-taking them in the order of seconds saved for each byte kept gives the convex frontier, from full to all of them. What
-decides where tokens go is kept in any case (`regions.selective`).
+cost of any list of outputs follows from that one step. Bytes and seconds of different outputs just add up: taking them
+in the order of seconds saved for each byte kept gives the convex frontier, from full to all of them. What decides where
+tokens go is kept in any case (`regions.selective`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 
 from hf_ckpt.planner.chain import Cost
-from hf_ckpt.planner.step_reading import LayerKey, Reading
+from hf_ckpt.planner.step_reading import LayerKey, StepReading
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.selective.operators import Role, is_narrow
+from hf_ckpt.regions.selective.save_rules import OperatorRole, is_narrow
 from hf_ckpt.simulation.op_costs import role_of_operator
 from hf_ckpt.simulation.step_memory import Phase
-from hf_ckpt.simulation.tape import Change, Event, Region, Storage
+from hf_ckpt.simulation.tape import Event, MemoryChange, Storage
 
 _MOST_POINTS = 6
 """Lists of outputs that are offered for one kind of layer, between `full` and all of them."""
@@ -41,21 +41,18 @@ _DENSE = ("aten.mm", "aten.addmm")
 
 @dataclass
 class Product:
-    """What one name in `save` keeps in one layer.
-
-    Args:
-        name: a module below the layer, a glob of such, or an operator; empty for routing.
-        seconds: of its recomputation, in all micro-batches.
-        num_bytes: that it keeps from forward on.
-        forward: for each output, bytes and the event of the forward that would let it go, counted from the start.
-        backward: for each output, bytes and the event of the backward that would make it, counted from the start.
-    """
+    """What one name in `save` keeps in one layer."""
 
     name: str
+    """A module below the layer, a glob of such, or an operator; empty for routing."""
     seconds: float = 0.0
+    """Of its recomputation, in all micro-batches."""
     num_bytes: int = 0
+    """That it keeps from forward on."""
     forward: list[tuple[int, int]] = field(default_factory=list)
+    """For each output, bytes and the event of the forward that would let it go, counted from the start."""
     backward: list[tuple[int, int]] = field(default_factory=list)
+    """For each output, bytes and the event of the backward that would make it, counted from the start."""
 
     @property
     def worth(self) -> float:
@@ -63,13 +60,8 @@ class Product:
         return self.seconds / max(1, self.num_bytes)
 
 
-def operator_points(full: Reading, key: LayerKey) -> dict[LayerPlan, Cost]:
-    """Return what a layer costs with some of its products kept: convex, from few bytes to many.
-
-    Args:
-        full: the step in mode full.
-        key: the layer.
-    """
+def save_list_options(full: StepReading, key: LayerKey) -> dict[LayerPlan, Cost]:
+    """Return what a layer of the step in mode full costs with some products kept: convex, few bytes to many."""
     base = full.cost(key)
     products, routing = products_of(full, key)
     products.sort(key=lambda product: (-product.worth, product.name))
@@ -97,16 +89,12 @@ def _slope(one: Cost, other: Cost) -> float:
     return (other.seconds - one.seconds) / max(1, other.kept_bytes - one.kept_bytes)
 
 
-def kept_instead(full: Reading, key: LayerKey, base: Cost, products: list[Product]) -> Cost:
-    """Return what a layer in mode full would cost if it kept some products. See Note [What if it were kept].
+def kept_instead(full: StepReading, key: LayerKey, base: Cost, products: list[Product]) -> Cost:
+    """Return what a layer, which costs `base` in mode full, would cost if it kept some of `products_of`.
 
-    Args:
-        full: the step in mode full.
-        key: the layer.
-        base: what it costs there.
-        products: of `products_of`, those that it keeps.
+    See Note [What if it were kept].
     """
-    forward, backward = (_levels(full, region, key) for region in Region)
+    forward, backward = (_levels(full, region, key) for region in (Phase.FORWARD, Phase.BACKWARD))
     added_forward, added_backward = np.zeros_like(forward), np.zeros_like(backward)
     for product in products:
         for num_bytes, freed in product.forward:
@@ -122,21 +110,21 @@ def kept_instead(full: Reading, key: LayerKey, base: Cost, products: list[Produc
     )
 
 
-def products_of(full: Reading, key: LayerKey) -> tuple[list[Product], Product]:
-    """Return what a layer in mode full could keep of what it runs again, and what it keeps beside any of that.
+def products_of(full: StepReading, key: LayerKey) -> tuple[list[Product], Product]:
+    """Return what a layer in mode full could keep of what it runs again, and what it keeps in any case.
 
     The first are outputs of matrix products and attention, by the names that keep them; the second those that decide
     where tokens go.
     """
-    again = list(_outputs(full, Region.BACKWARD, key))
-    leaves = _leaves({output.module for output in again if output.role is not Role.ROUTING})
+    again = list(_outputs(full, Phase.BACKWARD, key))
+    leaves = _leaves({output.module for output in again if output.role is not OperatorRole.ROUTING})
     found: dict[str, Product] = {}
     for output in again:
         name = _name_of(output, leaves)
         product = found.setdefault(name, Product(name))
         product.seconds += output.seconds
         product.backward.extend(output.made)
-    for output in _outputs(full, Region.FORWARD, key):
+    for output in _outputs(full, Phase.FORWARD, key):
         name = _name_of(output, leaves)
         if name in found:
             found[name].forward.extend(output.freed)
@@ -159,42 +147,38 @@ def _spread(products: list[Product]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What one product of a layer returned, by one event of it.
-
-    Args:
-        module: path below the layer.
-        operator: such as `aten.mm`.
-        role: what it is for.
-        seconds: in all micro-batches.
-        made: bytes of each output, and the event that makes it.
-        freed: bytes of each output, and the event that lets it go, where that is before the layer is done.
-    """
+    """What one operator of a layer returned."""
 
     module: str
+    """Path below the layer."""
     operator: str
-    role: Role
+    """Such as `aten.mm`."""
+    role: OperatorRole
     seconds: float
+    """In all micro-batches."""
     made: tuple[tuple[int, int], ...]
+    """Bytes of each output, and the event that makes it."""
     freed: tuple[tuple[int, int], ...]
+    """Bytes of each output, and the event that lets it go, where that is before the layer is done."""
 
 
-def _levels(reading: Reading, region: Region, key: LayerKey) -> NDArray[np.int64]:
+def _levels(reading: StepReading, region: Phase, key: LayerKey) -> NDArray[np.int64]:
     start, end = reading.span(region, key)
     return np.array(reading.levels[start : end + 1], dtype=np.int64)
 
 
-def _outputs(reading: Reading, region: Region, key: LayerKey) -> Iterator[_Output]:
+def _outputs(reading: StepReading, region: Phase, key: LayerKey) -> Iterator[_Output]:
     """Yield what runs in the forward of a layer, or what its backward runs again, as far as it can be kept."""
     start, end = reading.span(region, key)
-    phase = Phase.FORWARD if region is Region.FORWARD else Phase.RECOMPUTATION
+    phase = Phase.FORWARD if region is Phase.FORWARD else Phase.RECOMPUTATION
     events = reading.events[start : end + 1]
-    freed = {id(event.storage): at for at, event in enumerate(events) if event.change is Change.FREE}
+    freed = {id(event.storage): at for at, event in enumerate(events) if event.change is MemoryChange.FREE}
     for at, event in enumerate(events):
         place = event.place
         if not event.seconds or place.phase is not phase or place.layer_idx is None:
             continue
         role = role_of_operator(place.operator)
-        made = [] if role is Role.CHEAP else list(_made_by(events, at))
+        made = [] if role is OperatorRole.CHEAP else list(_made_by(events, at))
         if not made or _is_narrow(event, events[made[0]].storage):
             continue
         sizes = [(number, events[number].storage) for number in made]
@@ -212,7 +196,7 @@ def _made_by(events: list[Event], at: int) -> Iterator[int]:
     """Yield the events with which the operator of an event makes its outputs."""
     for number in range(at + 1, len(events)):
         event = events[number]
-        if event.place.operator != events[at].place.operator or event.change is not Change.ALLOCATE:
+        if event.place.operator != events[at].place.operator or event.change is not MemoryChange.ALLOCATE:
             return
         yield number
 
@@ -238,7 +222,7 @@ def _leaves(modules: set[str]) -> set[str]:
 
 def _name_of(output: _Output, leaves: set[str]) -> str:
     """Return the name that keeps an output: of its module, if no module below that has products of its own."""
-    if output.role is Role.ROUTING:
+    if output.role is OperatorRole.ROUTING:
         return _ROUTING
     if output.module not in leaves:
         return output.operator

@@ -1,6 +1,6 @@
-"""The plan that suits a budget.
+"""The fastest plan within a budget.
 
-The planner adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits. Tiles and
+`pareto` adds up layers. What it chooses is simulated whole, and the budget corrected until the whole fits. Tiles and
 the chunked head come in where a plan without them does not fit, or, if plans need not be bitwise, might be faster with
 them.
 """
@@ -9,38 +9,29 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
-
-from torch import nn
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.patch.apply import make_plan
-from hf_ckpt.planner.advice import Change, Write, as_keywords, nothing_fits
-from hf_ckpt.planner.bounds import best_case
-from hf_ckpt.planner.chain import NONE, Chain
-from hf_ckpt.planner.exactness import TILES, Exactness, inexact_parts
-from hf_ckpt.planner.fixed import fixed_choices
-from hf_ckpt.planner.layer_costs import chain_of, with_chunked_head, with_tiles
-from hf_ckpt.planner.offload_costs import offloaded, with_gaps
-from hf_ckpt.planner.pareto import Planner, smallest_peak
+from hf_ckpt.planner.advice import TILES, Change, Exactness, Write, as_keywords, inexact_parts, nothing_fits
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
+from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
+from hf_ckpt.planner.pareto import ChainPlanner, smallest_peak
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
-from hf_ckpt.policy.allowances import PREFER, UNASKED, Allowed
-from hf_ckpt.policy.modifiers import HeadMode, Offload
-from hf_ckpt.policy.plan import Plan
-from hf_ckpt.policy.policy import Policy
-from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
+from hf_ckpt.policy.options import HeadMode, Offload
+from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory
 
-_MOST_TRIES = 6
-"""Of simulating a chosen plan whole."""
-_MOST_FIXED = 4
-"""Of simulating plans that a user would write."""
+_MAX_TRIES = 6
+"""Simulations of plans that one chain chooses."""
+_MAX_FIXED = 4
+"""Simulations of plans that a user would write."""
 _CLOSE = 0.001
 """Of the budget: plans that are nearer to each other are not worth another try."""
 _WRONG_BY = 0.01
@@ -52,91 +43,45 @@ _SAME_TIME = 1 - 1e-6
 _LITTLE = 0.999
 """Share of the time from which on another plan of the same chain is not worth a simulation."""
 _WORTH = 0.98
-"""Share of the time that tiles or a chunked head must promise to be looked at where a plan fits without."""
-_MOST_SMALLEST = 3
-"""Of simulating plans that need least by the chain, of which one needs least."""
+"""Share of the time that tiles or a chunked head must promise to be tried where a plan fits without."""
+_MAX_SMALLEST = 3
+"""Simulations of the plans that need least as the chain sees it: one of them does need least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan for a budget.
-
-    Args:
-        plan: the plan.
-        memory: the step under it, simulated whole.
-        chain: what the planner saw.
-        choice: what it chose.
-        exactness: whether it is bitwise, and the time that takes; None where nobody asked.
-    """
+    """A plan for a budget."""
 
     plan: Plan
     memory: StepMemory
+    """The step under the plan, simulated whole."""
     chain: Chain
+    """What each layer costs under each option that there was."""
     choice: Choice
+    """The plan as the chain sees it."""
     exactness: Exactness | None = None
+    """None unless plans were compared (`compare`)."""
 
 
-def plan_for(
-    model: nn.Module,
-    step: Step,
-    device: Device,
-    budget_bytes: int,
-    *,
-    allowed: Allowed = UNASKED,
-    chain: Chain | None = None,
-    compare: bool = False,
-    write: Write = as_keywords,
-    say: Callable[[str], None] | None = None,
-    **structure: Any,
-) -> Planned:
-    """Return the fastest plan whose simulated step stays within a budget, a bitwise one as far as that is asked for.
+class StepPlanner:
+    """Plans one step for one budget after the other: what was simulated for one of them serves the others.
 
-    Args:
-        model: see `simulate_step`.
-        step: what the Trainer runs.
-        device: where.
-        budget_bytes: device memory that the whole step may use.
-        allowed: what the plan may hold beside modes.
-        chain: of `chain_of` with the same arguments, where it is there already.
-        compare: look, where the plan is bitwise, for a faster one that is not, and say so in `Planned.exactness`.
-        write: puts options into the words that the user would write, for the lines of what would fit.
-        say: is told what goes on where nothing fits.
-        structure: `layers`, `attention` and `ffn` of `apply`.
-
-    Raises:
-        BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
-    """
-    plans = Plans(model, step, device, allowed=allowed, chain=chain, **structure)
-    return plans.within(budget_bytes, compare=compare, write=write, say=say)
-
-
-class Plans:
-    """Plans of one step for one budget after the other: what was simulated for one of them serves the others.
-
-    Args:
-        model: see `plan_for`, as all others.
-        step: what the Trainer runs.
-        device: where.
-        allowed: what plans may hold beside modes.
-        chain: of `chain_of` with the same arguments, where it is there already.
-        structure: `layers`, `attention` and `ffn` of `apply`.
+    `allowed` says what plans may hold besides modes; `chain` is that of `chain_of`, where it is there already.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        step: Step,
-        device: Device,
-        *,
-        allowed: Allowed = UNASKED,
-        chain: Chain | None = None,
-        **structure: Any,
+        self, simulator: StepSimulator, *, allowed: Allowed = DEFAULT_ALLOWED, chain: Chain | None = None
     ) -> None:
-        self._subject = _Subject(model, step, device, structure)
+        self._simulator = simulator
         self._allowed = allowed
-        self._base = Planner(chain or chain_of(model, step, device, allowed=allowed, **structure))
+        self._given = chain
 
-    def within(
+    @cached_property
+    def chain(self) -> Chain:
+        """What each layer costs under each option."""
+        return self._given or chain_of(self._simulator, self._allowed)
+
+    def plan_for(
         self,
         budget_bytes: int,
         *,
@@ -144,19 +89,19 @@ class Plans:
         write: Write = as_keywords,
         say: Callable[[str], None] | None = None,
     ) -> Planned:
-        """Return the fastest plan whose simulated step stays within a budget. See `plan_for`.
+        """Return the fastest plan whose simulated step stays within a budget, a bitwise one as far as that is allowed.
 
         Args:
             budget_bytes: device memory that the whole step may use.
-            compare: see there.
-            write: see there.
-            say: see there.
+            compare: look, where the plan is bitwise, for a faster one that is not, and say so in `Planned.exactness`.
+            write: how the user would write options, for the lines of what would fit.
+            say: gets progress messages where nothing fits.
 
         Raises:
-            BudgetError: nothing fits.
+            BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
         """
         for allowed in self._allowed.in_turn:
-            search = _Search(self._subject, budget_bytes, allowed, self._base)
+            search = _Search(self._chains, budget_bytes, allowed)
             found = search.found() or search.smallest_within()
             if found is not None:
                 return self._compared(found, budget_bytes, allowed) if compare else found
@@ -164,21 +109,25 @@ class Plans:
         raise nothing_fits(
             budget_bytes,
             smallest.memory,
-            self._subject.step,
-            lambda other: self._subject.peak_of(smallest.plan, other),
+            self._simulator.step,
+            lambda other: self._simulator.with_step(other).memory(smallest.plan).peak_bytes,
             search.further(self._allowed),
             write=write,
-            device_bytes=self._subject.device.memory_bytes or None,
+            device_bytes=self._simulator.device.memory_bytes or None,
             is_exact=self._allowed.exact is True,
             say=say,
         )
 
+    @cached_property
+    def _chains(self) -> _Chains:
+        return _Chains(self._simulator, ChainPlanner(self.chain))
+
     def _compared(self, found: Planned, budget_bytes: int, allowed: Allowed) -> Planned:
         inexact, fastest = inexact_parts(found.plan), found
         if not inexact and self._allowed.can_be_faster:
-            search = _Search(self._subject, budget_bytes, self._allowed.widest, self._base)
+            search = _Search(self._chains, budget_bytes, self._allowed.widest)
             fastest = search.found(found) or found
-        without = predict(self._base.chain, [NONE] * len(self._base.chain.layers)).seconds
+        without = predict(self.chain, [NONE] * len(self.chain.layers)).seconds
         exactness = Exactness(
             inexact,
             found.memory.time.total / without,
@@ -190,85 +139,66 @@ class Plans:
 
 
 @dataclass(frozen=True)
-class _Subject:
-    """A step, and where it runs: what is simulated under one plan after the other."""
+class _Chains:
+    """The chains of a step that plans are chosen from, and the simulator for what is chosen."""
 
-    model: nn.Module
-    step: Step
-    device: Device
-    structure: dict[str, Any]
-    _known: dict[Plan, StepMemory] = field(default_factory=dict)
-    # By the id of a chain, which is kept beside so that no other one gets it, and by what was added to it.
-    _grown: dict[tuple[int, str], tuple[Chain, Planner | None]] = field(default_factory=dict)
-
-    _gapped: dict[int, tuple[Chain, tuple[Planner, ...]]] = field(default_factory=dict)
+    simulator: StepSimulator
+    base: ChainPlanner
+    """Of the chain without tiles, with the plain head."""
+    # By the id of a chain, which is kept as well so that no other one gets it, and by what was added to it.
+    _grown: dict[tuple[int, str], tuple[Chain, ChainPlanner | None]] = field(default_factory=dict)
+    _gapped: dict[int, tuple[Chain, tuple[ChainPlanner, ...]]] = field(default_factory=dict)
 
     @cached_property
     def template(self) -> Plan:
-        return make_plan(self.model, Policy.parse("none"), **self.structure)
+        return self.simulator.plan_of(Policy.parse("none"))
 
     def planned(self, chain: Chain, choice: Choice) -> Planned:
         """Return a choice as a plan, with its whole step simulated."""
         plan = to_plan(choice, chain, self.template)
-        if plan not in self._known:
-            self._known[plan] = simulate_step(self.model, plan, self.step, self.device, **self.structure)
-        return Planned(plan, self._known[plan], chain, choice)
+        return Planned(plan, self.simulator.memory(plan), chain, choice)
 
-    def peak_of(self, plan: Plan, step: Step) -> int:
-        """Return the peak of another step under a plan."""
-        return simulate_step(self.model, plan, step, self.device, **self.structure).peak_bytes
-
-    def tiled(self, planner: Planner, allowed: Allowed) -> Planner:
+    def tiled(self, planner: ChainPlanner, allowed: Allowed) -> ChainPlanner:
         """Return the planner with tiles among its options."""
-        # What may be offloaded is the same in all chains of a subject.
+        # What may be offloaded is the same in all chains of a planner.
         key = id(planner.chain), f"tiles {allowed.tiles}"
         if key not in self._grown:
-            arguments = (planner.chain, self.model, self.step, self.device)
-            chain = with_tiles(*arguments, allowed=allowed, **self.structure)
-            self._grown[key] = planner.chain, Planner(chain)
+            self._grown[key] = planner.chain, ChainPlanner(with_tiles(planner.chain, self.simulator, allowed))
         found = self._grown[key][1]
         assert found is not None, "where tiles are of no use the chain is as it was"
         return found
 
-    def chunked(self, planner: Planner) -> Planner | None:
+    def chunked(self, planner: ChainPlanner) -> ChainPlanner | None:
         """Return the planner with the head in chunks; None where it cannot be."""
         key = id(planner.chain), HeadMode.CHUNKED
         if key not in self._grown:
-            chain = with_chunked_head(planner.chain, self.model, self.step, self.device, **self.structure)
-            self._grown[key] = planner.chain, None if chain is None else Planner(chain)
+            chain = with_chunked_head(planner.chain, self.simulator)
+            self._grown[key] = planner.chain, None if chain is None else ChainPlanner(chain)
         return self._grown[key][1]
 
-    def gapped(self, planner: Planner, offload: Offload | None) -> Iterator[Planner]:
+    def gapped(self, planner: ChainPlanner, offload: Offload | None) -> Iterator[ChainPlanner]:
         """Yield planners whose layers offload with gaps."""
         key = id(planner.chain)
         if key not in self._gapped:
-            chains = with_gaps(planner.chain, self.device, offload)
-            self._gapped[key] = planner.chain, tuple(map(Planner, chains))
+            chains = with_gaps(planner.chain, self.simulator.device, offload)
+            self._gapped[key] = planner.chain, tuple(map(ChainPlanner, chains))
         yield from self._gapped[key][1]
 
 
 class _Search:
-    """Looks for the fastest plan that fits, with as few simulations as may do.
+    """Looks for the fastest plan that fits a budget, with few simulations. `allowed` is one of `Allowed.in_turn`."""
 
-    Args:
-        subject: what is planned for.
-        budget_bytes: the budget.
-        allowed: what the plan may hold: one of `Allowed.in_turn`.
-        base: of the chain without tiles, with the plain head.
-    """
-
-    def __init__(self, subject: _Subject, budget_bytes: int, allowed: Allowed, base: Planner) -> None:
-        self._subject = subject
+    def __init__(self, chains: _Chains, budget_bytes: int, allowed: Allowed) -> None:
+        self._chains = chains
         self._budget = budget_bytes
         self._allowed = allowed
-        self._planners = [base]
-        self._gapped = list[Planner]()
+        self._planners = [chains.base]
+        self._gapped = list[ChainPlanner]()
 
     def found(self, found: Planned | None = None) -> Planned | None:
         """Return the fastest plan that fits; None where the chains show none.
 
-        Args:
-            found: the fastest one without tiles, with the plain head, where that is known.
+        Starts from `found`, the fastest one without tiles, with the plain head, where that is known.
         """
         planner = self._planners[0]
         if found is None:
@@ -305,22 +235,18 @@ class _Search:
         # The chain may have taken one for a little smaller than it is.
         most = choices[0][1].peak_bytes * (1 + _WRONG_BY)
         near = {(chain.head, choice.entries): (chain, choice) for chain, choice in choices if choice.peak_bytes <= most}
-        planned = [self._subject.planned(*found) for found in islice(near.values(), _MOST_SMALLEST)]
+        planned = [self._chains.planned(*found) for found in islice(near.values(), _MAX_SMALLEST)]
         return min(planned, key=lambda found: (found.memory.peak_bytes, found.memory.time.total))
 
-    def further(self, asked: Allowed) -> list[Change]:
-        """Return what could be chosen if it were allowed, each by itself and all together.
-
-        Args:
-            asked: what the user allows.
-        """
+    def further(self, granted: Allowed) -> list[Change]:
+        """Return what could be chosen if the user allowed more, each option by itself and all together."""
         base = min((planner.chain for planner in self._planners), key=lambda chain: smallest_peak(chain).peak_bytes)
-        sent = offloaded(base, self._subject.device, self._allowed.offload_option or Offload())
+        sent = offloaded(base, self._chains.simulator.device, self._allowed.offload_option or Offload())
         if not self._may_fit(best_case(sent, tiles=True, head=True)):
             return []
         grown: list[tuple[dict[str, object], Chain]] = []
         together, options = base, dict[str, object]()
-        for option, grow in self._forbidden(base, asked):
+        for option, grow in self._forbidden(base, granted):
             by_itself = grow(base)
             if by_itself is None or by_itself == base:
                 continue
@@ -335,31 +261,31 @@ class _Search:
         return smallest_peak(chain).peak_bytes <= self._budget * (1 + _WRONG_BY)
 
     def _forbidden(
-        self, chain: Chain, asked: Allowed
+        self, chain: Chain, granted: Allowed
     ) -> Iterator[tuple[dict[str, object], Callable[[Chain], Chain | None]]]:
-        """Yield what a plan was not allowed to hold, as options of the user's, and what adds it to a chain."""
-        if asked.exact is True and asked.can_be_faster:
-            yield {"exact": PREFER}, partial(self._widened, allowed=asked.widest)
+        """Yield options that the user did not allow, as the user would set them, with what adds them to a chain."""
+        if granted.exact is True and granted.can_be_faster:
+            yield {"exact": PREFER}, partial(self._widened, allowed=granted.widest)
         # Where it is `exact` that forbids them, that is the option to change.
-        elif asked.tiles is False or (asked.tiles is None and not _has_tiles(chain)):
+        elif granted.tiles is False or (granted.tiles is None and not _has_tiles(chain)):
             yield {"tiles": "auto"}, partial(self._widened, allowed=Allowed(tiles=True, head=False))
-        if asked.head is False:
+        if granted.head is False:
             yield {"head": "chunked"}, partial(self._widened, allowed=Allowed(tiles=False, head=True))
-        if asked.offload is None:
+        if granted.offload is None:
             offload = Offload(fraction=1.0)
-            yield {"offload": "cpu"}, partial(offloaded, device=self._subject.device, offload=offload)
+            yield {"offload": "cpu"}, partial(offloaded, device=self._chains.simulator.device, offload=offload)
 
     def _widened(self, chain: Chain, allowed: Allowed) -> Chain:
         """Return a chain with the tiles and the head that are allowed."""
-        planner = Planner(chain)
+        planner = ChainPlanner(chain)
         if allowed.tiles is not False:
-            planner = self._subject.tiled(planner, replace(allowed, offload=self._allowed.offload))
-        chunked = self._subject.chunked(planner) if allowed.head else None
+            planner = self._chains.tiled(planner, replace(allowed, offload=self._allowed.offload))
+        chunked = self._chains.chunked(planner) if allowed.head else None
         return (chunked or planner).chain
 
     def _change(self, options: dict[str, object], chain: Chain) -> Change:
         choice = smallest_peak(chain)
-        return Change(options, lambda: self._subject.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
+        return Change(options, lambda: self._chains.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
 
     def _extend(self, found: Planned | None) -> None:
         """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""
@@ -372,7 +298,7 @@ class _Search:
             tiles = head = self._may_help(found, tiles=True, head=True)
         self._add(tiles=tiles, head=head)
         for planner in dict.fromkeys((base, self._planners[-1])):
-            self._gapped.extend(self._subject.gapped(planner, allowed.offload_option))
+            self._gapped.extend(self._chains.gapped(planner, allowed.offload_option))
 
     def _extend_with_all(self) -> None:
         """Simulate tiles and the chunked head as far as they are allowed."""
@@ -380,17 +306,17 @@ class _Search:
 
     def _add(self, *, tiles: bool, head: bool) -> None:
         base = self._planners[0]
-        tiled = self._subject.tiled(base, self._allowed) if tiles else base
-        chunked = self._subject.chunked(tiled) if head else None
+        tiled = self._chains.tiled(base, self._allowed) if tiles else base
+        chunked = self._chains.chunked(tiled) if head else None
         for planner in (tiled if _has_tiles(tiled.chain) else None, chunked):
             if planner is not None and planner not in self._planners:
                 self._planners.append(planner)
 
     def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
-        best = Planner(best_case(self._planners[0].chain, tiles=tiles, head=head))
+        best = ChainPlanner(best_case(self._planners[0].chain, tiles=tiles, head=head))
         return self._promise(best) < _seconds_of(found) * _WORTH
 
-    def _promise(self, planner: Planner) -> float:
+    def _promise(self, planner: ChainPlanner) -> float:
         """Return the time of what a planner would choose; infinite where nothing fits."""
         try:
             return planner.choose(int(self._budget * (1 + _WRONG_BY))).seconds
@@ -403,13 +329,13 @@ class _Search:
             # The chain may have taken one for a little too large.
             may_fit = choice.peak_bytes <= self._budget * (1 + _WRONG_BY)
             if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
-                found = self._faster(found, self._subject.planned(chain, choice))
+                found = self._faster(found, self._chains.planned(chain, choice))
                 num_tries += 1
-            if num_tries == _MOST_FIXED:
+            if num_tries == _MAX_FIXED:
                 break
         return found
 
-    def _in(self, planner: Planner) -> Planned | None:
+    def _in(self, planner: ChainPlanner) -> Planned | None:
         """Return the fastest plan of a chain: between one that fits and one that does not, fewer bytes each time."""
         best: Planned | None = None
         # Places in the planner's peaks: of a plan that fits, and of one that does not.
@@ -417,14 +343,14 @@ class _Search:
         place = _place_of(planner, self._budget)
         if planner.peaks[0] > self._budget * (1 + _FAR):
             return None
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             place = min(max(place, fits + 1), fails - 1)
             if place <= fits or (best is not None and planner.peaks[place] > limit):
                 break
             choice = planner.choose(planner.peaks[place])
             if best is not None and choice.seconds > best.choice.seconds * _LITTLE:
                 break
-            planned = self._subject.planned(planner.chain, choice)
+            planned = self._chains.planned(planner.chain, choice)
             wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
             if planned.memory.peak_bytes <= self._budget:
                 fits = place
@@ -453,6 +379,84 @@ def _has_tiles(chain: Chain) -> bool:
     return any(option.tiles is not None for layer in chain.layers for option in layer.costs)
 
 
-def _place_of(planner: Planner, budget_bytes: int) -> int:
+def _place_of(planner: ChainPlanner, budget_bytes: int) -> int:
     """Return the place of the last of the planner's peaks that is within a budget; -1 where none is."""
     return bisect_right(planner.peaks, budget_bytes) - 1
+
+
+# --- The most that tiles and a chunked head could bring. Where not even that helps, neither is simulated. ---
+
+_FFN = LayerPlan(Mode.FFN)
+
+
+def best_case(chain: Chain, *, tiles: bool, head: bool) -> Chain:
+    """Return a chain at least as good as any with tiles, which take no memory and no time here, or a chunked head."""
+    if head:
+        chain = replace(chain, head_bytes=0, head_backward_bytes=0)
+    if tiles:
+        chain = replace(chain, layers=tuple(map(_tiled, chain.layers)))
+    return chain
+
+
+def _tiled(layer: ChainLayer) -> ChainLayer:
+    costs = dict(layer.costs)
+    for option, like in ((FULL, FULL), (NONE, _FFN)):
+        if like in costs:
+            costs[replace(option, tiles="auto")] = _weightless(costs[like], costs[option].seconds)
+    if FULL in costs:
+        costs.update(
+            (replace(option, tiles="auto"), _weightless(cost, cost.seconds))
+            for option, cost in layer.costs.items()
+            if option.offload is not None and option.mode is Mode.FULL
+        )
+    return replace(layer, costs=costs)
+
+
+def _weightless(cost: Cost, seconds: float) -> Cost:
+    kept = cost.kept_bytes
+    return replace(cost, forward_bytes=kept, backward_bytes=kept + cost.left_bytes, seconds=seconds)
+
+
+# --- The plans that a user would write: one option for all layers, or every n-th, or segments of sqrt(L). ---
+
+_Entries = tuple[LayerPlan, ...]
+
+
+def fixed_choices(chain: Chain) -> tuple[Choice, ...]:
+    """Return the fixed policies as choices, each kind once, the fastest first, of equally fast ones the smallest.
+
+    A layer that lacks an option does nothing, as when a policy is resolved. Segments are left out where layers in a row
+    cannot join.
+    """
+    ways = dict.fromkeys([*_every_nth(chain), *_segments(chain)])
+    return tuple(sorted((predict(chain, way) for way in ways), key=lambda choice: (choice.seconds, choice.peak_bytes)))
+
+
+def _every_nth(chain: Chain) -> Iterator[_Entries]:
+    # Lists of operators to keep are the planner's own; a user who wrote one would have found it with the planner.
+    options = {option for layer in chain.layers for option in layer.costs if not option.save}
+    for option in sorted(options, key=rank):
+        # Offload is tried for all layers only. Those that cannot, the last ones, keep the same on the device.
+        for every in range(1, 2 if option.offload is not None else len(chain.layers) + 1):
+            yield tuple(
+                option if option in layer.costs and layer.layer_idx % every == 0 else _without_offload(option, layer)
+                for layer in chain.layers
+            )
+
+
+def _without_offload(option: LayerPlan, layer: ChainLayer) -> LayerPlan:
+    """Return what a layer does that an option with offload leaves out: the same on the device, where it can."""
+    on_device = replace(option, offload=None)
+    return on_device if option.offload is not None and on_device in layer.costs else NONE
+
+
+def _segments(chain: Chain) -> Iterator[_Entries]:
+    if any(FULL not in layer.costs or not layer.can_join for layer in chain.layers):
+        return
+    num_layers = Counter(layer.stack for layer in chain.layers)
+    for nested in (False, True):
+        entries = []
+        for layer in chain.layers:
+            size = math.ceil(math.sqrt(num_layers[layer.stack]))
+            entries.append(replace(FULL, segment=layer.layer_idx // size * size, nested=nested))
+        yield tuple(entries)

@@ -1,4 +1,4 @@
-"""What the planner may choose beside modes: offload, tiles, the chunked head. Pure data."""
+"""What the planner may choose in addition to modes: offload, tiles, the chunked head. Pure data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
-from hf_ckpt.policy.modifiers import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
+from hf_ckpt.policy.options import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 
@@ -19,23 +19,24 @@ PREFER: Literal["prefer"] = "prefer"
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What a plan that is chosen for a budget may hold.
-
-    Args:
-        offload: where layers may offload to; None forbids it: it takes memory of the host, which the user has to grant.
-            `host_memory` bounds what all layers together may take; without it any amount is granted.
-        tiles: whether layers may run in tiles, whatever `exact` says. None leaves it to `exact`, and allows it only
-            where nothing random lies inside of what is tiled: there the masks of dropout are drawn per slice, and the
-            step is another one than without tiles.
-        head: whether the chunked head may be chosen, whatever `exact` says; None leaves it to `exact`.
-        exact: True takes no tiles and no chunked head, which add sums in another order; `prefer` takes them only where
-            nothing fits without; False wherever they are faster.
-    """
+    """What a plan that is chosen for a budget may hold."""
 
     offload: Offload | None = None
+    """Where layers may offload to. None forbids it: it takes memory of the host, which the user has to grant.
+
+    `host_memory` bounds what all layers may take; without it any amount is granted.
+    """
     tiles: bool | None = None
+    """Whether layers may run in tiles, whatever `exact` says.
+
+    None leaves it to `exact`, and allows it only where nothing random lies inside of what is tiled: there the masks of
+    dropout are drawn per slice, and the step is another one than without tiles.
+    """
     head: bool | None = None
+    """Whether the chunked head may be chosen, whatever `exact` says; None leaves it to `exact`."""
     exact: Exact = PREFER
+    """True takes no tiles and no chunked head, which add sums in another order; `prefer` only where nothing fits
+    without; False wherever they are faster."""
 
     @property
     def offload_option(self) -> Offload | None:
@@ -65,23 +66,16 @@ class Allowed:
         return self.tiles is None or self.head is None
 
 
-UNASKED = Allowed()
+DEFAULT_ALLOWED = Allowed()
 """What is allowed where the user said nothing."""
 
 
 ALLOWANCES = ("offload", "tiles", "head", "exact")
-"""Options that beside `auto` allow or forbid; `exact` belongs to no other policy."""
+"""Options that allow or forbid something under `auto`; `exact` belongs to no other policy."""
 
 
 def allowed_by(options: Mapping[str, Any]) -> Allowed:
-    """Read what is allowed.
-
-    Args:
-        options: by name, as the user wrote them; those that are no allowance are not looked at.
-
-    Raises:
-        PolicyError: one of them cannot be read, or says what only the planner can say.
-    """
+    """Read `ALLOWANCES` from what the user wrote; raise `PolicyError` where one says what only the planner can say."""
     head = parse_head(options.get("head"))
     return Allowed(
         offload=_offload(options.get("offload")),
@@ -92,11 +86,7 @@ def allowed_by(options: Mapping[str, Any]) -> Allowed:
 
 
 def parse_exact(value: object) -> Exact:
-    """Read what a user writes for `exact`: `prefer`, true or false. None is `prefer`.
-
-    Raises:
-        PolicyError: it is something else.
-    """
+    """Read what a user writes for `exact`: `prefer`, true or false. None is `prefer`."""
     if value is None or value == PREFER:
         return PREFER
     if isinstance(value, bool):
@@ -107,13 +97,8 @@ def parse_exact(value: object) -> Exact:
     )
 
 
-def within_host(allowed: Allowed, free_bytes: int | None) -> Allowed:
-    """Return what is allowed where so much host memory is free.
-
-    Args:
-        allowed: by the user.
-        free_bytes: None where it is not known.
-    """
+def cap_to_free_memory(allowed: Allowed, free_bytes: int | None) -> Allowed:
+    """Return what is allowed where so much host memory is free; None where that is not known."""
     if allowed.offload is None or allowed.offload.to != TO_CPU or free_bytes is None:
         return allowed
     granted = allowed.offload.host_memory
@@ -121,13 +106,8 @@ def within_host(allowed: Allowed, free_bytes: int | None) -> Allowed:
     return replace(allowed, offload=replace(allowed.offload, host_memory=most))
 
 
-def as_granted(plan: Plan, allowed: Allowed) -> Plan:
-    """Return a plan whose layers offload under the user's own cap: what a machine has free is no part of a plan.
-
-    Args:
-        plan: made for what `within_host` returned.
-        allowed: by the user.
-    """
+def restore_user_cap(plan: Plan, allowed: Allowed) -> Plan:
+    """Return a plan made for `cap_to_free_memory` with the user's own cap: what is free is no part of a plan."""
     granted = None if allowed.offload is None else allowed.offload.host_memory
     stacks = []
     for stack in plan.stacks:
@@ -139,12 +119,8 @@ def as_granted(plan: Plan, allowed: Allowed) -> Plan:
     return replace(plan, stacks=tuple(stacks))
 
 
-def granted_by(plan: Plan) -> Allowed:
-    """Return what another plan may hold where a user has written this one: what this one holds, too.
-
-    Args:
-        plan: of the user's own policy.
-    """
+def allowed_in(plan: Plan) -> Allowed:
+    """Return what another plan may hold where the user's own policy made this one: what this one holds."""
     entries = [entry for stack in plan.stacks for entry in stack.layers]
     offload = next((entry.offload for entry in entries if entry.offload is not None), None)
     return Allowed(

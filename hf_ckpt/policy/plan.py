@@ -13,11 +13,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from hf_ckpt.errors import PolicyError, did_you_mean
-from hf_ckpt.policy.modifiers import HeadMode, Offload, Tiles, parse_head, parse_offload, parse_save, parse_tiles
-from hf_ckpt.policy.plan_fields import PLAN_FORMAT, check_fields, not_a_plan
+from hf_ckpt.policy.options import (
+    HeadMode,
+    Offload,
+    PolicyOptions,
+    Tiles,
+    parse_head,
+    parse_offload,
+    parse_save,
+    parse_tiles,
+    to_json_types,
+)
+from hf_ckpt.policy.plan_json import PLAN_FORMAT, not_a_plan, read_document
 from hf_ckpt.policy.policy import STACK_NAMES, Mode, Policy, Rule, check_combination, slice_of
 from hf_ckpt.policy.text_file import read_text
 
@@ -131,9 +141,12 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives it back."""
-        stacks = [{"path": stack.path, "layers": [_entry(layer) for layer in stack.layers]} for stack in self.stacks]
-        told = {"format": PLAN_FORMAT, "model_class": self.model_class, "stacks": stacks, "head": self.head.value}
-        return json.dumps(told, indent=1)
+        stacks = [
+            {"path": stack.path, "layers": [to_json_types(layer, always="mode") for layer in stack.layers]}
+            for stack in self.stacks
+        ]
+        document = {"format": PLAN_FORMAT, "model_class": self.model_class, "stacks": stacks, "head": self.head.value}
+        return json.dumps(document, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -143,13 +156,12 @@ class Plan:
             PolicyError: when the text is not a plan of this format.
         """
         try:
-            read = json.loads(text, object_pairs_hook=_each_once)
-            check_fields(read)
+            document = read_document(text)
             stacks = tuple(
                 StackPlan(stack["path"], _layer_plans(f"stacks.{number}.layers", stack["layers"]))
-                for number, stack in enumerate(read["stacks"])
+                for number, stack in enumerate(document["stacks"])
             )
-            return cls(read["model_class"], stacks, parse_head(read.get("head")) or HeadMode.PLAIN)
+            return cls(document["model_class"], stacks, parse_head(document.get("head")) or HeadMode.PLAIN)
         except RecursionError:
             raise not_a_plan("it is nested too deeply") from None
         except PolicyError as error:
@@ -196,7 +208,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def parse(policy: object, **options: Any) -> Policy | Plan:
+def parse(policy: object, **options: Unpack[PolicyOptions]) -> Policy | Plan:
     """Read a policy; a plan is returned as it is.
 
     Args:
@@ -423,31 +435,6 @@ def _unless_frozen(entry: LayerPlan, layer: LayerShape) -> LayerPlan:
     if layer.needs_gradient or not entry.recomputes:
         return entry
     return LayerPlan(why="frozen")
-
-
-def _entry(layer: LayerPlan) -> dict[str, Any]:
-    entry: dict[str, Any] = {"mode": layer.mode.value}
-    if layer.segment is not None:
-        entry["segment"] = layer.segment
-    if layer.nested:
-        entry["nested"] = True
-    if layer.why:
-        entry["why"] = layer.why
-    if layer.save:
-        entry["save"] = list(layer.save)
-    if layer.offload is not None:
-        entry["offload"] = layer.offload.to_dict()
-    if layer.tiles is not None:
-        entry["tiles"] = layer.tiles
-    return entry
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    given = dict(pairs)
-    if len(given) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise not_a_plan(f"{json.dumps(twice)} is given twice. Keep one")
-    return given
 
 
 def _layer_plans(where: str, entries: list[dict[str, Any]]) -> tuple[LayerPlan, ...]:

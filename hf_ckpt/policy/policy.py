@@ -9,18 +9,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
-from hf_ckpt.policy.modifiers import (
+from hf_ckpt.policy.options import (
     HeadMode,
     Offload,
+    PolicyOptions,
+    RuleOptions,
     Tiles,
     check_keys,
     parse_head,
     parse_offload,
     parse_save,
     parse_tiles,
+    select,
+    takes,
+    to_json_types,
 )
 
 
@@ -98,11 +103,7 @@ class Rule:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON types."""
-        return {
-            field.name: _plain(getattr(self, field.name))
-            for field in fields(self)
-            if field.name == "mode" or getattr(self, field.name) != field.default
-        }
+        return to_json_types(self, always="mode")
 
 
 @dataclass(frozen=True)
@@ -130,44 +131,20 @@ class Policy:
         return text if self.head is HeadMode.PLAIN else f"{text}, head: {self.head}"
 
     @classmethod
-    def parse(
-        cls,
-        policy: object,
-        *,
-        every_n_layers: int | None = None,
-        segment_size: SegmentSize | None = None,
-        nested: bool | None = None,
-        save: Sequence[str] | str | None = None,
-        offload: object = None,
-        tiles: Tiles | None = None,
-        head: str | None = None,
-        skip_frozen: bool = False,
-    ) -> Policy:
+    @takes(PolicyOptions)
+    def parse(cls, policy: object, **options: Unpack[PolicyOptions]) -> Policy:
         """Read a policy.
 
         Args:
             policy: a mode name, a mapping (one rule), a list of mappings, or a `Policy`, which is returned as it is.
-            every_n_layers: see `Rule`; only beside a mode name.
-            segment_size: see `Rule`; only beside a mode name.
-            nested: see `Rule`; only beside a mode name.
-            save: see `Rule`; only beside a mode name.
-            offload: see `Rule`; only beside a mode name.
-            tiles: see `Rule`; only beside a mode name.
-            head: `plain` or `chunked`; see `HeadMode`.
-            skip_frozen: leave alone the layers that need no gradient.
+            options: those of `RuleOptions`, see `Rule`, only beside a mode name; `head`, see `HeadMode`; and
+                `skip_frozen`, which leaves alone the layers that need no gradient.
 
         Raises:
             PolicyError: names the key, the value, and the nearest valid word.
         """
-        shorthand = {
-            "every_n_layers": every_n_layers,
-            "segment_size": segment_size,
-            "nested": nested,
-            "save": save,
-            "offload": offload,
-            "tiles": tiles,
-        }
-        given = {key: value for key, value in shorthand.items() if value is not None}
+        skip_frozen = options["skip_frozen"]
+        given = {name: value for name, value in select(options, RuleOptions).items() if value is not None}
         if not isinstance(skip_frozen, bool):
             raise PolicyError(f"skip_frozen is {as_written(skip_frozen)}. Use true or false.")
         if policy == AUTO:
@@ -176,7 +153,7 @@ class Policy:
                 'HFCkptCallback("auto", memory_budget="22GiB") in a Trainer, or give the plan that hf_ckpt.plan(model, '
                 'memory_budget="22GiB", batch_size=..., seq_length=...) returns.'
             )
-        head_mode = parse_head(head)
+        head_mode = parse_head(options["head"])
         if isinstance(policy, str):
             return cls((_parse_rule({"mode": policy, **given}),), skip_frozen, head_mode or HeadMode.PLAIN)
         if given:
@@ -198,8 +175,8 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as JSON types; `Policy.parse` of its `policy` gives it back."""
-        told = {"policy": [rule.to_dict() for rule in self.rules], "skip_frozen": self.skip_frozen}
-        return told if self.head is HeadMode.PLAIN else {**told, "head": self.head.value}
+        values = {"policy": [rule.to_dict() for rule in self.rules], "skip_frozen": self.skip_frozen}
+        return values if self.head is HeadMode.PLAIN else {**values, "head": self.head.value}
 
 
 def _parse_rule(rule: object) -> Rule:
@@ -340,11 +317,3 @@ def _parse_flag(key: str, value: object) -> bool:
 
 def _mode_names() -> str:
     return ", ".join(f'"{mode}"' for mode in Mode)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mode):
-        return value.value
-    if isinstance(value, Offload):
-        return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value

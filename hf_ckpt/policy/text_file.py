@@ -18,14 +18,9 @@ _CHUNK = 2**16
 
 
 def read_text(path: Path) -> str:
-    """Read a whole text in UTF-8.
+    """Read a whole text in UTF-8: a file, a pipe (`/dev/stdin`, `/dev/fd/63` of a process substitution) or a device.
 
-    Args:
-        path: of a file, of a pipe (`/dev/stdin`, `/dev/fd/63` of a process substitution), or of a device.
-
-    Raises:
-        OSError: it cannot be read, holds more than 1 MiB, or is a pipe from which nothing comes for 5 s.
-        UnicodeDecodeError: it is no UTF-8.
+    Raises `OSError` where it cannot be read, holds more than 1 MiB, or is a pipe from which nothing comes for 5 s.
     """
     file = _open(path)
     try:

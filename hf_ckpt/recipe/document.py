@@ -18,7 +18,7 @@ import yaml
 
 from hf_ckpt.errors import RecipeError, did_you_mean
 from hf_ckpt.policy.text_file import read_text
-from hf_ckpt.recipe.values import show
+from hf_ckpt.recipe.field_types import show
 
 _MOST_VALUES = 5_000
 _DEEPEST = 64
@@ -30,19 +30,12 @@ _LONG = 2**16
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was written.
+    """Where something was written."""
 
-    Args:
-        source: the file, or the override on the command line.
-        folder: what the relative path of another recipe starts from.
-        line: counted from 1; nothing for a whole file and for an override.
-        is_file: false for an override.
-    """
-
-    source: str
-    folder: Path
-    line: int | None = None
-    is_file: bool = True
+    source: str  # The file, or the override on the command line.
+    folder: Path  # What the relative path of another recipe starts from.
+    line: int | None = None  # Counted from 1; nothing for a whole file and for an override.
+    is_file: bool = True  # False for an override.
 
     def at(self, mark: yaml.Mark) -> Place:
         """Return the place that `mark` points at."""
@@ -70,17 +63,12 @@ class Entry:
 
 @dataclass
 class Mistakes:
-    """What is wrong.
+    """What is wrong."""
 
-    Args:
-        lines: one for each mistake.
-        unread: key paths of values that could not be read; they are given, though nothing is known of them.
-        is_whole: false once a file could not be read, so that what seems missing may be there.
-    """
-
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # One for each mistake.
     unread: set[str] = field(default_factory=set)
-    is_whole: bool = True
+    """Key paths of values that could not be read; they are given, though nothing is known of them."""
+    is_whole: bool = True  # False once a file could not be read, so that what seems missing may be there.
 
     def add(self, place: Place, text: str) -> None:
         """Note a mistake."""
@@ -97,11 +85,7 @@ class Mistakes:
         self.add(place, text)
 
     def extend(self, lines: Iterable[str]) -> None:
-        """Note the mistakes of another recipe, each once.
-
-        Raises:
-            RecipeError: there are so many that nobody would read on.
-        """
+        """Note the mistakes of another recipe, each once."""
         self.lines.extend(line for line in lines if line not in self.lines)
         if len(self.lines) > _MOST_MISTAKES:
             told = "\n".join(self.lines[:_MOST_MISTAKES])
@@ -174,13 +158,7 @@ _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 def read_document(path: Path, overrides: Iterable[str], mistakes: Mistakes) -> Entry:
     """Read a recipe's file, the files it extends, and overrides.
 
-    Args:
-        path: the file.
-        overrides: `key.path=value`, the value in YAML.
-        mistakes: where to note what is wrong.
-
-    Returns:
-        the merged top-level mapping; empty where a file cannot be read.
+    `mistakes`: where to note what is wrong. the merged top-level mapping; empty where a file cannot be read.
     """
     document = _read_extended(path, (), mistakes)
     for override in overrides:

@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Mistakes, beside, read_document, there_is_no, write_yaml
-from hf_ckpt.recipe.field_checks import Draft, check_keys
 from hf_ckpt.recipe.rules import check_rules
+from hf_ckpt.recipe.schema import Draft, check_keys
 
 Values = Mapping[str, Any]
 
@@ -33,7 +34,7 @@ class Recipe:
         training: fields of `transformers.TrainingArguments`.
         lora: fields of `peft.LoraConfig`; nothing for a full fine-tune.
         quantization: fields of `transformers.BitsAndBytesConfig`, if weights are quantised.
-        checkpointing: arguments of `HFCkptCallback`, if there is a policy.
+        checkpointing: arguments of `HFCkptCallback`, if there is a policy; parsed.
         path: the file it was read from.
     """
 
@@ -42,8 +43,13 @@ class Recipe:
     training: Values
     lora: Values | None = None
     quantization: Values | None = None
-    checkpointing: Values | None = None
+    checkpointing: Checkpointing | None = None
     path: Path
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the plan is left to the planner."""
+        return self.checkpointing is not None and self.checkpointing.is_auto
 
     def to_yaml(self) -> str:
         """Return the recipe with everything resolved, as YAML that loads as an equal recipe."""
@@ -79,7 +85,10 @@ def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -
     _check_base(draft, (*needed_by, path))
     if mistakes.lines:
         raise RecipeError("\n".join(mistakes.lines))
-    return Recipe(path=path, **{name: MappingProxyType(values) for name, values in draft.sections.items()})
+    sections: dict[str, Any] = {name: MappingProxyType(values) for name, values in draft.sections.items()}
+    if "checkpointing" in sections:
+        sections["checkpointing"] = Checkpointing(sections["checkpointing"])
+    return Recipe(path=path, **sections)
 
 
 def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:

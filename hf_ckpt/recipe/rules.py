@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.recipe import upstream_fields
-from hf_ckpt.recipe.checkpointing_rules import CHECKPOINTING_RULES
-from hf_ckpt.recipe.field_checks import Draft
-from hf_ckpt.recipe.values import show
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
+from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
+from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
+from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe.checkpointing import OF_AUTO
+from hf_ckpt.recipe.document import beside
+from hf_ckpt.recipe.field_types import show
+from hf_ckpt.recipe.schema import Draft
+from hf_ckpt.units import parse_budget
 
 
 @dataclass(frozen=True)
@@ -306,6 +313,112 @@ def _one_engine_shards(draft: Draft) -> None:
         draft.refuse("training.fsdp_config", "has no effect without training.fsdp=true. Add that, or remove this.")
 
 
+# --- The `checkpointing` section. ---
+
+_READERS: Mapping[str, Callable[[object], object]] = {
+    "save": parse_save,
+    "offload": parse_offload,
+    "tiles": parse_tiles,
+    "head": parse_head,
+}
+"""What reads the options whose values have a form of their own, so that a mistake is told at its key."""
+
+
+def _policy_can_be_read(draft: Draft) -> None:
+    policy = draft.get("checkpointing.policy")
+    if policy is None:
+        return
+    options = {name: value for name in POLICY_OPTIONS if (value := draft.get(f"checkpointing.{name}")) is not None}
+    readable = {name: value for name, value in options.items() if _can_be_read(draft, name, value)}
+    if policy == AUTO:
+        _check_auto(draft, [name for name, value in options.items() if name not in ALLOWANCES and value is not False])
+        _check_allowances(draft, readable)
+        return
+    for name in OF_AUTO:
+        if draft.has(f"checkpointing.{name}"):
+            draft.refuse(
+                f"checkpointing.{name}", "belongs to policy: auto, which plans for a budget. Remove it, or use that."
+            )
+    try:
+        parse(_with_whole_path(draft, policy), **readable)
+    except PolicyError as error:
+        draft.refuse("checkpointing.policy", str(error))
+
+
+def _prove_can_be_read(draft: Draft) -> None:
+    prove = draft.get("checkpointing.prove")
+    try:
+        parse_prove("first_step" if prove is None else prove)
+    except PolicyError as error:
+        draft.refuse("checkpointing.prove", str(error))
+
+
+def _can_be_read(draft: Draft, name: str, value: object) -> bool:
+    if name not in _READERS:
+        return True
+    try:
+        _READERS[name](value)
+    except PolicyError as error:
+        draft.refuse(f"checkpointing.{name}", str(error))
+        return False
+    return True
+
+
+def _check_auto(draft: Draft, options: list[str]) -> None:
+    for name in options:
+        draft.refuse(f"checkpointing.{name}", "given beside policy: auto, which chooses for each layer. Remove it.")
+    budget = draft.get("checkpointing.memory_budget")
+    if budget is None:
+        return
+    try:
+        parse_budget(budget)
+    except PolicyError as error:
+        draft.refuse("checkpointing.memory_budget", str(error))
+
+
+def _check_allowances(draft: Draft, readable: Mapping[str, object]) -> None:
+    for name in ALLOWANCES:
+        try:
+            allowed_by({name: readable.get(name)})
+        except PolicyError as error:
+            draft.refuse(f"checkpointing.{name}", str(error))
+
+
+def _with_whole_path(draft: Draft, policy: object) -> object:
+    """Return a policy; the file of a plan, which is named from the recipe's folder, as a whole path there too."""
+    if not isinstance(policy, str) or not policy.endswith(PLAN_SUFFIX):
+        return policy
+    path = str(beside(draft.place("checkpointing.policy"), policy).absolute())
+    draft.sections["checkpointing"]["policy"] = path
+    return path
+
+
+def _one_plan_governs(draft: Draft) -> None:
+    if not draft.has("checkpointing"):
+        return
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if draft.get(f"training.{name}"):
+            draft.refuse(
+                f"training.{name}", "given beside a checkpointing section, which governs. Remove one of the two."
+            )
+        if draft.get(f"training.{name}_kwargs"):
+            draft.refuse(f"training.{name}_kwargs", "has no effect beside a checkpointing section. Remove it.")
+    for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
+        if draft.get(f"training.fsdp_config.{name}"):
+            draft.refuse(
+                f"training.fsdp_config.{name}", "given beside a checkpointing section, which governs. Remove one."
+            )
+
+
+def _training(draft: Draft, name: str) -> Any:
+    """Return a value of the training section, or its default."""
+    return draft.get(f"training.{name}", field_types.training_keys()[name].default)
+
+
+def _are_counts(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)
+
+
 _RULES: tuple[Callable[[Draft], None], ...] = (
     _names_are_not_empty,
     _model_has_one_source,
@@ -323,14 +436,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _best_model_can_be_known,
     _prefetching_has_workers,
     _one_engine_shards,
-    *CHECKPOINTING_RULES,
+    _policy_can_be_read,
+    _prove_can_be_read,
+    _one_plan_governs,
 )
-
-
-def _training(draft: Draft, name: str) -> Any:
-    """Return a value of the training section, or its default."""
-    return draft.get(f"training.{name}", upstream_fields.training_keys()[name].default)
-
-
-def _are_counts(*values: object) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from hf_ckpt.recipe import upstream_fields
-from hf_ckpt.recipe.upstream_fields import DTYPES, Key, Keys
-from hf_ckpt.recipe.values import parse_type
+from hf_ckpt.errors import did_you_mean
+from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
+from hf_ckpt.recipe import field_types
+from hf_ckpt.recipe.document import Entry, Mistakes, Place
+from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
 
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a recipe.
+    """One section of a recipe."""
 
-    Args:
-        name: as written in the recipe.
-        owner: whose keys they are, in words.
-        keys: the keys that it takes.
-        required: the keys that it cannot do without.
-    """
-
-    name: str
-    owner: str
-    keys: Keys
-    required: tuple[str, ...] = ()
+    name: str  # As written in the recipe.
+    owner: str  # Whose keys they are, in words.
+    keys: Keys  # The keys that it takes.
+    required: tuple[str, ...] = ()  # The keys that it cannot do without.
 
 
 REQUIRED_SECTIONS = ("model", "data", "training")
@@ -68,33 +64,10 @@ DEFAULT_MAX_LENGTH = 1024
 _COLUMNS = {"text": "str", "prompt": "str", "completion": "str", "messages": "str"}
 _CHECKPOINTING = {
     "policy": "str | dict | list[dict]",
-    "memory_budget": "str | float | None",
-    "max_length": "int | None",
-    "exact": "bool | Literal['prefer'] | None",
+    **types_of(AutoOptions),
     "micro_batch": "Literal['auto'] | None",
-    "every_n_layers": "int | None",
-    "segment_size": "int | Literal['sqrt'] | None",
-    "nested": "bool | None",
-    "save": "str | list[str] | None",
-    "offload": "str | dict | None",
-    "tiles": "int | Literal['auto'] | None",
-    "head": "Literal['plain', 'chunked'] | None",
-    "skip_frozen": "bool",
-    "layers": "str | list[str] | None",
-    "attention": "str | None",
-    "ffn": "str | None",
-    "input_require_grads": "bool | None",
-    "on_mismatch": "Literal['error', 'warn']",
-    "strict_resume": "bool",
-    "prove": "int | Literal['first_step', 'off']",
+    **types_of(CallbackOptions),
 }
-OF_AUTO = ("memory_budget", "max_length", "exact", "micro_batch")
-"""The keys of `checkpointing` that belong to policy `auto`."""
-OF_RECIPES = ("micro_batch",)
-"""The keys of `checkpointing` that a run reads, and `HFCkptCallback` does not take."""
-
-POLICY_OPTIONS = ("every_n_layers", "segment_size", "nested", "save", "offload", "tiles", "head", "skip_frozen")
-"""The keys of `checkpointing` that `Policy.parse` reads beside the policy."""
 
 OTHER_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
@@ -125,24 +98,20 @@ OTHER_NAMES = {
 
 def sections() -> dict[str, Section]:
     """Return the sections of a recipe by name, as the installed libraries know them."""
-    transformers = f"transformers {upstream_fields.version('transformers')}"
+    transformers = f"transformers {field_types.version('transformers')}"
     known = (
         Section("model", "the model section", _own(_MODEL)),
-        Section("lora", f"LoraConfig (peft {upstream_fields.version('peft')})", upstream_fields.lora_keys()),
-        Section("quantization", f"BitsAndBytesConfig ({transformers})", upstream_fields.quantization_keys()),
+        Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.lora_keys()),
+        Section("quantization", f"BitsAndBytesConfig ({transformers})", field_types.quantization_keys()),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
-        Section("training", f"TrainingArguments ({transformers})", upstream_fields.training_keys(), ("output_dir",)),
+        Section("training", f"TrainingArguments ({transformers})", field_types.training_keys(), ("output_dir",)),
     )
     return {section.name: section for section in known}
 
 
 def nested_sections(model_type: object) -> dict[str, Section]:
-    """Return what is known of the mappings inside sections, by key path.
-
-    Args:
-        model_type: of `model.config`.
-    """
+    """Return what is known of the mappings inside sections, by key path."""
     known = {
         "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own(_TOKENIZER), ("train",)),
         "model.tokenizer.train": Section(
@@ -150,12 +119,162 @@ def nested_sections(model_type: object) -> dict[str, Section]:
         ),
         "data.columns": Section("data.columns", "the mapping of columns", _own(_COLUMNS)),
     }
-    config = upstream_fields.config_keys(model_type) if isinstance(model_type, str) else None
+    config = field_types.config_keys(model_type) if isinstance(model_type, str) else None
     if config is not None:
-        owner = f"{config.class_name} (transformers {upstream_fields.version('transformers')})"
+        owner = f"{config.class_name} (transformers {field_types.version('transformers')})"
         known["model.config"] = Section("model.config", owner, config.keys, ("model_type",))
     return known
 
 
 def _own(types: Mapping[str, str]) -> Keys:
     return {name: Key(parse_type(annotation)) for name, annotation in types.items()}
+
+
+# In what is ours, null means that a key is not there: it takes away what another recipe gave.
+_NULL_IS_ABSENT = ("model", "model.tokenizer", "model.tokenizer.train", "data", "data.columns", "checkpointing")
+# Where to look first for the home of a key that is in the wrong section.
+_LIKELY_HOMES = ("model", "training", "data", "lora", "quantization", "checkpointing")
+_LONGEST_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe while it is checked."""
+
+    document: Entry  # Everything as written.
+    sections: dict[str, dict[str, Any]]  # What is of the right type: values by section and key.
+    mistakes: Mistakes  # What is wrong.
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value at a dotted path, or `default` where it is not given or not of the right type."""
+        value: Any = self.sections
+        for key in path.split("."):
+            if not isinstance(value, dict) or key not in value:
+                return default
+            value = value[key]
+        return value
+
+    def has(self, path: str) -> bool:
+        """Tell whether something is written at a dotted path, valid or not."""
+        entry = _entry_at(self.document, path)
+        return path in self.mistakes.unread or (entry is not None and entry.value is not None)
+
+    def place(self, path: str) -> Place:
+        """Return where the value at a dotted path is written, or else what would hold it."""
+        while (entry := _entry_at(self.document, path)) is None:
+            path = path.rpartition(".")[0]
+        return entry.place
+
+    def refuse(self, path: str, text: str) -> None:
+        """Note what is wrong with the value at a dotted path, or with its absence."""
+        self.mistakes.add(self.place(path), f"{path}{_shown(_entry_at(self.document, path))}: {text}")
+
+
+def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
+    """Check the keys of a document and the types of their values."""
+    draft = Draft(document, {}, mistakes)
+    known = sections()
+    for name in document.value:
+        if name not in known:
+            draft.refuse(str(name), f"unknown section. Sections are {', '.join(known)}.{_elsewhere(name, None, known)}")
+    for section in known.values():
+        entry = document.value.get(section.name)
+        if entry is not None and entry.value is not None:
+            draft.sections[section.name] = _check_section(draft, section, entry, known)
+        elif section.name in REQUIRED_SECTIONS and mistakes.is_whole and not draft.has(section.name):
+            draft.refuse(section.name, f"the section is missing. {_EXAMPLES[section.name]}")
+    _check_nested(draft, known)
+    return draft
+
+
+_EXAMPLES = {
+    "model": "Write model: {name_or_path: ...} with a hub id or a folder.",
+    "lora": "Write lora: {r: 16, target_modules: all-linear}.",
+    "quantization": "Write quantization: {load_in_4bit: true}.",
+    "data": "Write data: {path: ...} with a hub id or a file.",
+    "checkpointing": "Write checkpointing: {policy: full}.",
+    "training": "Write training: {output_dir: runs/NAME}.",
+    "model.config": "Write config: {model_type: llama, hidden_size: 128, ...}.",
+    "model.tokenizer": "Write a hub id or a folder, or {train: {vocab_size: 4096}}.",
+    "model.tokenizer.train": "Write train: {vocab_size: 4096}.",
+    "data.columns": "Write columns: {prompt: NAME, completion: NAME}.",
+}
+
+
+def _check_section(draft: Draft, section: Section, entry: Entry, known: dict[str, Section]) -> dict[str, Any]:
+    """Return the values of a section that are of the right type."""
+    if not isinstance(entry.value, dict):
+        draft.refuse(section.name, f"expected a mapping. {_EXAMPLES[section.name]}")
+        return {}
+    valid: dict[str, Any] = {}
+    for name, value in entry.value.items():
+        path = f"{section.name}.{name}"
+        if name not in section.keys:
+            draft.refuse(path, f"unknown key of {section.owner}.{_elsewhere(name, section, known)}")
+        elif value.value is None and section.name in _NULL_IS_ABSENT:
+            continue
+        elif _check_type(draft, path, value.plain(), section.keys[name].type):
+            valid[name] = value.plain()
+    for name in section.required:
+        if draft.mistakes.is_whole and not draft.has(f"{section.name}.{name}"):
+            draft.refuse(f"{section.name}.{name}", f"missing. {_EXAMPLES[section.name]}")
+    return valid
+
+
+def _check_type(draft: Draft, path: str, value: object, expected: Type) -> bool:
+    # Python's None is text in YAML, and would be taken for a name.
+    is_python_none = value == "None" and expected.accepts(None)
+    if expected.accepts(value) and not is_python_none:
+        return True
+    draft.refuse(
+        path, f"expected {expected.describe()}.{' Write null.' if is_python_none else advice(value, expected)}"
+    )
+    return False
+
+
+def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
+    model_type = draft.get("model.config.model_type")
+    if draft.has("model.config"):
+        _check_model_type(draft, model_type)
+    for path, section in nested_sections(model_type).items():
+        entry = _entry_at(draft.document, path)
+        if isinstance(draft.get(path), dict) and entry is not None:
+            parent, _, key = path.rpartition(".")
+            draft.get(parent)[key] = _check_section(draft, section, entry, known)
+
+
+def _check_model_type(draft: Draft, model_type: object) -> None:
+    types = field_types.causal_model_types()
+    if model_type is None:
+        draft.refuse("model.config.model_type", f"missing. {_EXAMPLES['model.config']}")
+    elif types and model_type not in types:
+        near = did_you_mean(model_type, types)
+        draft.refuse("model.config.model_type", f"transformers has no causal language model of this type.{near}")
+
+
+def _elsewhere(name: object, section: Section | None, known: dict[str, Section]) -> str:
+    """Return where an unknown key belongs, or which known key it resembles."""
+    own = (*known, "extends") if section is None else tuple(section.keys)
+    for candidate in (str(name), OTHER_NAMES.get(str(name), "")):
+        if candidate in own:
+            return f' Did you mean "{candidate}"?'
+        homes = [home for home in _LIKELY_HOMES if candidate in known[home].keys]
+        if homes and (section is None or section.name in known):
+            return f' Did you mean "{homes[0]}.{candidate}"?'
+    return did_you_mean(name, own)
+
+
+def _entry_at(document: Entry, path: str) -> Entry | None:
+    entry = document
+    for key in path.split(".") if path else ():
+        if not isinstance(entry.value, dict) or key not in entry.value:
+            return None
+        entry = entry.value[key]
+    return entry
+
+
+def _shown(entry: Entry | None) -> str:
+    if entry is None or isinstance(entry.value, dict):
+        return ""
+    text = show(entry.plain())
+    return f" = {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'}"

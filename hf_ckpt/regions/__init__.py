@@ -1,1 +1,1 @@
-"""How the activations of a region are handled, one file a way. Knows no policy and no model."""
+"""What happens to the activations of a region: recomputed, kept, offloaded, tiled. Knows no policy and no model."""

@@ -1,11 +1,11 @@
 """The state of the modules that a region runs: weights, buffers, training flags, active adapters.
 
 It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. Flags are brought back to what the forward found, for the recomputation alone; of anything else
-an error is raised.
+state without a word. Flags are restored to what the forward found, for the recomputation alone; any other change
+raises an error.
 
-Cheap enough for every step: modules are walked when one comes or goes, and nothing is read but attributes, and a few
-values of some trainable weights. Those values tell of optimizers that write past the versions of tensors (fused ones,
+Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
+values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
 8-bit ones, those of engines that shard).
 """
 
@@ -22,24 +22,23 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions import weight_samples
-from hf_ckpt.regions.tensor_hashes import Fingerprint
-from hf_ckpt.regions.weight_samples import Samples
+from hf_ckpt.regions import fingerprints
+from hf_ckpt.regions.fingerprints import Fingerprint, Samples
 
 STATE = "_hf_ckpt_module_state"
 """Attribute of a module whose forward is a region."""
 
 Values = Callable[[], Tensor]
-"""Returns what an engine keeps of weights that it gathers for each use."""
+"""Returns the shard that an engine keeps of weights that it gathers for each use."""
 
-# Of peft's layers; scaling is an attribute of many attentions too.
+# Of peft's layers; `scaling` is an attribute of many attention modules too.
 _FLAGS = ("_active_adapter", "_disable_adapters", "scaling")
 _MERGED = "merged_adapters"
 _MAIN_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS = (*_MAIN_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_SHOWN = 4
+_MAX_NAMES = 4
 _NUM_SAMPLED = 9
-"""As many weights as a layer of Llama has: all of them in a full fine-tune."""
+"""As many weights as a layer of Llama has, so that a full fine-tune samples all of them."""
 _NUM_SHARDS = 4
 
 _version = attrgetter("_version")
@@ -50,11 +49,7 @@ _training = itemgetter("training")
 class ModuleState:
     """Reads the state below one module whose forward is a region; lives on that module, and is copied with it.
 
-    Args:
-        path: of the module, for messages.
-
-    Attributes:
-        num_steps: how many steps the optimizer has taken, where somebody tells of them.
+    `path` is that of the module, for messages; `num_steps` counts the steps of the optimizer, if somebody sets it.
     """
 
     def __init__(self, path: str) -> None:
@@ -68,26 +63,26 @@ class ModuleState:
         self._changed_by: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # All else belongs to the modules of this model, and to what runs in them; a copy shares no shard either.
+        # All else belongs to this model's modules, and to what runs in them; a copy does not share shards either.
         return {"_path": self._path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["_path"])  # type: ignore[misc]  # a copy starts anew
 
-    def follow(self, shards: Sequence[Values]) -> None:
-        """Look at what an engine keeps of the weights below the module, in place of weights."""
+    def use_shards(self, shards: Sequence[Values]) -> None:
+        """Compare what an engine keeps of the weights below the module, in place of the weights."""
         self._shards = shards
         self._layout = None
 
     def layout(self, root: nn.Module) -> _Layout:
-        """Return where the state below `root`, the module, is to be read."""
+        """Return where the state below `root`, the module, is read."""
         if self._layout is None or not self._layout.is_current(root):
             self._layout = _Layout(root, self._shards)
             self._fingerprints.clear()
         return self._layout
 
     def enter(self) -> None:
-        """The region begins to run in this thread; refused while another one has the flags of its forward back."""
+        """The region begins to run in this thread; refused while another thread has changed its flags."""
         me = threading.get_ident()
         with self._lock:
             if self._changed_by not in (None, me):
@@ -95,7 +90,7 @@ class ModuleState:
             self._inside[me] = self._inside.get(me, 0) + 1
 
     def leave(self) -> None:
-        """It ends."""
+        """The region's run ends."""
         me = threading.get_ident()
         with self._lock:
             self._inside[me] -= 1
@@ -104,7 +99,7 @@ class ModuleState:
 
     @contextmanager
     def set_for_this_thread(self, changes: Sequence[_Change]) -> Iterator[None]:
-        """Make changes, and undo them on leaving; no other thread may run the region meanwhile."""
+        """Make changes, and undo them at the end of the block; no other thread may run the region meanwhile."""
         found = self._changed_by
         with self._lock:
             if set(self._inside) != {threading.get_ident()}:
@@ -119,15 +114,15 @@ class ModuleState:
             self._changed_by = found
 
     def fingerprint_of(self, position: int, buffer: Tensor, identity: tuple[int, int]) -> Fingerprint | None:
-        """Return the fingerprint of a buffer, taken once for each version of it; None where it has no values."""
+        """Return the fingerprint of a buffer, taken once for each version of it; None if it has no values."""
         known = self._fingerprints.get(position)
         if known is None or known[0] != identity:
-            known = self._fingerprints[position] = identity, weight_samples.fingerprint_of(buffer)
+            known = self._fingerprints[position] = identity, fingerprints.fingerprint_of(buffer)
         return known[1]
 
     def refuse(self, what: str, names: Sequence[str], todo: str) -> NoReturn:
         """Raise: a recomputation would give other values."""
-        listed = ", ".join(names[:_SHOWN]) + " ..." * (len(names) > _SHOWN)
+        listed = ", ".join(names[:_MAX_NAMES]) + " ..." * (len(names) > _MAX_NAMES)
         raise UnsupportedError(
             f"{self._path} is recomputed in backward, but since its forward {what}{': ' * bool(names)}{listed}. "
             f"Recomputing it would give other values than those that the loss was made of. {todo}"
@@ -142,17 +137,15 @@ class ModuleState:
 
 
 _Hooks = dict[int, list[dict[int, Any]]]
-"""Forward hooks by the position of their module, for modules that have some: a dictionary for each of `_HOOKS`."""
+"""Forward hooks by the position of their module, if it has any: a dictionary for each of `_HOOKS`."""
 _Change = Callable[[], Callable[[], None]]
-"""Makes a change, and returns what undoes it."""
+"""Makes a change, and returns a function that undoes it."""
 
 
 class CallState:
     """The state of the modules of one call of a region, as it was when the call's first run ended.
 
-    Args:
-        function: what is called: a method of a module, or a function that is given the module.
-        args: positional arguments.
+    `function` is a method of a module, or a function that takes the module as an argument.
     """
 
     __slots__ = ("_module", "_note", "_state")
@@ -163,21 +156,20 @@ class CallState:
         owner = getattr(bound, "__self__", None)
         module = next((value for value in (owner, *given, *args) if isinstance(value, nn.Module)), None)
         self._module: Any = module
-        # None where the module is no region of a plan.
+        # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
 
     def check(self) -> None:
-        """Raise what a run would raise, before a checkpoint of torch begins: before torch 2.13 it is left open then."""
+        """Raise what a run would raise, outside of torch's checkpoint, which an error leaves open before torch 2.13."""
         if self._state is not None and self._note is not None:
             self._note.compare(self._state)
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Run the call in the block: the first time as things are, afterwards as they were at that run's end.
+        """Run the call in the block: the first time as things are, later as they were when that run ended.
 
-        Raises:
-            UnsupportedError: something changed that cannot be brought back.
+        Raises `UnsupportedError` if something changed that cannot be restored.
         """
         state = self._state
         if state is None:
@@ -189,7 +181,7 @@ class CallState:
                 layout = state.layout(self._module)
                 before = layout.identities()
                 yield
-                # At the end: what the region itself writes (running statistics, counters) is no change by another.
+                # At the end, as the region's own writes (running statistics, counters) are no change by others.
                 self._note = _Note(state, layout, before)
             elif changes := self._note.compare(state):
                 with state.set_for_this_thread(changes):
@@ -201,12 +193,7 @@ class CallState:
 
 
 class _Layout:
-    """The modules below a region, and where in them tensors and flags are.
-
-    Args:
-        root: the region's module.
-        shards: see `ModuleState.follow`.
-    """
+    """The modules below a region, and where in them tensors and flags are."""
 
     def __init__(self, root: nn.Module, shards: Sequence[Values]) -> None:
         self.modules = list(root.modules())
@@ -219,7 +206,7 @@ class _Layout:
         self.names: list[str] = []
         self._num_parameters = 0
         self._find_tensors(root)
-        # What may change what a forward computes; engines and users put hooks there and take them away.
+        # Hooks may change what a forward computes; engines and users place and remove them.
         self._hooks = list(chain.from_iterable(map(attrgetter(*_MAIN_HOOKS), self.modules)))
         self._copied_hooks: tuple[list[int], _Hooks] = [], {}
         self._copied_flags: list[tuple[nn.Module, str, Any]] = []
@@ -233,7 +220,7 @@ class _Layout:
     def _find_tensors(self, root: nn.Module) -> None:
         paths = dict(zip(self.modules, (path for path, _ in root.named_modules()), strict=True))
         for module in self.modules:
-            # Engines that shard, and accelerate's offload, put other tensors there for each use.
+            # Engines that shard, and accelerate's offload, put other tensors into the module for each use.
             is_replaced = self.is_sharded or _is_managed(module) or _is_offloaded(module)
             for name, parameter in module._parameters.items():
                 if parameter is not None and hasattr(parameter, "ds_id"):
@@ -252,7 +239,7 @@ class _Layout:
         self.names.append(f"{path}.{name}".lstrip("."))
 
     def is_current(self, root: nn.Module) -> bool:
-        """Whether the same modules are there, and no engine has come."""
+        """Whether the same modules are there, and no engine has taken over."""
         return self.modules[0] is root and self.has_same_children() and (self.is_sharded or not _is_managed(root))
 
     def has_same_children(self) -> bool:
@@ -260,7 +247,7 @@ class _Layout:
         return self._children_now() == self._children
 
     def lost_children(self) -> list[str]:
-        """Name the modules that are not there any more."""
+        """Name the modules that are gone."""
         now = set(map(id, self._children_now()))
         return [type(module).__name__ for module in self._children if module is not None and id(module) not in now]
 
@@ -268,11 +255,11 @@ class _Layout:
         return list(chain.from_iterable(map(dict.values, self._lists)))
 
     def tensors(self) -> list[Any]:
-        """Return parameters, and buffers behind them; None where one was taken away."""
+        """Return parameters, then buffers; None in the place of one that is gone."""
         return [place.get(name) for place, name in self._places]
 
     def identities(self) -> tuple[list[int], list[int]]:
-        """Return what tells which tensors are there, and in which version."""
+        """Return the ids and versions of the tensors."""
         tensors = self.tensors()
         return list(map(id, tensors)), versions_of(tensors)
 
@@ -280,18 +267,18 @@ class _Layout:
         return position >= self._num_parameters
 
     def trainable(self, requires_grad: Sequence[bool]) -> list[int]:
-        """Return the positions of parameters that train, or of some that are spread over them."""
+        """Return the positions of trainable parameters, or of some that are spread over them."""
         found = [position for position in range(self._num_parameters) if requires_grad[position]]
         if len(found) <= _NUM_SAMPLED:
             return found
         return [found[(len(found) - 1) * number // (_NUM_SAMPLED - 1)] for number in range(_NUM_SAMPLED)]
 
     def hooks_now(self) -> list[int]:
-        """Return the numbers of the hooks, each of which is given once in a process."""
+        """Return the numbers of the hooks, which are unique in a process."""
         return list(chain.from_iterable(filter(None, self._hooks)))
 
     def hooks_copied(self) -> tuple[list[int], _Hooks]:
-        """Return the numbers of the hooks, and the hooks as they are now; made anew where one has come or gone."""
+        """Return the numbers of the hooks, and a copy of them; copied again only if a hook has come or gone."""
         now = self.hooks_now()
         if now != self._copied_hooks[0]:
             found = enumerate(map(attrgetter(*_HOOKS), self.modules))
@@ -299,11 +286,11 @@ class _Layout:
         return self._copied_hooks
 
     def flags_now(self) -> list[Any]:
-        """Return the flags."""
+        """Return the values of the flags."""
         return [getattr(module, name) for module, name in self._flags]
 
     def flags_copied(self) -> list[tuple[nn.Module, str, Any]]:
-        """Return the flags as they are now, with where they are; made anew where one has changed."""
+        """Return the flags with their places; copied again only if one has changed."""
         now = self.flags_now()
         if now != [value for _, _, value in self._copied_flags]:
             copies = map(_copied, now)
@@ -312,13 +299,7 @@ class _Layout:
 
 
 class _Note:
-    """What was read when the forward of a call ended.
-
-    Args:
-        state: of the region.
-        layout: where it is read.
-        before: `identities` when the forward began.
-    """
+    """The state when the forward of a call ended; `before` are the `identities` when it began."""
 
     __slots__ = (
         "_fingerprints",
@@ -345,7 +326,7 @@ class _Note:
         self._flags = layout.flags_copied()
         self._hook_numbers, self._hooks = layout.hooks_copied()
         if before != (self._ids, self._versions):
-            # What the region writes itself changes with each of its runs: nothing can be said of it.
+            # What the region writes itself changes in each of its runs, and cannot be compared.
             for position, identity in enumerate(zip(*before, strict=True)):
                 if identity != (self._ids[position], self._versions[position]):
                     self._ids[position] = None
@@ -365,10 +346,9 @@ class _Note:
         return values + [shard() for shard in self._layout.shards[:_NUM_SHARDS]]
 
     def compare(self, state: ModuleState) -> list[_Change]:
-        """Return what brings the flags back that have changed since.
+        """Return what restores the flags that have changed since.
 
-        Raises:
-            UnsupportedError: something else has changed.
+        Raises `UnsupportedError` if something else has changed.
         """
         layout = self._layout
         if not layout.has_same_children() and (lost := layout.lost_children()):
@@ -380,13 +360,13 @@ class _Note:
             state.refuse(_WRITTEN, (), _STEPPED)
         differ = self._samples.differ(self._values_of(tensors))
         if isinstance(differ, Tensor):
-            weight_samples.when_known(differ, partial(state.refuse, _WRITTEN, (), _STEPPED))
+            fingerprints.call_if_true(differ, partial(state.refuse, _WRITTEN, (), _STEPPED))
         elif differ:
             state.refuse(_WRITTEN, (), _STEPPED)
         return self._changes(state, tensors)
 
     def _changes(self, state: ModuleState, tensors: Sequence[Any]) -> list[_Change]:
-        """Return what brings back what has changed since."""
+        """Return what restores the flags and hooks that have changed since."""
         layout = self._layout
         changes: list[_Change] = []
         if _all_require_grad(tensors) != self._requires_grad:
@@ -415,8 +395,8 @@ class _Note:
                 continue
             name = self._layout.names[position]
             if self._layout.is_buffer(position):
-                # DDP hands out the first process's buffers before each forward, mostly with the same values.
-                if tensor is None or not weight_samples.have_same_values(
+                # DDP broadcasts the first process's buffers before each forward, mostly with the same values.
+                if tensor is None or not fingerprints.have_same_values(
                     self._fingerprints[position], state.fingerprint_of(position, tensor, now)
                 ):
                     other_buffers.append(name)
@@ -448,7 +428,7 @@ class _Note:
         ]
 
     def _changes_of_hooks(self) -> list[_Change]:
-        """Return what brings back the hooks of the forward; those of this package come and go with what they do."""
+        """Return what restores the hooks of the forward. This package's own hooks come and go with what they do."""
         changes: list[_Change] = []
         (_, found), none = self._layout.hooks_copied(), [dict[int, Any]() for _ in _HOOKS]
         for position in sorted({*found, *self._hooks}):
@@ -473,14 +453,14 @@ _STEPPED = "Call backward before the optimizer steps, or run the forward again a
 
 
 def _set(owner: nn.Module | Tensor, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute, and return what puts it back."""
+    """Set an attribute, and return a function that undoes it."""
     found = vars(owner).get(name, _MISSING) if isinstance(owner, nn.Module) else getattr(owner, name)
     setattr(owner, name, value)
     return partial(delattr, owner, name) if found is _MISSING else partial(setattr, owner, name, found)
 
 
 def _set_hooks(module: nn.Module, was: Sequence[dict[int, Any]]) -> Callable[[], None]:
-    """Set the forward hooks of a module, and return what puts back those that are there."""
+    """Set the forward hooks of a module, except for this package's own, and return a function that undoes it."""
     hooks: list[dict[int, Any]] = list(attrgetter(*_HOOKS)(module))
     found = list(map(dict, hooks))
     ours, ours_then = _numbers_of_ours(found), _numbers_of_ours(was)
@@ -503,7 +483,7 @@ def _others(hooks: Sequence[dict[int, Any]]) -> list[list[int]]:
 
 
 def _numbers_of_ours(hooks: Sequence[dict[int, Any]]) -> set[int]:
-    # What is behind the main ones says how a hook is called.
+    # The dictionaries after the main ones say how a hook is called.
     return {number for each in hooks[: len(_MAIN_HOOKS)] for number, hook in each.items() if _is_ours(hook)}
 
 
@@ -517,11 +497,11 @@ _MISSING = object()
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
-    """Return the versions of tensors; -1 for what counts none."""
+    """Return the versions of tensors; -1 for a tensor that counts none."""
     try:
         return list(map(_version, tensors))
     except (AttributeError, RuntimeError):
-        # One was taken away, or is a tensor of inference mode.
+        # One is gone, or is a tensor of inference mode.
         return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -537,7 +517,7 @@ def _copied(value: Any) -> Any:
 
 
 def _is_managed(module: nn.Module) -> bool:
-    """Whether FSDP gathers the weights of a module; both versions mark it so."""
+    """Whether FSDP gathers the weights of a module; FSDP1 and FSDP2 both mark it so."""
     return "_is_fsdp_managed_module" in module.__dict__
 
 

@@ -1,12 +1,12 @@
 """Several consecutive layers share one saved input: the first one's.
 
 Each layer runs at its natural place in the model's own forward, with its own keyword arguments; only the saving is
-shared. In backward the layers are run again in a row, from the saved input. A segment ends early where the model does
-something between two layers, because a row of layers would not repeat that.
+shared. In backward the layers run again in a row, from the saved input. A segment ends early where the model does
+something between two layers, as a row of layers would not repeat that.
 
-Where an engine shards each layer (FSDP), what stands outermost in its place gathers and frees its weights. There the
-row goes through that module, and tensors are recognised as they come in and go out of it: the engine's hooks hand
-on other objects inside. Such a module is watched by `enter` and `leave`.
+Where an engine shards each layer (FSDP), the outermost module in the layer's place gathers and frees its weights. There
+the row goes through that module, whose hooks are `enter` and `leave`. Tensors are recognised as they enter and leave
+it, because the engine's hooks pass on other objects inside.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174); nested as in its
 section 4.4.
@@ -25,12 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_ckpt.regions.call import AllRecomputed, Call, Function, keeps_activations, take_apart, tensors_of
-from hf_ckpt.regions.recompute import run_proven
-from hf_ckpt.regions.rng_state import AutocastState, RandomState
-from hf_ckpt.regions.saved_inputs import SavedInputs
-from hf_ckpt.regions.threads import OneOfSeveral
-from hf_ckpt.regions.transforms import refuse_transforms, untransformed
+from hf_ckpt.regions.execution_state import (
+    AllRecomputed,
+    AutocastState,
+    ConcurrentRun,
+    Function,
+    RandomState,
+    keeps_activations,
+    refuse_transforms,
+    tensors_of,
+    untransformed,
+)
+from hf_ckpt.regions.recompute import Call, SavedInputs, run_checkpointed, run_watched, split_call
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 class SegmentRunner(threading.local):
     """Knows which segment of a stack is open while the stack runs. One for each stack; lives on its layers.
 
-    By thread: a segment ends where another thread goes on.
+    Thread-local: a segment ends where another thread continues.
     """
 
     _open: weakref.ref[_Segment] | None = None
@@ -47,7 +53,7 @@ class SegmentRunner(threading.local):
     replayed: tuple[_Link, _Collector] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # All of it belongs to a running forward or backward, which a copy of the model has not.
+        # All state belongs to a running forward or backward, which a copy of the model does not have.
         return SegmentRunner, ()
 
     def join(self, number: int, layer_idx: int, tensors: list[Tensor]) -> _Segment:
@@ -60,11 +66,11 @@ class SegmentRunner(threading.local):
         return segment
 
     def open_segment(self) -> _Segment | None:
-        """Return the segment that the last layer ran in, if it is still there."""
+        """Return the segment that the last layer ran in, if it still exists."""
         return self._open() if self._open is not None else None
 
     def enter(self, layer_idx: int, function: Function, args: tuple[Any, ...]) -> None:
-        """Note the call of the module that stands outermost in the place of a layer."""
+        """Note the call of the outermost module in the place of a layer."""
         self._entered = (layer_idx, function, args)
 
     def take_entered(self, layer_idx: int) -> tuple[Function, tuple[Any, ...]] | None:
@@ -74,7 +80,7 @@ class SegmentRunner(threading.local):
 
     @contextmanager
     def replaying(self, link: _Link, collector: _Collector) -> Iterator[None]:
-        """Let the layer's call that comes next be the recomputation of `link`."""
+        """Let the next call of a layer be the recomputation of `link`."""
         self.replayed = (link, collector)
         try:
             yield
@@ -83,13 +89,13 @@ class SegmentRunner(threading.local):
 
 
 def enter(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook, the first one, of the module that stands outermost in the place of a layer."""
+    """Forward pre-hook, the first one, of the outermost module in the place of a layer."""
     if keeps_activations(outer) and runner.replayed is None:
         runner.enter(layer_idx, partial(outer, **kwargs), args)
 
 
 def leave(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook, the last one, of the module that stands outermost in the place of a layer."""
+    """Forward hook, the last one, of the outermost module in the place of a layer."""
     segment = runner.open_segment()
     if keeps_activations(outer) and runner.replayed is None and segment is not None:
         segment.leave(layer_idx, output)
@@ -107,45 +113,30 @@ def run_in_segment(
 ) -> Any:
     """Run `function(*args)`, a layer's forward, as a link of the segment `number`; never compiled.
 
-    Args:
-        runner: the state shared by the layers of one stack.
-        number: the segment that the layer belongs to.
-        layer_idx: the layer's position; a segment takes layers in ascending order only.
-        nested: checkpoint the layer again while its segment is recomputed.
-        function: the layer's forward, with its keyword arguments.
-        args: positional arguments.
-        proof: see `recompute`.
+    A segment takes layers in ascending order of `layer_idx` only. With `nested` the layer is checkpointed again while
+    its segment is recomputed. See `recompute`.
     """
     if not torch.is_grad_enabled():
         return function(*args)
     refuse_transforms()
-    call, tensors = take_apart(function, args)
+    call, tensors = split_call(function, args)
     if runner.replayed is not None:
         link, collector = runner.replayed
         return link.recompute(call, tensors, collector)
     entered = runner.take_entered(layer_idx)
-    outer = None if entered is None else take_apart(*entered)
+    outer = None if entered is None else split_call(*entered)
     if outer is not None:
-        # The one runs now, the other when it is recomputed.
+        # The layer's own call runs now, the outer one in the recomputation.
         outer[0].state = call.state
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1])
-    looked = None if proof is None else proof.watch(function, tensors)
-    returned = segment.run(layer_idx, call, tensors, outer, nested, looked)
-    if looked is not None:
-        looked.look_at_graph(function, args, returned)
-    return returned
+    run = partial(segment.run, layer_idx, call, tensors, outer, nested)
+    return run_watched(proof, function, args, tensors, run)
 
 
 class _Link:
     """One layer's call in a segment: what it takes from the layer before, and what it takes from elsewhere.
 
-    Args:
-        call: the layer's own call, or that of the module around it.
-        tensors: what the call is given.
-        is_outer: whether the call leads to the layer through a module around it.
-        outputs: what the layer before returned.
-        nested: checkpoint the layer again while the segment is recomputed.
-        proof: looks at whether the layer returns again what it returned.
+    `call` is the layer's own, or with `is_outer` that of the module around it; `outputs` are those of the layer before.
     """
 
     def __init__(
@@ -163,7 +154,7 @@ class _Link:
         self._nested = nested
         self.random_state = RandomState.of(*tensors)
         self._autocast = AutocastState.now()
-        # Index into the outputs of the layer before, or None for a tensor from elsewhere.
+        # Index in the outputs of the layer before, or None for a tensor from elsewhere.
         self._sources = [_position(tensor, outputs) for tensor in tensors]
         own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
         self._own_inputs = SavedInputs(own)
@@ -189,12 +180,12 @@ class _Link:
         """Run the layer's own call."""
         if self._nested:
             call.state.check()
-            return run_proven(self._proof, call.run, tensors)
+            return run_checkpointed(self._proof, call.run, tensors)
         return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 
 class _Placeholder:
-    """Stands in the graph for a tensor that is not kept. Owns its segment: graph, placeholder, segment, inputs."""
+    """Stands in the graph for a tensor that is not kept. Owns its segment, and by that the saved input."""
 
     __slots__ = ("__weakref__", "link", "segment", "value")
 
@@ -218,7 +209,7 @@ class _Segment:
         self._meta: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def goes_on_with(self, number: int, layer_idx: int, tensors: list[Tensor]) -> bool:
-        """Whether a call with these tensors takes the last layer's output as it is, not written to since."""
+        """Whether a call with these tensors takes the last layer's output unchanged, and not written to since."""
         if number != self._number or layer_idx <= self._layer_idx:
             return False
         position = _position(tensors[0], self._outputs) if tensors else None
@@ -233,19 +224,10 @@ class _Segment:
         nested: bool,
         proof: CallProof | None,
     ) -> Any:
-        """Run a layer for the first time.
-
-        Args:
-            layer_idx: its position.
-            call: its own call.
-            tensors: what that is given.
-            outer: the same of the module around it, if the row has to go through that.
-            nested: checkpoint the layer again while the segment is recomputed.
-            proof: see `_Link`.
-        """
+        """Run a layer for the first time; `outer` is the call of the module around it, if the row goes through that."""
         self._layer_idx = layer_idx
         replayed = (call, tensors) if outer is None else outer
-        with OneOfSeveral():
+        with ConcurrentRun():
             link = _Link(*replayed, outer is not None, self._outputs, nested, proof)
             self._links.append(link)
             with self._hooks():
@@ -254,33 +236,29 @@ class _Segment:
         return output
 
     def leave(self, layer_idx: int, output: Any) -> None:
-        """Note what a layer hands on: at first its own output, then that of the module around it."""
+        """Note what a layer returns: first its own output, then that of the module around it."""
         if layer_idx == self._layer_idx:
             returned = tensors_of(output)
             self._outputs = [weakref.ref(tensor) for tensor in returned]
             self._versions = [tensor._version for tensor in returned]
 
     def _hooks(self) -> AbstractContextManager[Any]:
-        return saved_tensors_hooks(self._leave_out, _bring_back)
+        return saved_tensors_hooks(self._pack, _unpack)
 
-    def _leave_out(self, tensor: Tensor) -> _Placeholder:
+    def _pack(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder(self, len(self._links) - 1)
         self._placeholders.append(weakref.ref(placeholder))
         self._meta.append((tensor.shape, tensor.dtype, tensor.device))
         return placeholder
 
     def recompute(self, trigger: int) -> None:
-        """Run the layers again and fill the placeholders that are still needed.
-
-        Args:
-            trigger: the link whose backward is running.
-        """
+        """Run the layers again, for the backward of link `trigger`, and fill the placeholders that are still needed."""
         collector = _Collector(self._placeholders, self._meta)
         outputs: list[Tensor] = []
         with untransformed(), self._links[0].random_state.kept(), torch.enable_grad():
             try:
                 for number, link in enumerate(self._links):
-                    # An engine must see the end of each layer's forward, but for the one that is in its backward.
+                    # An engine must see the end of each layer's forward, except for the one in its backward.
                     collector.may_stop = number == trigger
                     outputs = tensors_of(link.replay(self._runner, outputs, collector))
                     if collector.is_done:
@@ -291,7 +269,7 @@ class _Segment:
 
 
 class _Collector:
-    """Takes the tensors that a recomputation saves, in the order of the forward."""
+    """Collects the tensors that a recomputation saves, in the order of the forward."""
 
     def __init__(self, placeholders: list[weakref.ref[_Placeholder]], meta: list[Any]) -> None:
         self._placeholders = placeholders
@@ -304,17 +282,13 @@ class _Collector:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last tensor that is needed has come by."""
+        """Whether the last tensor that is needed has been saved."""
         return self._taken >= self._needed
 
     def hooks(self, proof: CallProof | None) -> AbstractContextManager[Any]:
-        """Collect what autograd saves in the block.
-
-        Args:
-            proof: looks at the block, so that it must not be stopped inside.
-        """
+        """Collect what autograd saves in the block; `proof` may want it to run to its end."""
         self._proof = proof
-        return saved_tensors_hooks(self.take, _as_it_is)
+        return saved_tensors_hooks(self.take, _identity)
 
     def stop_if_done(self) -> None:
         """Stop the recomputation if nothing more is needed and it may stop."""
@@ -322,7 +296,7 @@ class _Collector:
             raise AllRecomputed
 
     def take(self, tensor: Tensor) -> Tensor:
-        # Without its graph: a node that holds its own output would hold itself, for ever.
+        # Detached: a node that holds its own output would keep itself alive for ever.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if self._taken < len(self._meta):
             self._compare(tensor)
@@ -333,7 +307,7 @@ class _Collector:
         if self._proof is None or not self._proof.runs_to_end:
             self.stop_if_done()
         elif self.is_done and self.may_stop:
-            self._proof.goes_on()
+            self._proof.after_last_needed()
         return tensor
 
     def _compare(self, tensor: Tensor) -> None:
@@ -353,9 +327,9 @@ class _Collector:
             )
 
 
-def _bring_back(placeholder: _Placeholder) -> Tensor:
-    # Empty in the first backward, and whenever a tensor is asked for again: each value is handed out once, so that it
-    # is freed as soon as it has been used.
+def _unpack(placeholder: _Placeholder) -> Tensor:
+    # Empty in the first backward, and when a tensor is unpacked again: each value is returned once, so that it is freed
+    # as soon as it has been used.
     if placeholder.value is None:
         placeholder.segment.recompute(placeholder.link)
     value, placeholder.value = placeholder.value, None
@@ -363,7 +337,7 @@ def _bring_back(placeholder: _Placeholder) -> Tensor:
     return value
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 

@@ -1,13 +1,13 @@
-"""Run a position-wise module in slices of the sequence, each recomputed in backward: its transient shrinks with them.
+"""Run a position-wise module in slices of the sequence, each recomputed in backward: its transient memory shrinks too.
 
-Of the module only its inputs are kept; they are saved before it runs, so that a region around it that is recomputed
-too stops there. Forward and backward write slice by slice into whole tensors that are made once.
+Only the module's inputs are kept. They are saved before it runs, so that the recomputation of a region around it stops
+there. Forward and backward write slice by slice into whole tensors that are made once.
 
-Note [what tiles change]: a slice is computed as the whole would be, but for the order of sums. Gradients of weights
+Note [what tiles change]: a slice is computed as the whole would be, except for the order of sums. Gradients of weights
 are sums over the sequence, here of one sum for each slice; and a matrix product over fewer rows may be blocked
-otherwise. In float32 that is about 1e-6 relative for most weights, and more for those whose gradient nearly cancels
+differently. In float32 that is about 1e-6 relative for most weights, and more for those whose gradient nearly cancels
 (biases of keys, routers, decays of linear attention): the distance to the result in float64 is about that of the
-whole. Half-precision gradients of weights are added up in float32. Random operators draw one mask for each slice.
+whole. Half-precision gradients of weights are summed in float32. Random operators draw one mask for each slice.
 
 Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models" (arXiv 2305.19370), for the ffn;
 Bekman et al. 2025, "Arctic Long Sequence Training" (arXiv 2506.13996), for modules at large.
@@ -25,36 +25,42 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.policy.modifiers import Tiles
-from hf_ckpt.regions.call import Call, Function, keeps_activations
-from hf_ckpt.regions.independence import DroppedGraph, check_alone, check_nothing_escapes, used
-from hf_ckpt.regions.recompute import original_forward, recompute
-from hf_ckpt.regions.rng_state import AutocastState, RandomState
-from hf_ckpt.regions.saved_inputs import SavedInputs, saved_behind
-from hf_ckpt.regions.slices import Cut, Joined, arguments_to_cut, outputs_of
-from hf_ckpt.regions.threads import OneOfSeveral
-from hf_ckpt.regions.tile_proof import TileProof
-from hf_ckpt.regions.transforms import refuse_in_tiles, refuse_transforms
+from hf_ckpt.policy.options import Tiles
+from hf_ckpt.regions.execution_state import (
+    AutocastState,
+    ConcurrentRun,
+    Function,
+    RandomState,
+    keeps_activations,
+    refuse_in_tiles,
+    refuse_transforms,
+)
+from hf_ckpt.regions.recompute import Call, SavedInputs, original_forward, recompute, saved_behind
+from hf_ckpt.regions.tile_checks import (
+    DroppedGraph,
+    TileProof,
+    check_nothing_escapes,
+    check_position_wise,
+    weights_used,
+)
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
+import math
+from dataclasses import dataclass
 
 
 class Tiling:
-    """How one module runs in tiles.
+    """How one module runs in tiles; for `tiles` see `Cut.of`.
 
-    Args:
-        tiles: slices of the sequence, or `auto`; see `Cut.of`.
-        recomputes: recompute each slice in backward. False keeps what all slices save: the same numbers with more
-            memory, to compare with.
-        proof: looks at whether backward repeats the slices, and at where they come from and go to.
+    Without `recomputes`, what all slices save is kept: the same numbers with more memory, to compare with.
     """
 
     def __init__(self, tiles: Tiles, *, recomputes: bool = True, proof: RegionProof | None = None) -> None:
         self.tiles = tiles
         self.recomputes = recomputes
         self.proof = proof
-        # The first call shows whether slices can stand for the whole.
+        # Whether a call has shown that slices give what the whole gives.
         self.is_checked = False
 
     def __repr__(self) -> str:
@@ -63,19 +69,10 @@ class Tiling:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def run_tiled(tiling: Tiling, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
-    """Instance `forward` of a module that runs in tiles; never compiled.
+    """Instance `forward` of a module that runs in tiles; never compiled. For `found` see `recompute.run_region`.
 
-    A call that cannot be cut is recomputed whole. Costs one more forward of the module, and smaller matrix products.
-
-    Args:
-        tiling: how.
-        module: the module whose forward this is; each position of its output depends on that of its inputs alone.
-        found: the forward that stood on the instance before, or None for the class's own.
-        *args: what the forward takes.
-        **kwargs: what the forward takes.
-
-    Raises:
-        UnsupportedError: slices do not give what the whole would.
+    Each position of the module's output must depend on that of its inputs alone. A call that cannot be cut is
+    recomputed whole. Costs one more forward of the module, and smaller matrix products.
     """
     forward = original_forward(module, found)
     if not keeps_activations(module):
@@ -90,20 +87,12 @@ def run_tiled(tiling: Tiling, module: nn.Module, found: Function | None, *args: 
     rest = [None if place in places else value for place, value in enumerate(args)]
     keywords = {key: None if key in places else value for key, value in kwargs.items()}
     inputs = [kwargs[place] if isinstance(place, str) else args[place] for place in places]
-    with OneOfSeveral():
+    with ConcurrentRun():
         return _Slices(tiling, module, Call(forward, rest, keywords, places), cut, inputs).run(inputs)
 
 
 class _Slices:
-    """One call of a module in slices.
-
-    Args:
-        tiling: how.
-        module: that is called.
-        call: its forward, without the tensors that are cut.
-        cut: how they are cut.
-        inputs: those tensors, whole; not kept.
-    """
+    """One call of a module in slices. `inputs` are the whole tensors that are cut; `call` is without them."""
 
     def __init__(self, tiling: Tiling, module: nn.Module, call: Call, cut: Cut, inputs: Sequence[Tensor]) -> None:
         self._tiling = tiling
@@ -113,48 +102,48 @@ class _Slices:
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []
         self._needs_gradient = [tensor.requires_grad for tensor in inputs]
-        # By name: engines that shard put other tensors in the place of the same weight.
+        # By owner and name: engines that shard put other tensors in the place of the same weight.
         self._weights = list(_trainable(module))
-        # A cast of a weight that autocast keeps would belong to the graph of one slice, and be used by the next.
+        # A cast of a weight that autocast caches would belong to the graph of one slice, and be used by the next.
         self._autocast = AutocastState.now().without_cache()
         self._random_state = RandomState.of(inputs)
-        # None in a recomputation: the backward that follows is that of the slices that ran first.
-        looked = tiling.proof.watch(module, inputs) if tiling.proof is not None and tiling.recomputes else None
-        self._proof = None if looked is None or looked.is_simulated else TileProof(looked, cut.dim, inputs)
+        # None in a recomputation, as the backward that follows is that of the slices that ran first.
+        call_proof = tiling.proof.start_call(module, inputs) if tiling.proof is not None and tiling.recomputes else None
+        self._proof = None if call_proof is None or call_proof.is_simulated else TileProof(call_proof, cut.dim, inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run all slices and return what the module returns for the whole."""
-        # Before anything runs: a region around this one that is being recomputed may need no more than that.
+        # Before anything runs: the recomputation of a region around this one may need nothing more, and stop here.
         saved = SavedInputs(inputs if any(self._needs_gradient) or self._weights else ())
         if not self._tiling.is_checked:
-            check_alone(self._module, self._call, self._cut, inputs)
+            check_position_wise(self._module, partial(self._run_positions, inputs), inputs, self._cut.dim)
         outputs = self._forward(inputs)
-        # The token keeps the inputs by its node, which the hooks of a region around this one would take away.
-        with saved_tensors_hooks(_as_it_is, _as_it_is):
+        # The token's node keeps the inputs; the hooks of a region around this one would replace the token.
+        with saved_tensors_hooks(_identity, _identity):
             outputs = _Tiled.apply(self, saved, outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
         returned = self._joined.as_returned(outputs)
         if self._proof is not None:
-            self._proof.joined(returned)
+            self._proof.check_outputs(returned)
         return returned
 
     def _forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Run all slices and return the whole outputs; what the slices save is dropped, or kept to compare with."""
+        """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
         weights = self._weights_now()
         parts: set[int] = set()
         for start, length in self._cut.bounds:
-            # The first slice of each call shows what is computed with; the others are asked only for weights that
+            # The first slice of each call shows which weights are used; the others are searched only for weights that
             # were idle so far (experts).
-            asks = not start or len(parts) < len(weights)
+            is_searched = not start or len(parts) < len(weights)
             if self._tiling.recomputes:
-                graph, found = self._run_and_drop(inputs, weights if asks else None, start, length)
-                # Costs a few weak references while nothing is wrong; what keeps outputs may come in any step.
+                graph, found = self._run_and_drop(inputs, weights if is_searched else None, start, length)
+                # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
                 check_nothing_escapes(self._module, graph)
             else:
                 self._kept.append(self._run(inputs, start, length))
-                found = self._put(self._kept[-1], weights if asks else None, start, length)
+                found = self._put(self._kept[-1], weights if is_searched else None, start, length)
             parts |= found
         self._tiling.is_checked = True
-        # Of the others autograd must not know: hooks on the gradients of idle experts would be told of nothing.
+        # The others must not be in the graph: hooks on the gradients of idle experts would be called for nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
         return self._joined.take()
 
@@ -163,12 +152,11 @@ class _Slices:
     ) -> tuple[list[weakref.ref[Any]], set[int]]:
         """Run one slice for its output alone.
 
-        Returns:
-            What is alive while anything of its graph is, and which of the weights that are given had a part in it.
+        Returns references to what is alive while anything of its graph is, and which of the given weights it used.
         """
-        # With a graph, though nothing is saved for it: without one some modules would take another kernel.
+        # With a graph, though nothing is saved for it: without a graph some modules would run another kernel.
         graph = DroppedGraph(self._module)
-        with saved_tensors_hooks(graph.drop, DroppedGraph.bring_back):
+        with saved_tensors_hooks(graph.pack, DroppedGraph.unpack):
             piece = self._run(inputs, start, length)
         found = self._put(piece, weights, start, length)
         return [weakref.ref(graph), *(weakref.ref(tensor) for tensor in piece.inputs if tensor.requires_grad)], found
@@ -178,27 +166,22 @@ class _Slices:
         if weights is None:
             return set()
         outputs = [output for output in outputs_of(piece.returned) if output is not None]
-        return used(self._module, outputs, piece.inputs, weights)
+        return weights_used(self._module, outputs, piece.inputs, weights)
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs and of the weights, slice by slice.
-
-        Args:
-            inputs: of the whole call.
-            gradients: of its outputs.
-        """
+        """Return the gradients of the inputs and of the weights, from those of the outputs, slice by slice."""
         wholes = [
             x.new_empty(x.shape) if needs else None for x, needs in zip(inputs, self._needs_gradient, strict=True)
         ]
         sums = [_Sum(weight, len(self._cut.bounds)) for weight in self._weights_now()]
-        # The first backward alone is looked at.
+        # Only the first backward is checked.
         proof = self._proof
         if proof is not None:
             proof.begin_backward(gradients)
-        # Around the gradients too: weights that have been frozen since had a part in this loss.
+        # Around the gradients too: weights that have been frozen since contributed to this loss.
         with self._random_state.kept(), self._call.state.as_in_forward():
             self._random_state.restore()
-            with OneOfSeveral():
+            with ConcurrentRun():
                 for number, (start, length) in enumerate(self._cut.bounds):
                     piece = self._kept[number] if self._kept else self._run(inputs, start, length)
                     parts = self._joined.parts(gradients, start, length)
@@ -214,7 +197,7 @@ class _Slices:
     def _add_gradients(
         self, piece: _Slice, gradients: Sequence[Tensor | None], places: Sequence[Tensor | None], sums: Sequence[_Sum]
     ) -> None:
-        """Put the gradients of one slice where they belong."""
+        """Write the gradients of one slice into the whole ones, and add those of the weights."""
         weights = self._weights_now()
         outputs = outputs_of(piece.returned)
         reached = [
@@ -225,7 +208,7 @@ class _Slices:
         wanted = [tensor for tensor in piece.inputs if tensor.requires_grad]
         all_found = _gradients(reached, [*wanted, *weights])
         if self._proof is not None:
-            self._proof.gave(gradients, all_found[: len(wanted)], all_found[len(wanted) :])
+            self._proof.check_gradients(gradients, all_found[: len(wanted)], all_found[len(wanted) :])
         found = iter(all_found)
         for place in places:
             if place is not None:
@@ -250,6 +233,12 @@ class _Slices:
             )
         return _Slice(pieces, returned)
 
+    def _run_positions(self, inputs: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
+        """See `RunPositions`."""
+        pieces = [self._cut.piece(x.detach(), start, end - start) for x in inputs]
+        outputs = outputs_of(self._call.run(*pieces))
+        return [self._cut.as_leading(x, end - start) for x in outputs if x is not None]
+
     def _narrow(self, whole: Tensor | None, start: int, length: int) -> Tensor | None:
         return None if whole is None else whole.narrow(self._cut.dim, start, length)
 
@@ -258,7 +247,7 @@ class _Slices:
 
 
 class _Slice:
-    """What one slice was given, and what it returned."""
+    """The inputs and the result of one slice."""
 
     __slots__ = ("inputs", "returned")
 
@@ -282,33 +271,28 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        # `once_differentiable` would not raise where the second backward is asked for the gradients of given tensors:
-        # those would silently lack what comes through here.
+        # `once_differentiable` would not raise if the second backward computes gradients of given tensors only: those
+        # would silently lack what comes through here.
         refuse_in_tiles()
         (token,) = ctx.saved_tensors
         return None, None, None, *ctx.slices.backward(saved_behind(token), gradients)
 
 
 class _Sum:
-    """The gradient of one weight, added up over slices.
-
-    Args:
-        weight: the weight.
-        num_slices: how many gradients will come.
-    """
+    """The gradient of one weight, summed over `num_slices` slices."""
 
     def __init__(self, weight: Tensor, num_slices: int) -> None:
         self._dtype = weight.dtype
-        # Each sum in half precision would round anew.
+        # In half precision each addition would round again.
         self._adds_in = torch.promote_types(weight.dtype, torch.float32) if num_slices > 1 else weight.dtype
         self._total: Tensor | None = None
 
     def add(self, gradient: Tensor | None) -> None:
-        """Add the gradient of a slice that the weight had a part in."""
+        """Add the gradient of a slice; None if the slice does not use the weight."""
         if gradient is None:
             return
         if self._total is None:
-            # A copy: what autograd returns may be the gradient of something else too.
+            # A copy, as autograd may return the same tensor as the gradient of something else.
             self._total = gradient.to(self._adds_in, copy=True)
         else:
             self._total += gradient
@@ -344,5 +328,185 @@ def _trainable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield owner, name
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+# --- Cutting a call, and joining what its slices return. Knows shapes only. ---
+
+_MAX_TILES = 16
+"""A slice then needs a small part of what the rest of a layer needs; more slices save next to nothing."""
+_MIN_TOKENS = 2048
+"""Matrix products over fewer tokens than this no longer fill a device."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensors that share their leading dimensions are cut."""
+
+    leading: tuple[int, ...]
+    """Sizes of the dimensions up to the one that is cut: [B, S], or [T] if the batch is flattened."""
+    bounds: tuple[tuple[int, int], ...]
+    """Start and length of each slice."""
+
+    @classmethod
+    def of(cls, hidden: Tensor, tiles: Tiles) -> Cut:
+        """Choose for hidden states [B, S, H], [T, H], or with more dimensions, of which the longest is then cut.
+
+        `auto` takes slices of 2,048 tokens and more, at most 16: fewer tokens would not fill a device, and more slices
+        would save next to nothing compared to what attention needs. A number is limited to that of the positions.
+        """
+        sizes = tuple(hidden.shape[:-1])
+        dim = len(sizes) - 1 if len(sizes) <= 2 else max(range(len(sizes)), key=sizes.__getitem__)
+        leading = sizes[: dim + 1]
+        num_tiles = min(_MAX_TILES, math.prod(leading) // _MIN_TOKENS) if tiles == "auto" else tiles
+        return cls(leading, _bounds(leading[dim], int(num_tiles)))
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return len(self.leading) - 1
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a value for each position."""
+        return tuple(tensor.shape[: len(self.leading)]) == self.leading
+
+    def piece(self, tensor: Tensor, start: int, length: int) -> Tensor:
+        """Return some positions of a tensor that `shares` them: contiguous, as modules that flatten them need it."""
+        # A view if the slice is contiguous already, as it is for one row.
+        return tensor.narrow(self.dim, start, length).contiguous()
+
+    def leading_of(self, length: int) -> tuple[int, ...]:
+        """Return the leading dimensions of a slice."""
+        return (*self.leading[:-1], length)
+
+    def as_leading(self, output: Tensor, length: int) -> Tensor:
+        """Return a slice's output with the leading dimensions apart; as it is if it does not have them."""
+        leading = self.leading_of(length)
+        if tuple(output.shape[: len(leading)]) != leading and output.dim() and output.shape[0] == math.prod(leading):
+            return output.reshape(*leading, *output.shape[1:])
+        return output
+
+
+def _bounds(num_positions: int, tiles: int) -> tuple[tuple[int, int], ...]:
+    """Return start and length of slices that differ by at most one position."""
+    tiles = max(1, min(tiles, num_positions))
+    length, longer = divmod(num_positions, tiles)
+    lengths = [length + (number < longer) for number in range(tiles)]
+    starts = [sum(lengths[:number]) for number in range(tiles)]
+    return tuple(zip(starts, lengths, strict=True))
+
+
+def arguments_to_cut(
+    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], tiles: Tiles
+) -> tuple[Cut, list[int | str]] | None:
+    """Return how to cut a call and the places of the arguments that are cut; None if it can only run whole.
+
+    The first tensor is taken for the hidden states. Any other one must have a value for each position, or be a single
+    number.
+    """
+    arguments: dict[int | str, Any] = {}
+    arguments.update(enumerate(args))
+    arguments.update(kwargs)
+    tensors = {place: value for place, value in arguments.items() if isinstance(value, Tensor)}
+    hidden = next(iter(tensors.values()), None)
+    if hidden is None or not hidden.is_floating_point() or hidden.dim() < 2 or not hidden.numel():
+        return None
+    if any(_holds_tensors(value) for value in arguments.values()) or not _works_on_last_dim(module, hidden):
+        return None
+    cut = Cut.of(hidden, tiles)
+    places = [place for place, tensor in tensors.items() if tensor.dim()]
+    return (cut, places) if all(cut.shares(tensors[place]) for place in places) else None
+
+
+def _holds_tensors(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(item, Tensor) or _holds_tensors(item) for item in values)
+
+
+def _works_on_last_dim(module: nn.Module, hidden: Tensor) -> bool:
+    """Whether a vector of weights is one for each feature, and not one for each head and feature."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.numel() == 1:
+        return True
+    return hidden.dim() <= 3 or weight.numel() == hidden.shape[-1]
+
+
+class Joined:
+    """Copies what the slices of a call return into whole tensors that are made once."""
+
+    def __init__(self, cut: Cut, module: nn.Module) -> None:
+        self._cut = cut
+        self._module = module
+        self._kind: type = Tensor
+        self._wholes: list[Tensor | None] = []
+        self._is_flat: list[bool] = []
+
+    def put(self, returned: Any, start: int, length: int) -> None:
+        """Copy what a slice returned into its place."""
+        values = outputs_of(returned)
+        if not self._wholes:
+            self._kind = type(returned)
+            self._is_flat = [value is not None and self._is_flattened(value, length) for value in values]
+            self._wholes = [
+                None if value is None else self._whole(value, is_flat)
+                for value, is_flat in zip(values, self._is_flat, strict=True)
+            ]
+        for value, whole, is_flat in zip(values, self._wholes, self._is_flat, strict=True):
+            if value is not None and whole is not None:
+                place = self._apart(whole, is_flat).narrow(self._cut.dim, start, length)
+                place.copy_(value.detach().reshape(place.shape))
+
+    def take(self) -> tuple[Tensor | None, ...]:
+        """Return the outputs of the call; they are not kept."""
+        wholes, self._wholes = self._wholes, []
+        return tuple(wholes)
+
+    def as_returned(self, outputs: Sequence[Tensor | None]) -> Any:
+        """Return the outputs as the module returns them: alone, in a tuple or in a list."""
+        return self._kind(outputs) if self._kind in (tuple, list) else outputs[0]
+
+    def parts(self, wholes: Sequence[Tensor | None], start: int, length: int) -> list[Tensor | None]:
+        """Return the part of one slice of tensors that are shaped as the outputs of the call: of their gradients."""
+        return [
+            None if whole is None else self._part(whole, is_flat, start, length)
+            for whole, is_flat in zip(wholes, self._is_flat, strict=True)
+        ]
+
+    def _part(self, whole: Tensor, is_flat: bool, start: int, length: int) -> Tensor:
+        part = self._apart(whole, is_flat).narrow(self._cut.dim, start, length)
+        return (part.flatten(0, self._cut.dim) if is_flat else part).contiguous()
+
+    def _apart(self, whole: Tensor, is_flat: bool) -> Tensor:
+        """Return a tensor with its leading dimensions apart."""
+        return whole.reshape(*self._cut.leading, *whole.shape[1:]) if is_flat else whole
+
+    def _is_flattened(self, value: Tensor, length: int) -> bool:
+        leading = self._cut.leading_of(length)
+        if tuple(value.shape[: len(leading)]) == leading:
+            return False
+        if value.dim() and value.shape[0] == math.prod(leading):
+            return True
+        raise UnsupportedError(
+            f"{type(self._module).__name__} is to run in tiles, but for {math.prod(leading)} positions it returns a "
+            f"tensor of shape {list(value.shape)}: something over all positions (an auxiliary loss, a statistic), "
+            "which slices would change. Leave tiles out for this layer."
+        )
+
+    def _whole(self, value: Tensor, is_flat: bool) -> Tensor:
+        leading = self._cut.leading
+        return value.new_empty(
+            (math.prod(leading), *value.shape[1:]) if is_flat else (*leading, *value.shape[len(leading) :])
+        )
+
+
+def outputs_of(returned: Any) -> list[Tensor | None]:
+    """Return the tensors, or None in their place, in what a module returned; raise if it is something else."""
+    values = list(returned) if type(returned) in (tuple, list) else [returned]
+    if all(value is None or isinstance(value, Tensor) for value in values):
+        return values
+    kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+    raise UnsupportedError(
+        f"A module that is to run in tiles returns {kinds}, not tensors: what slices return cannot be put together. "
+        "Leave tiles out for its layer."
+    )

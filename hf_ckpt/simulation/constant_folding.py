@@ -1,12 +1,15 @@
-"""Lies between a fake step and the fake mode: runs for real what a model computes of its inputs and of constants alone.
+"""Runs for real what a model computes of its inputs and of constants alone, while the rest of the step is fake.
 
 Positions, lengths and masks of padding depend on no weight. Models read their values to decide what to do: without
 padding, transformers leaves the causal mask to the attention kernel, which it cannot decide of fake tensors.
-Random numbers are drawn for real too: to be entered where the state of the generator is put back.
+
+Operators that fake CPU tensors lack are replaced here too. Knows operators, and nothing of models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,19 +18,22 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_ckpt.simulation.fake_kernels import substitute
+from hf_ckpt.errors import UnsupportedError
 
-_MOST_ELEMENTS = 2**22
-"""What is larger than that (a mask [S, S], say) stays fake."""
-_MOST_FLOATS = 2**18
-"""Likewise of floating-point numbers: a mask of padding may be one, a table of positions need not have values."""
+_MAX_ELEMENTS = 2**22
+"""Larger tensors, such as a mask [S, S], stay fake."""
+_MAX_FLOATS = 2**18
+"""The same for floating-point numbers: a padding mask may be one, a table of positions needs no values."""
 
 _DEVICE = torch.ops.prim.device.default
-"""Asked of fake tensors several times by each operator; there is a shorter way to the answer."""
+"""Each operator asks fake tensors for it several times; `fake_device` is a shorter way to the answer."""
 
 
-class Concrete(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Entered inside a `FakeTensorMode`: inputs and constants have values, everything else has a shape only."""
+class ConstantFolding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode inside a `FakeTensorMode`: inputs and constants have values, everything else has a shape only.
+
+    Random numbers are drawn for real too. Enter it where the state of the generator is restored afterwards.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,15 +48,15 @@ class Concrete(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(map(_has_values, tensors)):
             return (substitute(function) or function)(*args, **kwargs)
         if tensors and function._schema.is_mutable:
-            # It returns what is there already, or nothing: on fake copies it would leave no trace.
-            return _for_real(function, args, kwargs)
+            # It changes its arguments: run on fake copies, it would leave no trace.
+            return _run_real(function, args, kwargs)
         try:
             output = function(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            # It reads values, which are there.
-            return _for_real(function, args, kwargs)
+            # It reads values, and these exist.
+            return _run_real(function, args, kwargs)
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        return _for_real(function, args, kwargs) if made and all(map(_is_small, made)) else output
+        return _run_real(function, args, kwargs) if made and all(map(_is_small, made)) else output
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -58,9 +64,62 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= (_MOST_FLOATS if tensor.is_floating_point() else _MOST_ELEMENTS)
+    return tensor.numel() <= (_MAX_FLOATS if tensor.is_floating_point() else _MAX_ELEMENTS)
 
 
-def _for_real(function: Any, args: Any, kwargs: Any) -> Any:
+def _run_real(function: Any, args: Any, kwargs: Any) -> Any:
     with _disable_current_modes():
         return function(*args, **kwargs)
+
+
+_ROW_BYTES = 16
+"""Rows of a grouped product begin at multiples of this."""
+
+
+def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what to call instead of an operator on fake CPU tensors, or None where the operator itself runs.
+
+    The substitute takes the operator's arguments, and its output has the storages that the real CPU and CUDA kernels
+    make. Call it with the fake mode on. It makes its output in one operator of its own, `aten.empty_strided`.
+    """
+    return _SUBSTITUTES.get(function)
+
+
+def to_unsupported_error(error: Exception, module: str) -> UnsupportedError | None:
+    """Translate an error of the fake mode for a user; None for other errors. `module` is the innermost one that ran."""
+    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return None
+    where = f'Module "{module}"' if module else "The model"
+    return UnsupportedError(
+        f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}), and a "
+        "simulated step has shapes only. Measure a step on the device instead, or choose an implementation with fixed "
+        'shapes where the model has one (experts_implementation="grouped_mm").'
+    )
+
+
+def _grouped_mm(
+    mat1: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Make the output of grouped products, such as those of a mixture's experts.
+
+    torch's own fake kernel takes bfloat16 only, and pads rows only in builds for CUDA. The CPU kernel takes all
+    floating types and always pads.
+    """
+    dtype = out_dtype or mat1.dtype
+    rows, columns = mat1.shape[-2], mat2.shape[-1]
+    is_batch = mat1.dim() == mat2.dim()
+    num_groups = len(offs) if offs is not None and mat1.dim() == 2 else mat1.shape[0]
+    per_row = _ROW_BYTES // dtype.itemsize
+    stride = -(-columns // per_row) * per_row
+    if is_batch:
+        return torch.empty_strided((num_groups, rows, columns), (rows * stride, stride, 1), dtype=dtype)
+    return torch.empty_strided((rows, columns), (stride, 1), dtype=dtype)
+
+
+_SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {torch.ops.aten._grouped_mm.default: _grouped_mm}
+)

@@ -1,6 +1,6 @@
 """The devices that a step can be predicted for: what each has, and what of it a step cannot use.
 
-Imports torch only to look at the machine's own device. GiB is 2**30; rates are per second, in bytes and FLOPs.
+Imports torch only to read about the machine's own device. GiB is 2**30; rates are per second, in bytes and FLOPs.
 
 Memory is what CUDA reports to programs, as torch's out-of-memory messages show it ("has a total capacity of ..."),
 rounded down: 1 to 3 % less than the size on the box, and 6 % more is missing where error correction keeps its codes
@@ -38,70 +38,64 @@ _PCIE_5_X16 = 63.0e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device that a step can run on.
-
-    Args:
-        name: as the user writes it.
-        title: as the vendor writes it.
-        memory_bytes: what programs can allocate; 0 where it is not known.
-        matmul_flops: dense matrix products per second, by name of the dtype (`bfloat16`, `float16`, `float32`).
-        memory_bandwidth: bytes per second, reading and writing together.
-        host_link: bytes per second between host and device, one way.
-        rank_link: bytes per second between a device and its peers, one way; 0 where it is not known.
-        source: where the figures come from.
-        is_cuda: whether it is a CUDA device.
-        capability: CUDA's compute capability; None where it is not known.
-        matmul_efficiency: share of `matmul_flops` that large products reach; 1 where the rate was measured.
-        bandwidth_efficiency: share of `memory_bandwidth` that operators reach; 1 where it was measured.
-        link_efficiency: share of the links that copies reach; 1 where it was measured.
-        attention_efficiency: share of `matmul_flops` that fused attention kernels reach, causal work left out; None
-            for what is known of the architecture and the kernel.
-        prefers_cudnn: whether torch tries cuDNN's attention before its own flash attention; None where no such
-            machine could be asked. See `tries_cudnn_first`.
-        cublas_workspace: bytes that torch gives cuBLAS for each thread and stream; None where it could not be asked.
-            See `workspace_bytes`.
-        launch_seconds: what the host needs to issue an operator of a model's forward: modules, Python, autograd.
-        backward_launch_seconds: the same for operators that autograd issues by itself, and for the optimizer.
-        kernel_seconds: what a kernel takes beside its work, to fill the device and to drain it.
-        selective_seconds: what the host needs more for each operator that a layer in a selective mode looks at in
-            Python: those whose outputs it keeps, to keep and to hand them out; all of them where it runs under a
-            dispatch mode (`regions.selective.kernels`).
-    """
+    """A device that a step can run on."""
 
     name: str
+    """As the user writes it."""
     title: str
+    """As the vendor writes it."""
     memory_bytes: int
+    """What programs can allocate; 0 where it is not known."""
     matmul_flops: Mapping[str, float]
+    """Dense matrix products per second, by name of the dtype (`bfloat16`, `float16`, `float32`)."""
     memory_bandwidth: float
+    """Bytes per second, reading and writing together."""
     host_link: float
+    """Bytes per second between host and device, one way."""
     rank_link: float
+    """Bytes per second between a device and its peers, one way; 0 where it is not known."""
     source: str
+    """Where the figures come from."""
     is_cuda: bool = True
     capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None where it is not known."""
     # An 8192-cubed bfloat16 product of random numbers on an H200 runs at 0.80 of the data sheet's rate, under its
     # power limit; a device-to-device copy moves 0.90 of the data sheet's bytes. Operators of a model fall between
     # such a copy and strided or broadcast access.
     matmul_efficiency: float = 0.80
+    """Share of `matmul_flops` that large products reach; 1 where the rate was measured."""
     bandwidth_efficiency: float = 0.85
+    """Share of `memory_bandwidth` that operators reach; 1 where it was measured."""
     # Headers and acknowledgements of PCIe take a part of what the line carries; a rule of thumb, not measured.
     link_efficiency: float = 0.80
+    """Share of the links that copies reach; 1 where it was measured."""
     attention_efficiency: float | None = None
+    """Share of `matmul_flops` that fused attention kernels reach, causal work left out; None for what is known of the
+    architecture and the kernel."""
     prefers_cudnn: bool | None = None
+    """Whether torch tries cuDNN's attention before its own flash attention; None where no such machine could be asked.
+    See `tries_cudnn_first`."""
     cublas_workspace: int | None = None
+    """Bytes that torch gives cuBLAS for each thread and stream; None where unknown. See `workspace_bytes`."""
     # A Llama of transformers with next to nothing to compute takes 10 to 17 microseconds an operator forward and 7 to
     # 10 backward, views and all, on two slow shared cores.
     launch_seconds: float = 10e-6
+    """What the host needs to issue an operator of a model's forward: modules, Python, autograd."""
     backward_launch_seconds: float = 6e-6
+    """The same for operators that autograd issues by itself, and for the optimizer."""
     kernel_seconds: float = 3e-6
+    """What a kernel takes besides its work, to fill the device and to drain it."""
     # A guess, half of what a slow CPU takes: to be measured.
     selective_seconds: float = 20e-6
+    """What the host needs more for each operator that a layer in a selective mode handles in Python: those whose
+    outputs it keeps, to keep and to return them. Under a dispatch mode all of them (`regions.selective.dispatch`)."""
 
     @property
     def tries_cudnn_first(self) -> bool:
         """Whether torch tries cuDNN's attention before its own flash attention, as far as a call suits it.
 
-        Where nothing could be asked: on the data-centre cards of the Hopper and Blackwell generations, as torch 2.11
-        and later do with a cuDNN above 9.15, which their packages bring, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set
+        Without such a machine: on the data-centre cards of the Hopper and Blackwell generations, as torch 2.11 and
+        later do with a cuDNN above 9.15, which their packages bring, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set
         (`check_prefer_cudnn_attention` in `sdp_utils.cpp`).
         """
         if self.prefers_cudnn is not None:
@@ -109,7 +103,7 @@ class Device:
         return self.capability is not None and self.capability[0] in (9, 10)
 
     def describe_attention(self) -> str | None:
-        """Return which attention is tried first and how that is known; None where only one can be meant."""
+        """Return which attention is tried first and how that is known; None where there is only one."""
         if self.prefers_cudnn is None and not self.tries_cudnn_first:
             return None
         first = "cuDNN" if self.tries_cudnn_first else "FlashAttention-2"
@@ -133,7 +127,7 @@ class ReserveItem:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What of a device's memory to leave free, as a range."""
+    """The part of a device's memory to leave free, as a range."""
 
     items: tuple[ReserveItem, ...]
 
@@ -156,7 +150,7 @@ class Reserve:
 
 
 def reserve(device: Device) -> Reserve:
-    """Return what to leave free beside a step's own tensors, each part with its reason."""
+    """Return what to leave free besides a step's own tensors, each part with its reason."""
     if not device.is_cuda:
         reason = "the interpreter, torch and transformers themselves"
         return Reserve((ReserveItem("process", GIB // 4, GIB, reason),))
@@ -191,8 +185,8 @@ def reserve(device: Device) -> Reserve:
 def workspace_bytes(device: Device) -> int:
     """Return the cuBLAS workspace that torch allocates for each thread and stream.
 
-    Where it could not be asked: the default of torch 2.13. (`parseChosenWorkspaceSize` in `CublasHandlePool.cpp`; torch
-    2.11 gives the large one to 9.0 alone.)
+    Where it is not known of the machine: the default of torch 2.13 (`parseChosenWorkspaceSize` in
+    `CublasHandlePool.cpp`; torch 2.11 gives the large one to 9.0 alone).
     """
     if not device.is_cuda:
         return 0
@@ -209,8 +203,7 @@ _SMALL_WORKSPACE = 2 * 4 * MIB + 8 * 16 * 1024
 def find_device(name: str) -> Device:
     """Return a device of the table by its name, as in `rtx4090`, `RTX 4090`, `4090` or `NVIDIA A100-SXM4-80GB`.
 
-    Raises:
-        PolicyError: no device has that name; the message lists those that there are.
+    Raises `PolicyError` with a list of the devices when none has that name.
     """
     found = _in_table(name)
     if found is not None:
@@ -241,12 +234,15 @@ def this_device() -> Device:
 
 
 def _own_workspace(capability: tuple[int, int]) -> int:
-    """Return what torch gives cuBLAS on the current card: from 2.13 on it tells, before that as it reads it itself."""
+    """Return what torch gives cuBLAS on the current card.
+
+    torch 2.13 has a function for it; before, torch's rules are here.
+    """
     import torch
 
-    tell = getattr(torch.backends.cuda, "cublas_workspace_size", None)
-    if tell is not None:
-        return int(tell())
+    workspace_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    if workspace_size is not None:
+        return int(workspace_size())
     pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(1024 * int(kib) * int(count) for kib, count in pairs)
@@ -254,7 +250,7 @@ def _own_workspace(capability: tuple[int, int]) -> int:
 
 
 def _prefers_cudnn() -> bool:
-    """Ask torch for the attention of a small call that cuDNN and flash attention both suit."""
+    """Ask torch which attention it chooses for a small call that suits both cuDNN and flash attention."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -263,14 +259,14 @@ def _prefers_cudnn() -> bool:
 
 
 def _in_table(name: str) -> Device | None:
-    plain = _plain(str(name))
+    plain = _normalized(str(name))
     for known in DEVICES.values():
-        if plain in (_plain(known.name), _plain(known.title)):
+        if plain in (_normalized(known.name), _normalized(known.title)):
             return known
     return DEVICES.get(_OTHER_NAMES.get(plain, ""))
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     """Return a name without vendor, family, capitals, blanks and dashes."""
     words = re.sub(r"nvidia|geforce|tesla|generation|graphics|tensor core|gpu", " ", name.lower())
     return re.sub(r"[^a-z0-9]", "", words)
@@ -282,13 +278,13 @@ _FLOPS_PER_CLOCK = {7: (1024, 128), 8: (512, 256), 9: (4096, 256), 10: (8192, 25
 
 
 def _from_properties(properties: Any, capability: tuple[int, int]) -> Device:
-    """Describe a card that is not in the table by its clocks, as CUDA tells them."""
+    """Describe a card that is not in the table by its clocks, as CUDA reports them."""
     matmul, plain = (2048, 128) if capability == (8, 0) else _FLOPS_PER_CLOCK.get(capability[0], (512, 256))
     clocks = properties.multi_processor_count * 1e3 * getattr(properties, "clock_rate", 1_500_000)
     # Two transfers a clock, as all graphics memories since GDDR.
     bandwidth = 2e3 * getattr(properties, "memory_clock_rate", 7_000_000) * getattr(properties, "memory_bus_width", 256)
     return Device(
-        name=_plain(properties.name) or "cuda",
+        name=_normalized(properties.name) or "cuda",
         title=properties.name,
         memory_bytes=int(properties.total_memory),
         matmul_flops={"bfloat16": clocks * matmul, "float16": clocks * matmul, "float32": clocks * plain},
@@ -323,7 +319,7 @@ def _cpu() -> Device:
         matmul_efficiency=0.7,
         bandwidth_efficiency=0.7,
         kernel_seconds=0.0,
-        # benchmarks/results/host_time_cpu.json: forwards of `selective` beside those of `full`,
+        # benchmarks/results/host_time_cpu.json: forwards of `selective` compared with those of `full`,
         # for each of 8 or 22 outputs of a layer.
         selective_seconds=45e-6,
     )
@@ -435,7 +431,7 @@ _TABLE = (
     ),
 )
 
-# --- What was measured. ---
+# --- Measured devices. ---
 
 MEASURED = Path(__file__).with_name("measured_devices.json")
 """By name of the card: `measured`, which has a `value` and its `source` for each figure, and `card`, the fields of a
@@ -449,19 +445,15 @@ RATES = {
     "memory_bandwidth": "memory",
     "kernel_seconds": "a kernel beside its work",
 }
-"""What can be measured of a card, in words: rates that it reaches, with nothing taken off, and seconds."""
+"""What can be measured of a card, with its name in messages: rates that it reaches, and seconds."""
 
 
 def with_measured(device: Device, measured: Mapping[str, Mapping[str, Any]]) -> Device:
-    """Return a device that reaches the rates which were measured of it.
+    """Return a device that reaches the rates which were measured of it: `value` and `source` of some of `RATES`.
 
     The rates of its data sheet stay, so that efficiencies remain shares of them: of bfloat16 products, attention and
-    memory the efficiency is what the rate measured is of the nominal one. Other dtypes share the efficiency of
-    bfloat16, and get the nominal rate that makes theirs come out.
-
-    Args:
-        device: as the data sheet has it.
-        measured: `value` and `source` of some of `RATES`.
+    memory the efficiency is the measured rate over the nominal one. Other dtypes share the efficiency of bfloat16, and
+    get the nominal rate that yields theirs.
     """
     if not measured:
         return device
@@ -494,9 +486,7 @@ def with_measured(device: Device, measured: Mapping[str, Mapping[str, Any]]) -> 
 def measured_devices(table: Iterable[Device], path: Path = MEASURED) -> dict[str, Device]:
     """Return devices by name: those of a table, with what was measured of them, and those that only were measured.
 
-    Args:
-        table: as data sheets have them.
-        path: of a file like `MEASURED`.
+    `path` is a file like `MEASURED`.
     """
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     devices = {device.name: device for device in table}

@@ -1,13 +1,15 @@
-"""Traces equal layers once: the others are passed through, and the tape is filled up with what stands for them.
+"""Traces equal layers once: the forward of the others is skipped, and their events are copied into the tape afterwards.
 
-Whatever a layer's forward or backward lets go must be its own, or a neighbour's: else every layer has to be traced,
-and `CannotCopyError` says so.
+A layer's forward and backward may free only its own storages and those of its neighbours. Otherwise
+`CannotReuseError` is raised, and every layer has to be traced.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -16,158 +18,264 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.regions.call import is_in_backward, tensors_of
-from hf_ckpt.simulation.likeness import Unit, traced_units, units_of
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Change, Event, Mark, Region, Storage, Tape
+from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape
 from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
 
 
-class CannotCopyError(Exception):
+class CannotReuseError(Exception):
     """Equal layers do not do the same in this model. Caught where every layer can be traced instead."""
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Which layers of a model are passed through.
-
-    Args:
-        stacks: the stacks of the model.
-        units: of each stack.
-        stand_ins: for each stack: which unit stands for another, by their numbers.
-    """
+class LayerReuse:
+    """Which layers of a model are skipped, because a traced layer represents them."""
 
     stacks: tuple[Stack, ...]
-    units: tuple[tuple[Unit, ...], ...]
-    stand_ins: tuple[Mapping[int, int], ...]
+    groups: tuple[tuple[LayerGroup, ...], ...]
+    representatives: tuple[Mapping[int, int], ...]
+    """For each stack: the group that represents another, both as indices into `groups`."""
 
     @classmethod
-    def choose(cls, stacks: tuple[Stack, ...], plan: Plan | None) -> Copies:
-        """Choose the layers of a model that need no tracing under a plan."""
+    def choose(cls, stacks: tuple[Stack, ...], plan: Plan | None) -> LayerReuse:
+        """Choose the layers that need no tracing under a plan."""
         plans = [None] * len(stacks) if plan is None else plan.stacks
-        units = tuple(units_of(stack, of_stack) for stack, of_stack in zip(stacks, plans, strict=True))
-        return cls(stacks, units, tuple(traced_units(of_stack)[0] for of_stack in units))
+        groups = tuple(group_layers(stack, of_stack) for stack, of_stack in zip(stacks, plans, strict=True))
+        return cls(stacks, groups, tuple(choose_traced(of_stack)[0] for of_stack in groups))
 
-    def without(self, plan: Plan) -> Plan:
-        """Return a plan that leaves alone what is passed through."""
+    def plan_for_traced(self, plan: Plan) -> Plan:
+        """Return the plan with the skipped layers left as they are."""
         stacks = []
-        for stack, units, stand_ins in zip(plan.stacks, self.units, self.stand_ins, strict=True):
-            passed = {idx for number in stand_ins for idx in units[number].layers}
-            layers = tuple(LayerPlan() if idx in passed else entry for idx, entry in enumerate(stack.layers))
+        for stack, groups, representatives in zip(plan.stacks, self.groups, self.representatives, strict=True):
+            skipped = {idx for number in representatives for idx in groups[number].layers}
+            layers = tuple(LayerPlan() if idx in skipped else entry for idx, entry in enumerate(stack.layers))
             stacks.append(replace(stack, layers=layers))
         return replace(plan, stacks=tuple(stacks))
 
-    def pass_through(self, model: nn.Module, tracker: Tracker) -> None:
-        """Replace the forward of the layers that others stand for. The model is a copy that is thrown away."""
+    def skip_layers(self, model: nn.Module, tracker: Tracker) -> None:
+        """Replace the forward of the layers that others represent. The model is a copy that is thrown away."""
         names = {parameter: name for name, parameter in model.named_parameters()}
-        for number, (stack, units, stand_ins) in enumerate(zip(self.stacks, self.units, self.stand_ins, strict=True)):
-            seen: dict[int, _Seen] = {}
-            for unit, stand_in in stand_ins.items():
-                for idx, like in zip(units[unit].layers, units[stand_in].layers, strict=True):
-                    if like not in seen:
-                        seen[like] = _Seen.of(stack.layers[like])
-                    passed = _Passed(stack.layers[idx], number, seen[like], tracker)
-                    stack.layers[idx].outer.forward = partial(_pass_through, passed)
-                    _share_gradients(stack.layers[like], stack.layers[idx], tracker, names)
+        for number, (stack, groups, representatives) in enumerate(
+            zip(self.stacks, self.groups, self.representatives, strict=True)
+        ):
+            recorded: dict[int, _RecordedCall] = {}
+            for group, representative in representatives.items():
+                for idx, traced in zip(groups[group].layers, groups[representative].layers, strict=True):
+                    if traced not in recorded:
+                        recorded[traced] = _RecordedCall.of(stack.layers[traced])
+                    skipped = _SkippedLayer(stack.layers[idx], number, recorded[traced], tracker)
+                    stack.layers[idx].outer.forward = partial(_skip, skipped)
+                    _share_gradients(stack.layers[traced], stack.layers[idx], tracker, names)
 
-    def fill_up(self, tape: Tape) -> Tape:
-        """Return the tape as it would be with every layer traced.
+    def expand(self, tape: Tape) -> Tape:
+        """Return the tape as it would be with every layer traced. Raises `CannotReuseError`."""
+        return _TapeExpansion(self, tape).run()
 
-        Raises:
-            CannotCopyError: when a layer lets go of what is neither its own nor a neighbour's.
-        """
-        return _Filling(self, tape).filled()
+
+# --- Which layers are alike. ---
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that run, and are recomputed, as one: a layer by itself, or the layers of a segment."""
+
+    layers: tuple[int, ...]
+    signature: Hashable
+    """Equal for groups that do the same; their neighbours are left out."""
+
+    @property
+    def first(self) -> int:
+        """The first layer's `layer_idx`."""
+        return self.layers[0]
+
+
+def group_layers(stack: Stack, plan: StackPlan | None) -> tuple[LayerGroup, ...]:
+    """Return the groups of a stack, in order. `plan` is None where nothing is checkpointed."""
+    entries = plan.layers if plan is not None else (LayerPlan(),) * len(stack.layers)
+    groups = []
+    for indices in _grouped(entries):
+        segment = entries[indices[0]].segment
+        # The embeddings' output may stay on the device: the first layer is then unlike the others, to the next one too.
+        is_first_to_send = indices[0] == 0 and entries[0].offload is not None
+        signature = tuple(
+            (
+                *(_layer_signature(stack.layers[idx]), entries[idx].alone, segment is None, entries[idx].nested),
+                is_first_to_send,
+            )
+            for idx in indices
+        )
+        groups.append(LayerGroup(tuple(indices), signature))
+    return tuple(groups)
+
+
+def choose_traced(groups: Sequence[LayerGroup]) -> tuple[dict[int, int], set[int]]:
+    """Return the representative of each group that is not traced, and the groups that are traced; all as indices.
+
+    A group represents another where both, and the neighbours of both, are alike; its neighbours are traced too.
+    """
+    first: dict[Hashable, int] = {}
+    keys = list(_with_neighbours(groups))
+    for number, key in enumerate(keys):
+        first.setdefault(key, number)
+    traced = {near for number in first.values() for near in (number - 1, number, number + 1) if 0 <= near < len(groups)}
+    while (gap := _gap_with_other_neighbours(groups, traced)) is not None:
+        traced.add(gap)
+    return {n: first[keys[n]] for n in range(len(groups)) if n not in traced}, traced
+
+
+def _grouped(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:
+    group: list[int] = []
+    for idx, entry in enumerate(entries):
+        if group and (entry.segment is None or entry.segment != entries[group[0]].segment):
+            yield group
+            group = []
+        group.append(idx)
+    if group:
+        yield group
+
+
+def _with_neighbours(groups: Sequence[LayerGroup]) -> Iterator[tuple[Hashable, Hashable, Hashable]]:
+    signatures: list[Hashable] = [None, *(group.signature for group in groups), None]
+    yield from zip(signatures, signatures[1:], signatures[2:], strict=False)
+
+
+def _gap_with_other_neighbours(groups: Sequence[LayerGroup], traced: set[int]) -> int | None:
+    """Return a group to trace too: over its gap others meet than met before the gap was made."""
+    ordered = sorted(traced)
+    for before, after in itertools.pairwise(ordered):
+        if after - before == 1:
+            continue
+        is_even = (
+            groups[before].signature == groups[after - 1].signature
+            and groups[after].signature == groups[before + 1].signature
+        )
+        if not is_even:
+            return before + 1
+    return None
+
+
+def _layer_signature(layer: Layer) -> Hashable:
+    """Return the layer's modules, sizes and settings, as a value that is equal for layers that do the same."""
+    modules = [
+        (_NUMBER.sub("#", name), type(module).__name__, tuple(_settings(module)), tuple(_tensors(module)))
+        for name, module in layer.module.named_modules()
+    ]
+    return layer.layer_type, layer.needs_gradient, layer.outer.training, tuple(modules)
+
+
+def _settings(module: nn.Module) -> Iterator[Hashable]:
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("_") or name == "layer_idx":
+            continue
+        if value is None or isinstance(value, bool | int | float | str):
+            yield name, _NUMBER.sub("#", value) if isinstance(value, str) else value
+
+
+def _tensors(module: nn.Module) -> Iterator[Hashable]:
+    for kind in (module._parameters, module._buffers):
+        for name, tensor in kind.items():
+            if tensor is not None:
+                yield name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 # --- While the model runs. ---
 
 
 @dataclass
-class _Seen:
-    """What went into a layer and came out of it."""
+class _RecordedCall:
+    """The arguments and output of a traced layer, by their properties."""
 
-    signature: object = None
+    call_signature: object = None
     form: object = None
 
     @classmethod
-    def of(cls, layer: Layer) -> _Seen:
-        seen = cls()
-        layer.outer.register_forward_hook(seen._note, with_kwargs=True)
-        return seen
+    def of(cls, layer: Layer) -> _RecordedCall:
+        recorded = cls()
+        layer.outer.register_forward_hook(recorded._record, with_kwargs=True)
+        return recorded
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_in_backward() or self.form is not None:
             return
         hidden = _hidden(args, kwargs)
         tensors = tensors_of(output)
-        is_same = len(tensors) == 1 and hidden is not None and _facts(tensors[0]) == _facts(hidden)
+        is_same = (
+            len(tensors) == 1 and hidden is not None and _tensor_properties(tensors[0]) == _tensor_properties(hidden)
+        )
         if not is_same:
-            raise CannotCopyError(
+            raise CannotReuseError(
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
             )
-        self.signature = _signature(args, kwargs)
+        self.call_signature = _call_signature(args, kwargs)
         self.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else True
 
 
 @dataclass(frozen=True)
-class _Passed:
-    """A layer that another one stands for."""
+class _SkippedLayer:
+    """A layer that another one represents."""
 
     layer: Layer
     stack: int
-    seen: _Seen
+    recorded: _RecordedCall
     tracker: Tracker
 
-    def returned(self, args: Any, kwargs: Any) -> Any:
+    def call(self, args: Any, kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs)
-        if hidden is None or self.seen.form is None or _signature(args, kwargs) != self.seen.signature:
-            raise CannotCopyError(f"layer {self.layer.layer_idx} is called in another way than the one like it")
-        output = _Marked.apply(hidden, self) if torch.is_grad_enabled() else hidden  # type: ignore[no-untyped-call]
-        if self.seen.form is True:
+        if (
+            hidden is None
+            or self.recorded.form is None
+            or _call_signature(args, kwargs) != self.recorded.call_signature
+        ):
+            raise CannotReuseError(f"layer {self.layer.layer_idx} is called in another way than the one like it")
+        output = _BackwardMark.apply(hidden, self) if torch.is_grad_enabled() else hidden  # type: ignore[no-untyped-call]
+        if self.recorded.form is True:
             return output
-        return tuple(output if is_tensor else None for is_tensor in cast(list[bool], self.seen.form))
+        return tuple(output if is_tensor else None for is_tensor in cast(list[bool], self.recorded.form))
 
     def run_backward(self) -> None:
-        self.tracker.mark(Mark(Region.BACKWARD, self.stack, self.layer.layer_idx, 0, is_copy=True))
+        self.tracker.mark(Mark(Phase.BACKWARD, self.stack, self.layer.layer_idx, 0, is_copy=True))
 
 
-class _Marked(torch.autograd.Function):
-    """Hands on hidden states and their gradient, and says so."""
+class _BackwardMark(torch.autograd.Function):
+    """Passes hidden states and their gradient on, and marks the layer's backward on the tape."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, passed: _Passed) -> Tensor:
-        ctx.passed = passed
+    def forward(ctx: Any, hidden: Tensor, skipped: _SkippedLayer) -> Tensor:
+        ctx.skipped = skipped
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.passed.run_backward()
+        ctx.skipped.run_backward()
         return gradient, None
 
 
-def _share_gradients(like: Layer, layer: Layer, tracker: Tracker, names: Mapping[nn.Parameter, str]) -> None:
-    """Let what has a gradient in a layer have one in a layer that it stands for."""
+def _share_gradients(traced: Layer, skipped: Layer, tracker: Tracker, names: Mapping[nn.Parameter, str]) -> None:
+    """Give a skipped layer's parameters a gradient as soon as the traced layer's have theirs."""
     pairs = zip(
-        like.outer.named_parameters(remove_duplicate=False),
-        layer.outer.named_parameters(remove_duplicate=False),
+        traced.outer.named_parameters(remove_duplicate=False),
+        skipped.outer.named_parameters(remove_duplicate=False),
         strict=True,
     )
     for (_, parameter), (_, other) in pairs:
         if parameter.requires_grad and other is not parameter:
-            told = partial(_tell_gradient, tracker, names[other], other)
-            parameter.register_post_accumulate_grad_hook(told)  # type: ignore[no-untyped-call]
+            hook = partial(_record_copied_gradient, tracker, names[other], other)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _tell_gradient(tracker: Tracker, name: str, other: nn.Parameter, parameter: Tensor) -> None:
+def _record_copied_gradient(tracker: Tracker, name: str, other: nn.Parameter, parameter: Tensor) -> None:
     if other.grad is None:
-        tracker.know_gradient(name, other)
+        tracker.record_copied_gradient(name, other)
 
 
-def _pass_through(passed: _Passed, *args: Any, **kwargs: Any) -> Any:
-    return passed.returned(args, kwargs)
+def _skip(skipped: _SkippedLayer, *args: Any, **kwargs: Any) -> Any:
+    return skipped.call(args, kwargs)
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor | None:
@@ -175,51 +283,49 @@ def _hidden(args: Any, kwargs: Any) -> Tensor | None:
     return hidden if isinstance(hidden, Tensor) else None
 
 
-def _facts(tensor: Tensor) -> tuple[object, ...]:
+def _tensor_properties(tensor: Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-def _signature(args: Any, kwargs: Any) -> object:
+def _call_signature(args: Any, kwargs: Any) -> object:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return [_facts(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+    return [_tensor_properties(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
 
 
-# --- Afterwards. ---
+# --- After the run. ---
 
-_Section = tuple[Region, int, int, int]
-"""Region, micro-batch, number of the stack, number of the unit."""
-_Key = tuple[Region, int, int]
-"""Region, micro-batch, and how many storages the section had made before."""
+_Section = tuple[Phase, int, int, int]
+"""Forward or backward, micro-batch, number of the stack, number of the group."""
+_StorageKey = tuple[Phase, int, int]
+"""Forward or backward, micro-batch, and how many storages the section had made before."""
 
 
-class _Filling:
-    """Fills up one tape."""
-
-    def __init__(self, copies: Copies, tape: Tape) -> None:
-        self._copies = copies
+class _TapeExpansion:
+    def __init__(self, reuse: LayerReuse, tape: Tape) -> None:
+        self._reuse = reuse
         self._tape = tape
-        self._unit_of = [
-            {idx: number for number, unit in enumerate(units) for idx in unit.layers} for units in copies.units
+        self._group_of = [
+            {idx: number for number, group in enumerate(groups) for idx in group.layers} for groups in reuse.groups
         ]
         self._sections = list(self._split())
-        self._owner: dict[int, tuple[int, int, _Key]] = {}
-        # What each unit has made, by stack and unit: its own of those that ran, new ones of the others.
-        self._made: dict[tuple[int, int], dict[_Key, Storage]] = defaultdict(dict)
+        self._owner: dict[int, tuple[int, int, _StorageKey]] = {}
+        # By stack and group: the storages that a traced group made, and the copies for a skipped one.
+        self._made: dict[tuple[int, int], dict[_StorageKey, Storage]] = defaultdict(dict)
         self._places: dict[tuple[Place, int], Place] = {}
 
-    def filled(self) -> Tape:
+    def run(self) -> Tape:
         events: dict[_Section, list[Event]] = {}
         for section, of_section in self._sections:
             if section is not None:
                 events[section] = of_section
-                self._note(section, of_section)
-        filled = Tape(list(self._tape.before))
+                self._record_owners(section, of_section)
+        expanded = Tape(list(self._tape.before))
         for section, of_section in self._sections:
-            filled.events.extend(self._written(section, of_section, events))
-        return filled
+            expanded.events.extend(self._expanded(section, of_section, events))
+        return expanded
 
     def _split(self) -> Iterator[tuple[_Section | None, list[Event]]]:
-        """Yield the tape in pieces: the forward or backward of a unit, with what follows, or what lies outside."""
+        """Yield the tape in pieces: the forward or backward of a group, with what follows, or what lies outside."""
         section: _Section | None = None
         piece: list[Event] = []
         for event in self._tape.events:
@@ -236,126 +342,126 @@ class _Filling:
     def _section_at(self, event: Event, section: _Section | None) -> _Section | None:
         mark, place = event.mark, event.place
         if mark is not None and not mark.is_end:
-            unit = self._unit_of[mark.stack][mark.layer_idx]
-            layers = self._copies.units[mark.stack][unit].layers
-            if mark.layer_idx == (layers[0] if mark.region is Region.FORWARD else layers[-1]):
-                return mark.region, mark.micro_batch, mark.stack, unit
+            group = self._group_of[mark.stack][mark.layer_idx]
+            layers = self._reuse.groups[mark.stack][group].layers
+            if mark.layer_idx == (layers[0] if mark.phase is Phase.FORWARD else layers[-1]):
+                return mark.phase, mark.micro_batch, mark.stack, group
         if section is not None:
             is_over = place.phase is Phase.OPTIMIZER or place.micro_batch != section[1]
-            turned = section[0] is Region.FORWARD and place.phase in (Phase.BACKWARD, Phase.RECOMPUTATION)
+            turned = section[0] is Phase.FORWARD and place.phase in (Phase.BACKWARD, Phase.RECOMPUTATION)
             if is_over or turned:
                 return None
         return section
 
     def _ends_stack(self, event: Event) -> bool:
         mark = event.mark
-        if mark is None or not mark.is_end or mark.region is not Region.FORWARD:
+        if mark is None or not mark.is_end or mark.phase is not Phase.FORWARD:
             return False
-        return mark.layer_idx == len(self._copies.stacks[mark.stack].layers) - 1
+        return mark.layer_idx == len(self._reuse.stacks[mark.stack].layers) - 1
 
-    def _note(self, section: _Section, events: list[Event]) -> None:
-        """Remember who made what in a section that ran."""
-        region, micro_batch, stack, unit = section
+    def _record_owners(self, section: _Section, events: list[Event]) -> None:
+        """Remember which section made each storage, and as the how many-th."""
+        phase, micro_batch, stack, group = section
         count = 0
         for event in events:
-            if event.change is not Change.ALLOCATE:
+            if event.change is not MemoryChange.ALLOCATE:
                 continue
             assert event.storage is not None
-            key = (region, micro_batch, count)
-            self._owner[id(event.storage)] = stack, unit, key
-            self._made[stack, unit][key] = event.storage
+            key = (phase, micro_batch, count)
+            self._owner[id(event.storage)] = stack, group, key
+            self._made[stack, group][key] = event.storage
             count += 1
 
-    def _written(
+    def _expanded(
         self, section: _Section | None, events: list[Event], all_events: Mapping[_Section, list[Event]]
     ) -> Iterator[Event]:
         if section is None:
             yield from self._outside(events)
             return
-        region, micro_batch, stack, unit = section
-        stand_in = self._copies.stand_ins[stack].get(unit)
-        if stand_in is None:
-            yield from (self._of_traced(event, stack, unit) for event in events)
+        phase, micro_batch, stack, group = section
+        representative = self._reuse.representatives[stack].get(group)
+        if representative is None:
+            yield from (self._traced_event(event, stack, group) for event in events)
             return
         if any(event.storage is not None for event in events):
-            raise CannotCopyError("something comes or goes between layers that are passed through")
+            raise CannotReuseError("something comes or goes between layers that are passed through")
         yield from (event for event in events if event.seconds or event.num_flops)
-        yield from self._copied(all_events[region, micro_batch, stack, stand_in], section, stand_in)
+        yield from self._copied_events(all_events[phase, micro_batch, stack, representative], section, representative)
 
     def _outside(self, events: list[Event]) -> Iterator[Event]:
-        """Yield events outside of all layers; what they let go of a unit, those that it stands for let go too."""
+        """Yield events outside of all layers. Where they free a storage of a group, they free its copies too."""
         for event in events:
             yield event
-            owner = self._owner.get(id(event.storage)) if event.change is Change.FREE else None
+            owner = self._owner.get(id(event.storage)) if event.change is MemoryChange.FREE else None
             if owner is None or event.storage is None or event.storage.category is Category.GRADIENTS:
                 continue
-            stack, unit, key = owner
-            for copy, stand_in in self._copies.stand_ins[stack].items():
-                if stand_in == unit:
+            stack, group, key = owner
+            for copy, representative in self._reuse.representatives[stack].items():
+                if representative == group:
                     yield replace(event, storage=self._made[stack, copy][key])
 
-    def _of_traced(self, event: Event, stack: int, unit: int) -> Event:
-        """Return an event of a unit that ran: a neighbour over a gap is put in the place of who seemed to be one."""
-        owner = self._owner.get(id(event.storage)) if event.change is Change.FREE else None
+    def _traced_event(self, event: Event, stack: int, group: int) -> Event:
+        """Return an event of a traced group. A storage from beyond a gap is replaced by that of the real neighbour."""
+        owner = self._owner.get(id(event.storage)) if event.change is MemoryChange.FREE else None
         if owner is None or owner[0] != stack:
             return event
-        between = range(min(unit, owner[1]) + 1, max(unit, owner[1]))
-        num_copies = sum(number in self._copies.stand_ins[stack] for number in between)
+        between = range(min(group, owner[1]) + 1, max(group, owner[1]))
+        num_copies = sum(number in self._reuse.representatives[stack] for number in between)
         if not num_copies:
             return event
         if num_copies < len(between):
-            raise CannotCopyError("a layer lets go of what a far one has made")
-        return replace(event, storage=self._of_neighbour(stack, unit + (1 if owner[1] > unit else -1), owner[2]))
+            raise CannotReuseError("a layer lets go of what a far one has made")
+        return replace(event, storage=self._neighbour_storage(stack, group + (1 if owner[1] > group else -1), owner[2]))
 
-    def _copied(self, events: list[Event], section: _Section, stand_in: int) -> Iterator[Event]:
-        region, micro_batch, stack, unit = section
-        shift = self._shift(stack, unit, stand_in)
+    def _copied_events(self, events: list[Event], section: _Section, representative: int) -> Iterator[Event]:
+        phase, micro_batch, stack, group = section
+        shift = self._shift(stack, group, representative)
         count = 0
         for event in events:
             storage = event.storage
-            if event.change is Change.ALLOCATE and storage is not None:
-                storage = self._copy(storage, stack, shift)
-                self._made[stack, unit][region, micro_batch, count] = storage
+            if event.change is MemoryChange.ALLOCATE and storage is not None:
+                storage = self._copied_storage(storage, stack, shift)
+                self._made[stack, group][phase, micro_batch, count] = storage
                 count += 1
-            elif event.change is Change.FREE and storage is not None:
+            elif event.change is MemoryChange.FREE and storage is not None:
                 owner = self._owner.get(id(storage))
-                if owner is None or owner[0] != stack or abs(owner[1] - stand_in) > 1:
-                    raise CannotCopyError("a layer lets go of what is not its own")
-                storage = self._of_neighbour(stack, unit + owner[1] - stand_in, owner[2])
+                if owner is None or owner[0] != stack or abs(owner[1] - representative) > 1:
+                    raise CannotReuseError("a layer lets go of what is not its own")
+                storage = self._neighbour_storage(stack, group + owner[1] - representative, owner[2])
             mark = event.mark
             if mark is not None:
                 mark = replace(mark, layer_idx=mark.layer_idx + shift)
             place = self._moved(event.place, stack, shift)
             yield replace(event, place=place, storage=storage, mark=mark)
 
-    def _of_neighbour(self, stack: int, unit: int, key: _Key) -> Storage:
-        storage = self._made[stack, unit].get(key)
+    def _neighbour_storage(self, stack: int, group: int, key: _StorageKey) -> Storage:
+        storage = self._made[stack, group].get(key)
         if storage is None:
-            raise CannotCopyError("neighbours of equal layers differ")
+            raise CannotReuseError("neighbours of equal layers differ")
         return storage
 
-    def _copy(self, storage: Storage, stack: int, shift: int) -> Storage:
+    def _copied_storage(self, storage: Storage, stack: int, shift: int) -> Storage:
         assert storage.made is not None
         if storage.parameter:
-            return self._gradient(storage, stack, shift)
+            return self._copied_gradient(storage, stack, shift)
         return replace(storage, made=self._moved(storage.made, stack, shift))
 
-    def _gradient(self, storage: Storage, stack: int, shift: int) -> Storage:
-        """Return the gradient that the step has made for the layer that was passed through."""
-        name = _shifted(storage.parameter, self._copies.stacks[stack].path, shift)
+    def _copied_gradient(self, storage: Storage, stack: int, shift: int) -> Storage:
+        """Return the gradient that the tracker has made for the skipped layer."""
+        name = _shifted(storage.parameter, self._reuse.stacks[stack].path, shift)
         found = self._tape.copied_gradients.get(name)
         if found is None or found.num_bytes != storage.num_bytes:
-            raise CannotCopyError(f"{name} has no gradient like that of {storage.parameter}")
+            raise CannotReuseError(f"{name} has no gradient like that of {storage.parameter}")
         return found
 
-    def _shift(self, stack: int, unit: int, stand_in: int) -> int:
-        units = self._copies.units[stack]
-        return units[unit].first - units[stand_in].first
+    def _shift(self, stack: int, group: int, representative: int) -> int:
+        groups = self._reuse.groups[stack]
+        return groups[group].first - groups[representative].first
 
     def _moved(self, place: Place, stack: int, shift: int) -> Place:
         moved = self._places.get((place, shift))
         if moved is None:
-            path = self._copies.stacks[stack].path
+            path = self._reuse.stacks[stack].path
             moved = place
             if place.stack == path and place.layer_idx is not None:
                 module = _shifted(place.module, path, shift)

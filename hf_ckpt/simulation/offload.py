@@ -1,12 +1,12 @@
-"""Offload in a step that is followed: what leaves the device, what lies on the host meanwhile, and how long it takes.
+"""Offload in a simulated step: what leaves the device, what lies on the host meanwhile, and how long it takes.
 
-The engine is the one that trains (`regions.offload`); only its link is another one, which copies nothing and tells the
-tracker instead.
+The engine is the one that trains (`regions.offload`). Only its link is another one, which copies nothing and records
+each transfer with the tracker.
 
-Note [Copies beside the computation]. The link carries one copy after the other each way, while the device computes. The
-device waits where it comes to the end of a copy's time before the copy does: that wait is all that a copy costs. Copies
-are waited for in the order in which they were begun, so that they need no names, and the events of a layer can stand
-for those of another (`copies`).
+Note [Copies during computation]. The link carries one copy after the other each way, while the device computes. Where
+the computation finishes before a copy that it needs, the device waits: that wait is all that a copy costs. Copies are
+waited for in the order in which they began. So they need no names, and `layer_reuse` can use the events of a layer for
+another one.
 """
 
 from __future__ import annotations
@@ -16,105 +16,96 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import Plan, StackPlan
 from hf_ckpt.regions.offload import Link
-from hf_ckpt.regions.offload.schedule import is_offloaded
-from hf_ckpt.regions.offload.tensors import Layout
+from hf_ckpt.regions.offload.pacing import is_offloaded
+from hf_ckpt.regions.offload.wire import TensorLayout
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import copy_seconds
-from hf_ckpt.simulation.tape import Event, Move, Tape, Transfer
+from hf_ckpt.simulation.tape import Event, Tape, Transfer, TransferKind
 from hf_ckpt.simulation.tracker import Tracker
 
 
 @dataclass(eq=False)
-class _Parcel:
-    """A tensor that was sent.
+class _SentTensor:
+    """The handle of a tensor that was sent."""
 
-    Args:
-        layout: builds its like.
-        values: it, out of sight; where nothing has values, an empty tensor as fake as it was.
-        ready: its like on the device, where that was asked for ahead.
-    """
-
-    layout: Layout
+    layout: TensorLayout
     values: Tensor
+    """On the host; where tensors are fake, an empty fake tensor that others can be made of."""
     ready: Tensor | None = None
+    """The tensor back on the device, where it was prefetched."""
 
 
-class CountedLink(Link):
-    """A link that tells a tracker what goes and comes.
-
-    Args:
-        tracker: is told.
-        has_values: whether the tensors are real, and have to come back as they went.
-    """
+class SimulatedLink(Link):
+    """A link that records transfers. With `has_values` tensors are real, and come back as they went."""
 
     def __init__(self, tracker: Tracker, *, has_values: bool = False) -> None:
         self._tracker = tracker
         self._has_values = has_values
 
-    def send(self, tensor: Tensor) -> _Parcel:
+    def send(self, tensor: Tensor) -> _SentTensor:
         """See `Link`."""
-        layout = Layout.of(tensor)
-        self._note(Move.SEND, layout)
+        layout = TensorLayout.of(tensor)
+        self._note(TransferKind.SEND, layout)
         if not self._has_values:
-            return _Parcel(layout, tensor.new_empty(0))
-        with self._tracker.out_of_sight():
-            return _Parcel(layout, layout.flat(tensor).clone())
+            return _SentTensor(layout, tensor.new_empty(0))
+        with self._tracker.on_host():
+            return _SentTensor(layout, layout.flat(tensor).clone())
 
-    def settle(self, parcel: _Parcel) -> None:
+    def wait_for_send(self, sent: _SentTensor) -> None:
         """See `Link`."""
-        self._note(Move.SETTLE, parcel.layout)
+        self._note(TransferKind.WAIT_FOR_SEND, sent.layout)
 
-    def prefetch(self, parcel: _Parcel) -> None:
+    def prefetch(self, sent: _SentTensor) -> None:
         """See `Link`."""
-        layout = parcel.layout
-        if parcel.ready is not None:
+        layout = sent.layout
+        if sent.ready is not None:
             return
-        self._note(Move.FETCH, layout)
+        self._note(TransferKind.FETCH, layout)
         if not self._has_values:
-            # Made of a fake tensor: what is made of nothing is real (`Concrete`).
-            parcel.ready = parcel.values.new_empty_strided(layout.shape, layout.strides)
+            # Made of a fake tensor: `ConstantFolding` makes what depends on no tensor for real.
+            sent.ready = sent.values.new_empty_strided(layout.shape, layout.strides)
             return
         made, content = layout.empty()
-        with self._tracker.out_of_sight():
-            content.copy_(parcel.values)
-        parcel.ready = layout.finish(made)
+        with self._tracker.on_host():
+            content.copy_(sent.values)
+        sent.ready = layout.finish(made)
 
-    def cancel(self, parcel: _Parcel) -> None:
+    def cancel(self, sent: _SentTensor) -> None:
         """See `Link`."""
-        if parcel.ready is not None:
-            self._note(Move.RECEIVE, parcel.layout)
-            parcel.ready = None
+        if sent.ready is not None:
+            self._note(TransferKind.RECEIVE, sent.layout)
+            sent.ready = None
 
-    def receive(self, parcel: _Parcel) -> Tensor:
+    def receive(self, sent: _SentTensor) -> Tensor:
         """See `Link`."""
-        self.prefetch(parcel)
-        self._note(Move.RECEIVE, parcel.layout)
-        tensor, parcel.ready = parcel.ready, None
+        self.prefetch(sent)
+        self._note(TransferKind.RECEIVE, sent.layout)
+        tensor, sent.ready = sent.ready, None
         assert tensor is not None, "it was fetched"
         return tensor
 
-    def release(self, parcel: _Parcel) -> None:
+    def release(self, sent: _SentTensor) -> None:
         """See `Link`."""
-        self.cancel(parcel)
-        self._note(Move.RELEASE, parcel.layout)
+        self.cancel(sent)
+        self._note(TransferKind.RELEASE, sent.layout)
 
-    def expect(self, num_bytes: int) -> None:
-        """See `Link`: how much the host has is not looked at here."""
+    def check_room(self, num_bytes: int) -> None:
+        """See `Link`: the host is taken to have room."""
 
     def close(self) -> None:
         """See `Link`."""
 
-    def _note(self, move: Move, layout: Layout) -> None:
-        self._tracker.note_transfer(Transfer(move, layout.num_bytes))
+    def _note(self, kind: TransferKind, layout: TensorLayout) -> None:
+        self._tracker.record_transfer(Transfer(kind, layout.num_bytes))
 
 
-def as_it_runs(plan: Plan) -> Plan:
-    """Return a plan in which a layer offloads if its engine lets it: a fraction of them may have been asked for.
+def resolve_fractions(plan: Plan) -> Plan:
+    """Return a plan in which a layer offloads only if its engine lets it: `fraction` may ask for a part of the layers.
 
-    Where the engine measures before it decides, all do, as in its first step.
+    Where the engine measures before it decides, all of them do, as in its first step.
     """
     counts: dict[Offload, int] = {}
     for stack in plan.stacks:
@@ -136,34 +127,29 @@ def as_it_runs(plan: Plan) -> Plan:
     return replace(plan, stacks=tuple(stacks))
 
 
-def host_bytes_of(tape: Tape) -> int:
+def peak_host_bytes(tape: Tape) -> int:
     """Return the most that lies on the host at any moment of a step."""
-    most = now = 0
+    peak = now = 0
     for event in tape.events:
         if event.transfer is not None:
-            sign = {Move.SEND: 1, Move.RELEASE: -1}.get(event.transfer.move, 0)
+            sign = {TransferKind.SEND: 1, TransferKind.RELEASE: -1}.get(event.transfer.kind, 0)
             now += sign * event.transfer.num_bytes
-            most = max(most, now)
-    return most
+            peak = max(peak, now)
+    return peak
 
 
-def add_waits(tape: Tape, device: Device) -> None:
-    """Let the device wait for copies that are not done in time. See Note [Copies beside the computation].
-
-    Args:
-        tape: its operators have their times.
-        device: has the link.
-    """
+def add_copy_waits(tape: Tape, device: Device) -> None:
+    """Let the device wait for copies that are not done in time. See Note [Copies during computation]."""
     now = 0.0
-    ends = {Move.SEND: deque[float](), Move.FETCH: deque[float]()}
-    free = {Move.SEND: 0.0, Move.FETCH: 0.0}
-    begins = {Move.SETTLE: Move.SEND, Move.RECEIVE: Move.FETCH}
+    ends = {TransferKind.SEND: deque[float](), TransferKind.FETCH: deque[float]()}
+    free = {TransferKind.SEND: 0.0, TransferKind.FETCH: 0.0}
+    begins = {TransferKind.WAIT_FOR_SEND: TransferKind.SEND, TransferKind.RECEIVE: TransferKind.FETCH}
     for event in tape.events:
         transfer = event.transfer
-        if transfer is not None and transfer.move in ends:
-            free[transfer.move] = max(now, free[transfer.move]) + copy_seconds(transfer.num_bytes, device)
-            ends[transfer.move].append(free[transfer.move])
-        elif transfer is not None and transfer.move in begins and (waiting := ends[begins[transfer.move]]):
+        if transfer is not None and transfer.kind in ends:
+            free[transfer.kind] = max(now, free[transfer.kind]) + copy_seconds(transfer.num_bytes, device)
+            ends[transfer.kind].append(free[transfer.kind])
+        elif transfer is not None and transfer.kind in begins and (waiting := ends[begins[transfer.kind]]):
             _wait(event, max(0.0, waiting.popleft() - now))
         now += event.seconds
 

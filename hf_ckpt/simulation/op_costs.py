@@ -1,6 +1,6 @@
 """What one dispatched operator costs: floating-point operations, bytes read and written, and seconds on a device.
 
-Looks at shapes, dtypes and schemas, never at data, so that fake tensors serve as well as real ones. FLOPs are those of
+Reads shapes, dtypes and schemas, never data, so that fake tensors serve as well as real ones. FLOPs are those of
 `torch.utils.flop_counter.FlopCounterMode`: matrix products, attention and convolutions, two for each multiply-add.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._ops import OperatorBase
 from torch.utils.flop_counter import flop_registry
 
-from hf_ckpt.regions.selective.operators import Role
-from hf_ckpt.regions.selective.operators import kind_of as selective_kind_of
+from hf_ckpt.regions.selective.save_rules import OperatorRole
+from hf_ckpt.regions.selective.save_rules import operator_kind as selective_kind_of
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.simulation.tape import Event
@@ -32,23 +32,20 @@ Traffic = Callable[[Any, Any, Any, Any], int]
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What one operator does.
-
-    Args:
-        num_flops: floating-point operations, counted as torch's `FlopCounterMode` counts them.
-        num_bytes: read and written in the device's memory.
-        dtype: of its products, such as `bfloat16`; empty where it has none.
-        num_effective_flops: those that are really computed: a causal attention kernel leaves out half.
-        is_attention: whether it is a fused attention kernel, which runs at a rate of its own.
-        is_cudnn: whether that is cuDNN's.
-    """
+    """What one operator does."""
 
     num_flops: int
+    """As torch's `FlopCounterMode` counts them."""
     num_bytes: int
+    """Read and written in the device's memory."""
     dtype: str = ""
+    """Of its products, such as `bfloat16`; empty where it has none."""
     num_effective_flops: int = 0
+    """Those really computed: a causal attention kernel leaves out half."""
     is_attention: bool = False
+    """Whether it is a fused attention kernel, which runs at a rate of its own."""
     is_cudnn: bool = False
+    """Whether that kernel is cuDNN's."""
 
 
 FREE = OperatorCost(0, 0)
@@ -56,14 +53,7 @@ FREE = OperatorCost(0, 0)
 
 
 def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> OperatorCost:
-    """Return what an operator costs.
-
-    Args:
-        function: the dispatched overload, such as `aten.mm.default`.
-        args: its arguments, real or fake tensors among them.
-        kwargs: its named arguments.
-        output: what it returned.
-    """
+    """Return what a dispatched overload, such as `aten.mm.default`, costs with these arguments and output."""
     kind = _kind(function)
     if kind.traffic is None or any(map(is_without_memory, _tensors((output,)))):
         return FREE
@@ -72,16 +62,16 @@ def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> Operato
         return OperatorCost(0, num_bytes)
     num_flops = kind.formula(args, kwargs, output)
     effective = num_flops // 2 if kind.causal >= 0 and _argument(kind.causal, "is_causal", args, kwargs) else num_flops
-    # Of a fake tensor each look at `dtype` costs: once, and only for products.
+    # Reading `dtype` of a fake tensor is slow: only once, and only for products.
     first = next(_tensors(args), None)
     dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
     return OperatorCost(num_flops, num_bytes, dtype, effective, kind.is_attention, kind.is_cudnn)
 
 
-def seconds_of(cost: OperatorCost, device: Device) -> float:
+def busy_seconds(cost: OperatorCost, device: Device) -> float:
     """Return the seconds that a device is busy with an operator that was issued long before.
 
-    The longer of computing and of moving bytes (a roofline), and what any kernel takes beside.
+    The longer of computing and of moving bytes (a roofline), plus what any kernel takes (`Device.kernel_seconds`).
     """
     if cost is FREE:
         return 0.0
@@ -95,32 +85,27 @@ def seconds_of(cost: OperatorCost, device: Device) -> float:
     return device.kernel_seconds + max(computing, moving)
 
 
-class Queue:
+class LaunchQueue:
     """Predicts the time of operators, one after another, on a device that works while the host issues further ones.
 
-    The device waits where the host is slower, as it is with small tensors, and the host runs ahead where the device is.
-    What an operator takes is the time from when the device was done with the one before until it is done with this one:
+    The device waits where the host is slower, as it is with small tensors. Where the device is slower, the host runs
+    ahead. An operator takes the time from when the device was done with the one before until it is done with this one:
     over a step these times add up to the time of the step. A CPU works and issues in turn.
-
-    Args:
-        device: where they run.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._queued_seconds = 0.0
 
-    def take(self, busy: float, *, records_graph: bool, is_looked_at: bool = False) -> float:
+    def take(self, busy: float, *, records_graph: bool, is_intercepted: bool = False) -> float:
         """Return the seconds of the next operator.
 
-        Args:
-            busy: seconds of `seconds_of`.
-            records_graph: whether it is issued by a forward, which records a graph, or by a backward or an optimizer.
-            is_looked_at: whether a region in a selective mode looks at it.
+        `busy` is that of `busy_seconds`. `records_graph` holds in a forward, and not in a backward or an optimizer.
+        `is_intercepted` is whether a layer in a selective mode handles the operator in Python.
         """
         device = self._device
         issued = device.launch_seconds if records_graph else device.backward_launch_seconds
-        if is_looked_at:
+        if is_intercepted:
             issued += device.selective_seconds
         if not device.is_cuda:
             return issued + busy
@@ -130,21 +115,21 @@ class Queue:
 
 
 @lru_cache(maxsize=4096)
-def role_of_operator(operator: str) -> Role:
-    """Return what an operator is for, by a name such as `aten.mm.default`."""
+def role_of_operator(operator: str) -> OperatorRole:
+    """Return an operator's role by its name, such as `aten.mm.default`."""
     function: Any = torch.ops
     for part in operator.split("."):
         function = getattr(function, part, None)
-    return selective_kind_of(function).role if isinstance(function, OperatorBase) else Role.CHEAP
+    return selective_kind_of(function).role if isinstance(function, OperatorBase) else OperatorRole.CHEAP
 
 
 def is_kept_selectively(event: Event) -> bool:
     """Whether an event is an operator of a forward whose output, or that of its module, a selective region keeps."""
-    return event.place.phase is Phase.FORWARD and role_of_operator(event.place.operator) is not Role.CHEAP
+    return event.place.phase is Phase.FORWARD and role_of_operator(event.place.operator) is not OperatorRole.CHEAP
 
 
 def copy_seconds(num_bytes: int, device: Device, *, between_ranks: bool = False) -> float:
-    """Return the seconds of copying bytes between device and host, or between a device and its peers, one way."""
+    """Return the seconds of copying bytes one way, between device and host or between a device and its peers."""
     link = device.rank_link if between_ranks else device.host_link
     return num_bytes / (link * device.link_efficiency) if link else 0.0
 
@@ -155,10 +140,6 @@ def attention_efficiency(device: Device, *, is_cudnn: bool) -> float:
     Where it was not measured: torch's own is FlashAttention-2, which reaches 50 to 73 % on an A100 (Dao 2023) and 35 %
     on an H100, whose own instructions it does not use. cuDNN's uses them: at rows of 2,048 to 16,384 and heads of 128
     it reaches 49 to 55 % in a causal forward and 47 to 52 % in backward there (Shah et al. 2024, figures 5 and 6).
-
-    Args:
-        device: where it runs.
-        is_cudnn: whether it is cuDNN's kernel.
     """
     if device.attention_efficiency is not None:
         return device.attention_efficiency
@@ -180,28 +161,25 @@ def _rate(dtype: str, device: Device) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What the schema of an overload tells, found once.
-
-    Args:
-        formula: FLOPs of its arguments and output.
-        causal: place of its argument `is_causal`, or -1.
-        is_attention: whether it is a fused attention kernel.
-        is_cudnn: whether that is cuDNN's.
-        written: places and names of the arguments that it writes to.
-        overwritten: whether it does so without reading them.
-        returns_new: whether what it returns is new memory.
-        traffic: counts its bytes; None where it moves none.
-    """
+class _OperatorKind:
+    """What the schema of an overload says, found once."""
 
     formula: Formula | None = None
+    """FLOPs of its arguments and output."""
     causal: int = -1
+    """Index of its argument `is_causal`, or -1."""
     is_attention: bool = False
+    """Whether it is a fused attention kernel."""
     is_cudnn: bool = False
+    """Whether that kernel is cuDNN's."""
     written: tuple[tuple[int, str], ...] = ()
+    """Indices and names of the arguments that it writes to."""
     overwritten: bool = False
+    """Whether it writes them without reading them."""
     returns_new: bool = True
+    """Whether what it returns is new memory."""
     traffic: Traffic | None = None
+    """Counts its bytes; None where it moves none."""
 
 
 # `_unsafe_view` is a view whose schema does not say so.
@@ -215,26 +193,26 @@ _OVERWRITING = frozenset(
     """copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_copy_ _foreach_zero_""".split()
 )
 # They read as many rows of their first argument as they return, not all of it.
-_READ_WHAT_THEY_RETURN = frozenset(
+_READ_AS_MUCH_AS_RETURNED = frozenset(
     "embedding index index_select gather slice_copy select_copy nll_loss_forward".split()
 )
-# They look only at the shape of what they are given.
+# They read only the shape of their arguments.
 _ONLY_WRITE = frozenset("nll_loss_backward new_zeros new_ones new_full".split())
 # They read and write as many rows of their first argument as they are given.
-_WRITE_WHAT_THEY_GET = frozenset("index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ index_copy_".split())
+_WRITE_AS_MUCH_AS_GIVEN = frozenset("index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ index_copy_".split())
 
 
 @lru_cache(maxsize=4096)
-def _kind(function: Any) -> _Kind:
+def _kind(function: Any) -> _OperatorKind:
     schema = getattr(function, "_schema", None)
     if schema is None:
-        # A higher-order operator has no schema; what it does is dispatched anew inside of it.
-        return _Kind()
+        # A higher-order operator has no schema. The operators inside of it are dispatched by themselves.
+        return _OperatorKind()
     namespace, _, name = schema.name.partition("::")
     aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]
     is_view = any(not alias.is_write for alias in aliases)
     if is_view or namespace in _FREE_NAMESPACES or name in _FREE_NAMES:
-        return _Kind()
+        return _OperatorKind()
     names = [argument.name for argument in schema.arguments]
     # Fused optimizers write to the gradients only to take off the scale of a gradient scaler.
     written = tuple(
@@ -244,13 +222,13 @@ def _kind(function: Any) -> _Kind:
     )
     is_attention = name.startswith(("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_"))
     traffic: Traffic = _all_bytes
-    if name in _READ_WHAT_THEY_RETURN:
+    if name in _READ_AS_MUCH_AS_RETURNED:
         traffic = _returned_bytes
-    elif name in _WRITE_WHAT_THEY_GET:
+    elif name in _WRITE_AS_MUCH_AS_GIVEN:
         traffic = _given_bytes
     elif name in _ONLY_WRITE or name.endswith("_like"):
         traffic = _made_bytes
-    return _Kind(
+    return _OperatorKind(
         formula=_formula(schema.name, function),
         causal=names.index("is_causal") if "is_causal" in names else -1,
         is_attention=is_attention,
@@ -269,7 +247,7 @@ def _argument(index: int, name: str, args: Any, kwargs: Any) -> Any:
 # --- Bytes. ---
 
 
-def _all_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+def _all_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
     """Every tensor given is read once, every tensor made or changed is written once."""
     num_bytes = sum(map(_num_bytes, _tensors(args))) + sum(map(_num_bytes, _tensors(kwargs.values())))
     if kind.returns_new:
@@ -284,17 +262,17 @@ def _all_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
     return num_bytes
 
 
-def _returned_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+def _returned_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
     indices = sum(map(_num_bytes, _tensors(args[1:])))
     return indices + 2 * sum(map(_num_bytes, _tensors((output,))))
 
 
-def _given_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+def _given_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
     # Indices and values are read, and as many rows of the first argument are read and written.
     return 3 * sum(map(_num_bytes, _tensors(args[1:])))
 
 
-def _made_bytes(kind: _Kind, args: Any, kwargs: Any, output: Any) -> int:
+def _made_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
     return sum(map(_num_bytes, _tensors((output,))))
 
 
@@ -315,7 +293,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _formula(name: str, function: Any) -> Formula | None:
-    own = _OWN.get(name)
+    own = _FORMULAS.get(name)
     if own is not None:
         return own
     counted = flop_registry.get(getattr(function, "overloadpacket", None))
@@ -355,8 +333,8 @@ def _linear(args: Any, kwargs: Any, output: Any) -> int:
 
 
 def _grouped_mm(args: Any, kwargs: Any, output: Any) -> int:
-    # Each row, or each inner index, belongs to one group: the groups together do one product. Only where both sides
-    # have a dimension of groups is each of them a product of its own.
+    # Each row, or each inner index, belongs to one group: all groups make up one product. Only where both sides have a
+    # dimension of groups is each of them a product of its own.
     first, second = args[0], args[1]
     groups = first.shape[0] if first.dim() == 3 and second.dim() == 3 else 1
     return 2 * int(groups) * int(first.shape[-2]) * int(first.shape[-1]) * int(second.shape[-1])
@@ -368,7 +346,7 @@ def _int8_product(args: Any, kwargs: Any, output: Any) -> int:
 
 
 def _product_4bit(args: Any, kwargs: Any, output: Any) -> int:
-    # The shape of the packed weight is given beside it: [out, in].
+    # The packed weight's shape is an argument of its own: [out, in].
     return 2 * int(args[0].numel()) * int(_argument(2, "shapeB", args, kwargs)[0])
 
 
@@ -389,7 +367,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, num_key: int, nu
 
 
 # The common ones, which torch computes by walking over trees of arguments, and those that it lacks.
-_OWN: dict[str, Formula] = {
+_FORMULAS: dict[str, Formula] = {
     "aten::mm": _mm,
     "aten::addmm": _addmm,
     "aten::addmm_": _addmm,

@@ -1,6 +1,6 @@
 """The optimizer that the Trainer would make, on parameters that are fake.
 
-Paged state lies on the host: it is kept out of the modes' sight, so that whoever follows storages does not count it.
+Paged state lies on the host: it is made outside of the modes, so that the tracker does not count it.
 """
 
 from __future__ import annotations
@@ -34,33 +34,22 @@ SUPPORTED = _OF_TORCH + _OF_BITSANDBYTES
 
 _CHOOSES_FOREACH = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 _NUMEL_PAGED = 1e5
-"""bitsandbytes pages the state of parameters with so many elements and more."""
+"""bitsandbytes pages the state of parameters with at least so many elements."""
 
 
 def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool) -> torch.optim.Optimizer:
-    """Make the optimizer that the Trainer would make.
+    """Make the optimizer that the Trainer would make, on a model whose parameters are fake.
 
-    Args:
-        model: its parameters are fake.
-        step: what `optim` is, and its further arguments.
-        is_cuda: whether it is for a CUDA device: torch's own optimizers then work on all tensors of a group together,
-            and paged state lies on the host.
-
-    Returns:
-        The optimizer. It makes its state in its first `step()`, except Adagrad, which makes it at once.
-
-    Raises:
-        UnsupportedError: when the optimizer cannot be simulated, or its package is not installed.
-
-    Example:
-        >>> make_optimizer(twin, Step(optim="adamw_8bit"), is_cuda=True)  # doctest: +SKIP
+    With `is_cuda` torch's own optimizers work on all tensors of a group at once, and paged state lies on the host.
+    The optimizer makes its state in its first `step()`, except Adagrad, which makes it at once.
+    Raises `UnsupportedError` when it cannot be simulated, or its package is not installed.
     """
     optimizer_class, kwargs = _class_and_kwargs(model, step)
     groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0))
     if step.optim in _OF_BITSANDBYTES:
         return _make_bitsandbytes(model, optimizer_class, groups, kwargs, is_cuda)
     if is_cuda and optimizer_class in _CHOOSES_FOREACH and not kwargs.get("fused"):
-        # torch looks at the device of the parameters, and these are fake CPU tensors.
+        # torch reads the device of the parameters, and these are fake CPU tensors.
         kwargs["foreach"] = True
     return cast(torch.optim.Optimizer, optimizer_class(groups, **kwargs))
 
@@ -101,7 +90,7 @@ def _default(field: Field[Any]) -> Any:
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the groups of `Trainer.create_optimizer`: temporaries of foreach optimizers are made group by group."""
-    # It does not look at the Trainer.
+    # The method does not read the Trainer.
     decaying = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [
@@ -125,7 +114,7 @@ def _make_bitsandbytes(
     if fake is not None:
         converter = fake.fake_mode.from_tensor
         optimizer.name2qmap = {name: converter(qmap) for name, qmap in optimizer.name2qmap.items()}
-    # The manager that it found is one for the whole process.
+    # The manager that it found belongs to the whole process.
     optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     optimizer.mng.initialize()
     if kwargs.get("optim_bits") == 8:
@@ -133,7 +122,7 @@ def _make_bitsandbytes(
             if isinstance(module, nn.Embedding):
                 # As the Trainer does.
                 optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
-    # Said of CPU parameters at each step.
+    # It warns of CPU parameters at each step.
     optimizer._cpu_paged_warned = True
     if is_cuda and optimizer.is_paged:
         optimizer._hf_ckpt_on_host = []

@@ -47,25 +47,18 @@ _MOMENTS = 500
 
 @dataclass(frozen=True)
 class Curve:
-    """A line or a row of marks.
-
-    Args:
-        label: written beside it.
-        points: (x, bytes); x in the unit of the picture.
-    """
+    """A line or a row of marks."""
 
     label: str
+    """Written next to it."""
     points: Sequence[tuple[float, float]]
+    """(x, bytes); x in the unit of the picture."""
 
 
 def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit_bytes: int | None = None) -> None:
-    """Draw memory over the step, stacked by category, with one panel for each step.
+    """Draw memory over the step into a PNG, stacked by category, with one panel for each step.
 
-    Args:
-        steps: by the name of their plan.
-        path: the PNG to write.
-        title: of the picture.
-        limit_bytes: what the device has; drawn where it lies in the picture.
+    `steps` are by the name of their plan. `limit_bytes` is what the device has, drawn where it lies in the picture.
     """
     num_columns = min(_COLUMNS, len(steps))
     num_rows = math.ceil(len(steps) / num_columns)
@@ -90,14 +83,9 @@ def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit
 def draw_frontier(
     points: Mapping[str, StepMemory], curve: Curve, path: Path, *, title: str, limit_bytes: int | None = None
 ) -> None:
-    """Draw the peak against the step time: each fixed mode as a mark, and the planner's choices as a line.
+    """Draw the peak against the step time: each fixed mode of `points` as a mark, and the planner's choices as a line.
 
-    Args:
-        points: steps by the name of their mode.
-        curve: the planner's (seconds, bytes), one for each budget.
-        path: the PNG to write.
-        title: of the picture.
-        limit_bytes: what the device has; drawn where it lies in the picture.
+    The curve's points are (seconds, bytes), one for each budget. `limit_bytes` is as in `draw_steps`.
     """
     figure = _figure(_SINGLE, title)
     panel = figure.subplots()
@@ -124,12 +112,8 @@ def draw_frontier(
 def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title: str, optimum: float) -> None:
     """Draw memory against the number of checkpoints, simulated and by the formula.
 
-    Args:
-        pairs: (number of checkpoints, bytes) as simulated and by the formula, one pair for each panel. The label of the
-            first names the panel, that of the second is written beside its line.
-        path: the PNG to write.
-        title: of the picture.
-        optimum: the number of checkpoints that theory calls best.
+    Each pair makes a panel: (number of checkpoints, bytes) as simulated and by the formula. The label of the first
+    names the panel, that of the second is written next to its line. `optimum` is the number that theory calls best.
     """
     figure = _figure((_SINGLE[0] * 1.4, _SINGLE[1] * 0.9), title)
     axes = figure.subplots(1, len(pairs), squeeze=False)[0]
@@ -243,7 +227,7 @@ def _legend(figure: Figure, used: set[Category]) -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=_FONT, frameon=False)
 
 
-# --- Labels beside points. ---
+# --- Labels of points. ---
 
 
 def _farthest(
@@ -265,7 +249,7 @@ def _label(
     given: Iterable[tuple[str, float, float]],
     kept_free: Iterable[tuple[float, float]] = (),
 ) -> None:
-    """Write each label beside its point, where no other label stands yet, and none of the points to keep free."""
+    """Write each label next to its point, where no other label stands yet, and none of the points to keep free."""
     figure.canvas.draw()
     labels = list(given)
     points = [*((x, y) for _, x, y in labels), *kept_free]
@@ -300,7 +284,7 @@ def _place(figure: Figure, panel: Axes, text: str, point: tuple[float, float], t
 
 
 def _sides() -> Iterator[tuple[tuple[float, float], tuple[str, str]]]:
-    """Yield where a label may stand: right, left, above and below of its point, then further away."""
+    """Yield where a label may stand: right, left, above and below its point, then further away."""
     for far in (0, 18, 36, 54, 72, 90):
         for up in (far, -far):
             yield (9, up), ("left", "center")

@@ -1,7 +1,7 @@
 """Models with 4-bit and 8-bit weights (bitsandbytes) whose weights have no data: on `meta`, and as fake copies.
 
-The layers are bitsandbytes' own, put in place by transformers' own quantizer; only the numbers are missing. What the
-layers allocate beside that (a weight's dequantised copy) is known here too: bitsandbytes' operators do not show it.
+The layers are bitsandbytes' own, put in place by transformers' own quantizer; only the numbers are missing. The memory
+that bitsandbytes' operators allocate and do not show (a weight's dequantised copy) is known here too: `workspace`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,21 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from hf_ckpt.errors import UnsupportedError
 
-Block = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of memory that an operator allocates for itself."""
+Workspace = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of memory that an operator allocates for itself while it runs."""
 
 _NESTED_BLOCK_SIZE = 256
 _CODE_SIZE = 256
 _ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
-"""What bitsandbytes and PEFT look for on a 4-bit weight."""
+"""What bitsandbytes and PEFT read on a 4-bit weight."""
 
 
 def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
     """Put 4-bit or 8-bit layers into a model as `from_pretrained(quantization_config=config)` does.
 
-    The same modules are skipped, and parameters get the shapes, dtypes and constants that loading gives them. PEFT can
-    wrap the model afterwards (`low_cpu_mem_usage=True`).
-
-    Args:
-        model: on `meta`, its parameters in the dtype in which they are loaded.
-        config: says how.
-
-    Raises:
-        UnsupportedError: bitsandbytes is not installed, or the model cannot be quantised so.
+    The model is on `meta`, its parameters in the dtype in which they are loaded. The same modules are skipped, and
+    parameters get the shapes, dtypes and constants that loading gives them. PEFT can wrap the model afterwards
+    (`low_cpu_mem_usage=True`). Raises `UnsupportedError` when bitsandbytes is missing or cannot quantise the model so.
     """
     kinds = {name: module.weight.dtype for name, module in model.named_modules() if _is_weighted(module)}
     try:
@@ -58,22 +52,19 @@ def quantize_on_meta(model: PreTrainedModel, config: BitsAndBytesConfig) -> None
 def constants(model: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors of quantised weights that are no parameters: scales, their scales, and tables.
 
-    A fake copy of the model needs fake copies of them; on the device they take memory with the weights.
+    A copy of the model needs copies of them. On the device they take memory with the weights.
     """
     for _, module in _quantized_modules(model):
         yield from _state_tensors(module.quant_state) if _is_4bit(module) else _scales(module)
 
 
-def restore(model: nn.Module, twin: nn.Module, *, is_cuda: bool) -> None:
-    """Give the fake weights of a copied model what bitsandbytes' layers look for on a weight.
+def restore_states(model: nn.Module, copied_model: nn.Module, *, is_cuda: bool) -> None:
+    """Give the weights of a model's deep copy what bitsandbytes' layers expect on a weight.
 
-    Args:
-        model: the model that was copied.
-        twin: its deep copy, made with fake tensors in the place of parameters and `constants`.
-        is_cuda: whether the twin stands for a model on CUDA, where 8-bit layers compute in another way.
+    With `is_cuda` 8-bit layers of the copy compute as on CUDA.
     """
     for name, module in _quantized_modules(model):
-        copied: Any = twin.get_submodule(name)
+        copied: Any = copied_model.get_submodule(name)
         if _is_4bit(module):
             for attribute in _ATTRIBUTES:
                 setattr(copied.weight, attribute, getattr(module.weight, attribute))
@@ -125,7 +116,7 @@ def _pack_4bit(module: Any, dtype: torch.dtype) -> None:
     options = {name: getattr(weight, name) for name in ("blocksize", "quant_type", "quant_storage")}
     packed, state = quantize_4bit(weight.data.to(dtype), compress_statistics=False, **options)
     if weight.compress_statistics:
-        # bitsandbytes keeps the table of the nested scales for the whole process, on the device that asks first.
+        # bitsandbytes keeps the table of the nested scales for the whole process, on the first device that needs it.
         absmax = state.absmax
         state.absmax = absmax.new_empty(absmax.shape, dtype=torch.uint8)
         state.offset = absmax.new_empty(())
@@ -165,7 +156,7 @@ def _pack_8bit(module: Any) -> None:
 
 
 def _scales(module: Any) -> list[Tensor]:
-    # Before the first forward they are kept on the weight, afterwards on the layer.
+    # Before the first forward they lie on the weight, afterwards on the layer.
     return [each for each in (getattr(module.weight, "SCB", None), module.state.SCB) if each is not None]
 
 
@@ -187,7 +178,7 @@ def _forward_8bit(module: Any, inputs: Tensor) -> Tensor:
 
 
 class _Matmul8bit(torch.autograd.Function):
-    """What `bitsandbytes.MatMul8bitLt` allocates and keeps, without outliers: how many there are, only values tell."""
+    """What `bitsandbytes.MatMul8bitLt` allocates and keeps, without outliers: their number depends on values."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -216,14 +207,8 @@ class _Matmul8bit(torch.autograd.Function):
 # --- What operators allocate for themselves. ---
 
 
-def workspace(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Block]:
-    """Return what an operator of bitsandbytes allocates while it runs, and does not show.
-
-    Args:
-        function: an overload of an operator in the namespace `bitsandbytes`.
-        args: its arguments.
-        kwargs: likewise.
-    """
+def workspace(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Workspace]:
+    """Return what an operator in the namespace `bitsandbytes` allocates while it runs, and does not show."""
     schema = function._schema
     if schema.name not in _WORKSPACES:
         return []
@@ -231,21 +216,21 @@ def workspace(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return _WORKSPACES[schema.name](named)
 
 
-def _gemm_4bit(args: Mapping[str, Any]) -> list[Block]:
+def _gemm_4bit(args: Mapping[str, Any]) -> list[Workspace]:
     # The weight, dequantised. For a few dozen rows there are kernels on CUDA that need none.
-    needed: list[Block] = [(tuple(args["shapeB"]), args["A"].dtype)]
+    needed: list[Workspace] = [(tuple(args["shapeB"]), args["A"].dtype)]
     nested = args.get("absmax_8bit")
     return needed if nested is None else [*needed, (tuple(nested.shape), torch.float32)]
 
 
-def _int8_scaled_mm(args: Mapping[str, Any]) -> list[Block]:
+def _int8_scaled_mm(args: Mapping[str, Any]) -> list[Workspace]:
     shape = (*args["A"].shape[:-1], args["B"].shape[0])
     # The products, and then the output in float16 before it is converted.
     is_converted = args.get("dtype") not in (None, torch.float16)
     return [(shape, torch.int32), *([(shape, torch.float16)] if is_converted else [])]
 
 
-_WORKSPACES: Mapping[str, Callable[[Mapping[str, Any]], list[Block]]] = {
+_WORKSPACES: Mapping[str, Callable[[Mapping[str, Any]], list[Workspace]]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit,
     "bitsandbytes::int8_scaled_mm": _int8_scaled_mm,
 }

@@ -1,57 +1,136 @@
-"""The training step to simulate: sizes, precision, optimizer and engine, as the Trainer would run them. Pure data."""
+"""The training step to simulate, as the Trainer runs it: its sizes, precision, optimizer and engine, and `run_step`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What each rank holds.
-
-    Args:
-        engine: `none`, `ddp`, `fsdp1`, `fsdp2`, `zero1`, `zero2` or `zero3`.
-        world_size: ranks that share.
-        reshards_after_forward: whether layers gathered in forward are let go until backward (FSDP's full shard).
-    """
+    """How ranks share a model."""
 
     engine: str = "none"
+    """`none`, `ddp`, `fsdp1`, `fsdp2`, `zero1`, `zero2` or `zero3`."""
     world_size: int = 1
     reshards_after_forward: bool = True
+    """Whether layers gathered in forward are freed until backward (FSDP's full shard)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step of the Trainer on one rank.
-
-    Args:
-        batch_size: rows of a micro-batch.
-        seq_length: tokens of a row, padding included.
-        is_padded: whether rows may differ in length, so that the model gets a mask.
-        is_packed: whether rows hold several documents, told apart by position ids.
-        autocast: `bfloat16` or `float16` where the Trainer runs with bf16 or fp16; None without mixed precision.
-        gradient_accumulation_steps: micro-batches.
-        max_grad_norm: gradients are clipped where it is above 0.
-        optim: name of the optimizer, in the words of `TrainingArguments.optim`; None for no optimizer step.
-        optim_arguments: further fields of `TrainingArguments` that the optimizer reads, such as `optim_args`.
-        sharding: the engine, and how many ranks share.
-        is_proven: whether the first micro-batch is proven (`prove` of `apply`): memory is counted for that, no time.
-    """
+    """One optimizer step of the Trainer on one rank."""
 
     batch_size: int = 1
+    """Rows of a micro-batch."""
     seq_length: int = 2048
+    """Tokens of a row, padding included."""
     is_padded: bool = False
+    """Whether rows may differ in length, so that the model gets a mask."""
     is_packed: bool = False
+    """Whether rows hold several documents, separated by position ids."""
     autocast: str | None = None
+    """`bfloat16` or `float16` where the Trainer runs with bf16 or fp16; None without mixed precision."""
     gradient_accumulation_steps: int = 1
+    """The number of micro-batches."""
     max_grad_norm: float = 1.0
+    """Gradients are clipped where it is above 0."""
     optim: str | None = "adamw_torch_fused"
-    optim_arguments: dict[str, Any] = field(default_factory=dict)
+    """A name of `TrainingArguments.optim`; None for no optimizer step."""
+    # Compared, but a dict has no hash.
+    optim_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further fields of `TrainingArguments` that the optimizer reads, such as `optim_args`."""
     sharding: Sharding = Sharding()
     is_proven: bool = False
+    """Whether the first micro-batch is proven (`prove` of `apply`): that adds memory, and no time."""
 
     @property
     def tokens(self) -> int:
         """Tokens of the step on one rank, padding included."""
         return self.batch_size * self.seq_length * self.gradient_accumulation_steps
+
+
+_MICRO_BATCHES = 2
+"""The first one makes the gradients, all others add to them."""
+
+_TOKEN = 5
+"""Every token of the step: one that means nothing special, such as padding."""
+
+_Forward = Callable[..., Any]
+
+
+def run_step(
+    model: nn.Module,
+    step: Step,
+    tracker: Tracker,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    is_cuda: bool = False,
+) -> None:
+    """Run an optimizer step as the Trainer does: forward, backward, clipping, step. Of many micro-batches, two run.
+
+    The model is in training mode, the tracker is entered, the optimizer has its state; None ends the step with the last
+    backward. With `is_cuda` clipping works on all gradients at once, as on CUDA.
+    """
+    forward = prepare_forward(model, step)
+    with tracker.before_step():
+        # The Trainer draws the micro-batches of a step before it runs the first one, and keeps them to the end.
+        batches = [make_inputs(step) for _ in range(step.gradient_accumulation_steps)]
+    for inputs in batches:
+        tracker.record_existing(inputs.items(), Category.TEMPORARY)
+    for number, inputs in enumerate(batches[:_MICRO_BATCHES]):
+        tracker.start_micro_batch(number)
+        _run_backward(_loss(forward, inputs))
+    if optimizer is not None:
+        with tracker.phase(Phase.OPTIMIZER):
+            if step.max_grad_norm > 0:
+                trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                torch.nn.utils.clip_grad_norm_(trainable, step.max_grad_norm, foreach=is_cuda or None)
+            optimizer.step()
+            model.zero_grad()
+
+
+def make_inputs(step: Step) -> dict[str, Tensor]:
+    """Return one micro-batch: token ids and labels [B, S], and what padding or packing adds."""
+    shape = (step.batch_size, step.seq_length)
+    inputs = {name: torch.full(shape, _TOKEN, dtype=torch.long) for name in ("input_ids", "labels")}
+    if step.is_padded:
+        # One token of the first row is padding, for code that checks whether there is any.
+        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long).index_fill_(1, torch.tensor([-1]), 0)
+    if step.is_packed:
+        # Two documents in each row.
+        positions = torch.arange(step.seq_length) % max(1, (step.seq_length + 1) // 2)
+        inputs["position_ids"] = positions.expand(shape).contiguous()
+    return inputs
+
+
+def _run_backward(loss: Tensor) -> None:
+    # What `loss.backward()` does. That would be a function of torch to a function mode, which is off while one runs,
+    # and so while layers run forward again.
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
+    # A function of its own, so that the logits are freed where the Trainer frees them.
+    loss: Tensor = forward(**inputs)["loss"]
+    return loss
+
+
+def prepare_forward(model: nn.Module, step: Step) -> _Forward:
+    """Return the forward as accelerate prepares it: under autocast, with outputs in float32."""
+    if step.autocast is None:
+        return model
+    autocast = torch.autocast("cpu", getattr(torch, step.autocast))
+    forward: _Forward = convert_outputs_to_fp32(autocast(model))
+    return forward

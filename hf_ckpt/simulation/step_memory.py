@@ -32,7 +32,7 @@ class Category(StrEnum):
     LOSS = "logits and loss"
     """Made after the last layer, forward and backward: the head, its logits, the loss."""
     TEMPORARY = "temporary"
-    """The rest: what operators need and let go, gradients of activations, the inputs of the step."""
+    """The rest: what operators allocate and free, gradients of activations, the inputs of the step."""
 
 
 class Phase(StrEnum):
@@ -85,7 +85,7 @@ class HeldTensor:
         shape: of the tensor that the operator returned.
         dtype: such as `bfloat16`.
         why: the operators, and the modules below the layer, whose backward needs it, such as `mul of mlp`; empty where
-            that was not asked for, or where another than autograd holds it.
+            that was not recorded, or where autograd is not what holds it.
     """
 
     place: Place
@@ -136,7 +136,7 @@ class StepMemory:
     """Memory and time of one optimizer step under one plan.
 
     Args:
-        device: name of the device that was asked for.
+        device: name of the device.
         plan: the plan in force, or None without one.
         tokens: tokens of the optimizer step on this rank, padding included.
         peak_bytes: the most that is allocated at any moment.

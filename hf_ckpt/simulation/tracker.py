@@ -1,14 +1,16 @@
 """Follows the storages of a step that runs, on real or on fake tensors, and writes a tape.
 
-A storage counts from the operator that makes it until nobody holds it: autograd, a module, or Python. Knows no plan.
+A storage counts from the operator that makes it until nobody holds it: autograd, a module, or Python. `track_modules`
+adds the hooks that report which layer, part and module runs. Knows no plan.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,48 +18,45 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hf_ckpt.regions.call import is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Change, Event, Mark, Storage, Tape, Transfer
+from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
+from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.parts import PARTS
 
-Costs = Callable[[Any, Any, Any, Any], tuple[float, int]]
+CostFunction = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
 BLOCK_BYTES = 512
-"""CUDA's caching allocator rounds up every block to a multiple of it."""
+"""CUDA's caching allocator rounds every block up to a multiple of this."""
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
-_MOST_REASONS = 2
+_MAX_REASONS = 2
 _SAVE_OUTPUTS = frozenset(
     "softmax log_softmax exp sqrt rsqrt reciprocal tanh sigmoid relu native_dropout native_layer_norm "
     "native_group_norm fused_rms_norm max min".split()
 )
 """Operators whose backward uses what they returned; so do all kernels of attention."""
 _DEVICE = torch.ops.prim.device.default
-"""Fake tensors are asked for their device several times by each operator, by way of the modes."""
+"""Each operator asks fake tensors for their device several times, through the dispatch modes."""
 
 
 def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
-    """Predict nothing."""
+    """Predict no time and no operations."""
     return 0.0, 0
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages while it is entered.
 
-    Args:
-        rounding: bytes to which the device's allocator rounds up each block.
-        costs: predicts the time of an operator.
-
-    Attributes:
-        tape: what happened so far.
-        counts_time: whether operators that run take time.
+    `rounding` is the multiple of bytes to which the device's allocator rounds up each block.
     """
 
-    def __init__(self, *, rounding: int = 1, costs: Costs = no_costs) -> None:
+    def __init__(self, *, rounding: int = 1, costs: CostFunction = no_costs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.counts_time = True
+        """Whether operators that run take time."""
         self._rounding = rounding
         self._costs = costs
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
@@ -66,51 +65,49 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._micro_batch = 0
         self._inner: list[Place] = []
         self._outer = Place(Phase.FORWARD)
-        self._place = self._outer
-        # Saved for the backward of an operator that comes next; and what the last one made.
-        self._waiting: list[Storage] = []
-        self._made_last: tuple[str, set[int]] = ("", set())
-        self._with_gradient: set[str] = set()
+        self._setup_place = self._outer
+        # Saved for the backward of the operator that comes next; and the name and storages of the last one.
+        self._awaiting_reason: list[Storage] = []
+        self._last_output: tuple[str, set[int]] = ("", set())
+        self._names_with_gradient: set[str] = set()
 
     @property
     def module(self) -> str:
         """Path of the innermost module that runs, or ran last; empty outside all."""
         return (self._inner[-1] if self._inner else self._outer).module
 
-    # --- What the step tells. ---
+    # --- What whoever runs the step records. ---
 
-    def know(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
-        """Count tensors that are there before the step begins.
-
-        Args:
-            tensors: they, each with the path of the parameter that it belongs to, or another name.
-            category: what they are.
-        """
+    def record_existing(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
+        """Count tensors that exist before the step, each with the path of its parameter or another name."""
         for name, tensor in tensors:
             storage = self._storage_of(tensor)
             if storage is None:
-                storage = self._follow(tensor, None)
+                storage = self._start_tracking(tensor, None)
                 self.tape.before.append(storage)
             storage.category, storage.parameter = category, name
 
     def name_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """Say that a tensor is the gradient of the parameter `name`."""
+        """Record that a tensor is the gradient of the parameter `name`."""
         storage = None if gradient is None else self._storage_of(gradient)
-        self._with_gradient.add(name)
+        self._names_with_gradient.add(name)
         if storage is not None and storage.category is None:
             storage.category, storage.parameter = Category.GRADIENTS, name
 
-    def forget_unused_state(self) -> None:
+    def drop_unused_state(self) -> None:
         """Leave out the optimizer's state of parameters that got no gradient: in a real run there is none."""
 
         def is_used(storage: Storage) -> bool:
-            return storage.category is not Category.OPTIMIZER or storage.parameter in self._with_gradient
+            return storage.category is not Category.OPTIMIZER or storage.parameter in self._names_with_gradient
 
         self.tape.before = list(filter(is_used, self.tape.before))
 
-    def know_gradient(self, name: str, parameter: Tensor) -> None:
-        """Make the gradient of a parameter whose layer is passed through; other events stand for its making."""
-        with self._quietly():
+    def record_copied_gradient(self, name: str, parameter: Tensor) -> None:
+        """Make the gradient of a parameter whose layer is skipped.
+
+        `layer_reuse` writes its allocation into the tape.
+        """
+        with self._without_events():
             parameter.grad = torch.empty_like(parameter)
             self.name_gradient(name, parameter.grad)
             storage = self._storage_of(parameter.grad)
@@ -118,13 +115,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tape.copied_gradients[name] = storage
 
     def start_micro_batch(self, number: int) -> None:
-        """Say which micro-batch comes."""
+        """Set the micro-batch that the following events belong to."""
         self._micro_batch = number
         self.leave_layers()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Say that what follows belongs to `phase`, whatever it looks like."""
+        """Assign what follows to `phase`, whatever it looks like."""
         found, self._phase = self._phase, phase
         self.leave_layers()
         try:
@@ -133,14 +130,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phase = found
 
     @contextmanager
-    def silence(self) -> Iterator[None]:
-        """Follow storages without events: what is alive afterwards was there before the step."""
-        with self._quietly():
+    def before_step(self) -> Iterator[None]:
+        """Follow storages without events: those that are alive at the end exist before the step."""
+        with self._without_events():
             yield
         self.tape.before = [storage for _, storage in self._alive.values()]
 
     @contextmanager
-    def _quietly(self) -> Iterator[None]:
+    def _without_events(self) -> Iterator[None]:
         found, self._is_silent = self._is_silent, True
         try:
             yield
@@ -148,59 +145,59 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_silent = found
 
     def mark(self, mark: Mark) -> None:
-        """Write a mark, with the micro-batch that runs."""
-        self._write(Event(self._here(), mark=replace(mark, micro_batch=self._micro_batch)))
+        """Write a mark, with the current micro-batch."""
+        self._append(Event(self._current_place(), mark=replace(mark, micro_batch=self._micro_batch)))
 
-    def note_transfer(self, transfer: Transfer) -> None:
-        """Write down what goes to the host or comes back."""
-        self._write(Event(self._here(), transfer=transfer))
+    def record_transfer(self, transfer: Transfer) -> None:
+        """Record a copy to the host or back."""
+        self._append(Event(self._current_place(), transfer=transfer))
 
-    def note_passing(self, num_bytes: int) -> None:
-        """Count memory that is there for a moment."""
-        storage = self._note_block(num_bytes)
-        self._write(Event(self._here(), Change.FREE, storage))
+    def record_temporary(self, num_bytes: int) -> None:
+        """Count memory that is allocated and freed at once."""
+        storage = self._record_block(num_bytes)
+        self._append(Event(self._current_place(), MemoryChange.FREE, storage))
 
-    def note_held(self, num_bytes: int, holder: object) -> None:
-        """Count memory that goes with an object."""
-        # No address of a storage.
+    def record_owned(self, num_bytes: int, owner: object) -> None:
+        """Count memory that is freed with the object that owns it."""
+        # Cannot be the address of a storage.
         key = -1 - len(self.tape.events)
-        self._alive[key] = (weakref.ref(holder, lambda _: self._lose(key)), self._note_block(num_bytes))
+        self._alive[key] = (weakref.ref(owner, lambda _: self._record_free(key)), self._record_block(num_bytes))
 
-    def _note_block(self, num_bytes: int) -> Storage:
-        place = self._here()
+    def _record_block(self, num_bytes: int) -> Storage:
+        place = self._current_place()
         storage = Storage(self._rounded(num_bytes), place, category=Category.TEMPORARY)
-        self._write(Event(place, Change.ALLOCATE, storage))
+        self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
     @contextmanager
-    def out_of_sight(self) -> Iterator[None]:
-        """Let what is made in here be none of the device's memory: it lies on the host."""
+    def on_host(self) -> Iterator[None]:
+        """Leave out of the count what is made inside: it lies on the host."""
         with _disable_current_modes():
             yield
 
     def enter_module(self, place: Place) -> None:
-        """A module's forward begins, for the first time or again."""
+        """Note that a module's forward begins, for the first time or again."""
         self._inner.append(place)
 
     def leave_module(self) -> None:
-        """The forward of the module that was entered last ends."""
+        """Note that the forward of the module entered last ends."""
         self._outer = self._inner.pop()
         if not self._inner and not is_in_backward():
             self.leave_layers()
 
     def enter_backward(self, place: Place) -> None:
-        """The backward of a layer or a part begins."""
+        """Note that the backward of a layer or a part begins."""
         self._outer = place
 
     def leave_layers(self) -> None:
-        """What follows lies outside of all layers."""
+        """Note that what follows lies outside of all layers."""
         self._outer = Place(Phase.FORWARD)
 
-    # --- What runs. ---
+    # --- Operators. ---
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # upstream
-        # What is let go from now on is no longer of the step.
+        # What is freed from now on is no longer part of the step.
         self._is_silent = True
 
     def __torch_dispatch__(
@@ -210,31 +207,31 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = function(*args, **kwargs)
         if function is _DEVICE:
             return output
-        if self._waiting and function is not _DETACH:
-            self._say_why(self._waiting, str(function))
-            self._waiting = []
+        if self._awaiting_reason and function is not _DETACH:
+            self._add_reason(self._awaiting_reason, str(function))
+            self._awaiting_reason = []
         if self._is_silent:
-            self._take_in(output, self._place)
+            self._record_outputs(output, self._setup_place)
             return output
-        place = self._here(str(function))
+        place = self._current_place(str(function))
         seconds, num_flops = self._costs(function, args, kwargs, output) if self.counts_time else (0.0, 0)
         if seconds or num_flops:
-            self._write(Event(place, seconds=seconds, num_flops=num_flops))
-        self._take_in(output, place)
+            self._append(Event(place, seconds=seconds, num_flops=num_flops))
+        self._record_outputs(output, place)
         return output
 
-    def _take_in(self, output: Any, place: Place) -> None:
+    def _record_outputs(self, output: Any, place: Place) -> None:
         made = set[int]()
         for tensor in tensors_of(output):
             if self._storage_of(tensor) is None and not is_without_memory(tensor):
-                storage = self._follow(tensor, place)
+                storage = self._start_tracking(tensor, place)
                 made.add(id(storage))
                 if storage.num_bytes:
-                    self._write(Event(place, Change.ALLOCATE, storage))
+                    self._append(Event(place, MemoryChange.ALLOCATE, storage))
         if place.operator != _DETACH_NAME:
-            self._made_last = (place.operator, made)
+            self._last_output = (place.operator, made)
 
-    def _here(self, operator: str = "") -> Place:
+    def _current_place(self, operator: str = "") -> Place:
         phase, where = self._phase, self._inner[-1] if self._inner else self._outer
         if phase is None:
             phase = Phase.FORWARD
@@ -245,29 +242,29 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 phase = Phase.RECOMPUTATION if runs_again else Phase.BACKWARD
         return Place(phase, self._micro_batch, where.stack, where.layer_idx, where.part, where.module, operator)
 
-    def note_saved(self, tensor: Tensor) -> Tensor:
-        """Take note that autograd saves a tensor. A hook of `saved_tensors_hooks`.
+    def record_saved(self, tensor: Tensor) -> Tensor:
+        """Record that autograd saves a tensor. A hook of `saved_tensors_hooks`.
 
         An operator's inputs are saved just before it runs, its outputs just after.
         """
         storage = self._storage_of(tensor)
         if storage is not None and not is_in_backward():
-            operator, made = self._made_last
+            operator, made = self._last_output
             if id(storage) in made and _saves_outputs(operator):
-                self._say_why([storage], operator)
+                self._add_reason([storage], operator)
             else:
-                self._waiting.append(storage)
-        # The tensor itself, handed back by a hook, would hold the node that made it, and with it itself.
+                self._awaiting_reason.append(storage)
+        # A hook that returned the tensor itself would keep the node that made it alive, and so the tensor too.
         return tensor.detach()
 
-    def _say_why(self, storages: list[Storage], operator: str) -> None:
-        place = self._here()
+    def _add_reason(self, storages: list[Storage], operator: str) -> None:
+        place = self._current_place()
         module = place.module.removeprefix(f"{place.stack}.{place.layer_idx}").lstrip(".") or "the layer"
         name = _plain_name(operator)
         reason = f"{name} of {module}" if place.layer_idx is not None else name
         for storage in storages:
             reasons = storage.why.split(", ") if storage.why else []
-            if reason not in reasons and len(reasons) < _MOST_REASONS:
+            if reason not in reasons and len(reasons) < _MAX_REASONS:
                 storage.why = ", ".join([*reasons, reason])
 
     # --- Storages. ---
@@ -276,31 +273,31 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _follow(self, tensor: Tensor, place: Place | None) -> Storage:
+    def _start_tracking(self, tensor: Tensor, place: Place | None) -> Storage:
         storage = tensor.untyped_storage()
         num_bytes = self._rounded(storage.nbytes())
         followed = Storage(num_bytes, place, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         key = storage._cdata
-        # Called when C++ lets the storage go: Python's object of a storage lives as long as the storage.
-        self._alive[key] = (weakref.ref(storage, lambda _: self._lose(key)), followed)
+        # Called when C++ frees the storage: Python's object of a storage lives as long as the storage.
+        self._alive[key] = (weakref.ref(storage, lambda _: self._record_free(key)), followed)
         return followed
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._rounding) * self._rounding
 
-    def _lose(self, key: int) -> None:
+    def _record_free(self, key: int) -> None:
         _, storage = self._alive.pop(key)
         if storage.num_bytes and not self._is_silent:
-            self._write(Event(self._here(), Change.FREE, storage))
+            self._append(Event(self._current_place(), MemoryChange.FREE, storage))
 
-    def _write(self, event: Event) -> None:
+    def _append(self, event: Event) -> None:
         if not self._is_silent:
             self.tape.events.append(event)
 
 
 def is_without_memory(tensor: Tensor) -> bool:
-    """Whether a tensor lies on `meta`: it stands for one that recomputation does without (`regions.selective`)."""
-    # Of a fake tensor each look at `device` costs; all of them are `is_meta`.
+    """Whether a tensor lies on `meta`: it replaces one that recomputation does without (`regions.selective`)."""
+    # Reading `device` of a fake tensor is slow; and every fake tensor is `is_meta`.
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     return device.type == "meta"
 
@@ -322,3 +319,106 @@ def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
     yield from (("", constant) for constant in quantized.constants(model))
+
+
+# --- Hooks on modules. ---
+
+
+@contextmanager
+def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -> Iterator[None]:
+    """Let a tracker know which layer, part and module runs, while this is entered.
+
+    A module whose forward is left by an exception (recomputation stops early) counts as left too.
+    """
+    handles: list[Any] = []
+    try:
+        places = _places(model, stacks)
+        parts = set(_parts(stacks))
+        for number, stack in enumerate(stacks):
+            for layer in stack.layers:
+                handles.extend(_track_layer(layer, number, places[layer.module], tracker))
+        for module, place in places.items():
+            handles.append(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, tracker), always_call=True))
+            if module in parts:
+                handles.append(module.register_forward_hook(partial(_track_output, tracker, place, None)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = partial(_name_gradient, tracker, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]:
+    """Return the place of every module: its path, layer and part."""
+    of_layer: dict[nn.Module, Place] = {}
+    for stack in stacks:
+        for layer in stack.layers:
+            for module, part in _modules_of(layer):
+                of_layer[module] = Place(Phase.FORWARD, stack=stack.path, layer_idx=layer.layer_idx, part=part)
+    outside = Place(Phase.FORWARD)
+    return {module: _at(of_layer.get(module, outside), path) for path, module in model.named_modules() if path}
+
+
+def _at(place: Place, path: str) -> Place:
+    return Place(place.phase, 0, place.stack, place.layer_idx, place.part, path)
+
+
+def _modules_of(layer: Layer) -> Iterator[tuple[nn.Module, str]]:
+    yield layer.outer, ""
+    yield from ((module, "") for module in layer.module.modules())
+    for part in PARTS:
+        for name in getattr(layer, part):
+            yield from ((module, part) for module in layer.submodule(name).modules())
+
+
+def _parts(stacks: Sequence[Stack]) -> Iterator[nn.Module]:
+    for stack in stacks:
+        for layer in stack.layers:
+            for part in PARTS:
+                yield from (layer.submodule(name) for name in getattr(layer, part))
+
+
+def _track_layer(layer: Layer, number: int, place: Place, tracker: Tracker) -> Iterator[Any]:
+    mark = Mark(Phase.FORWARD, number, layer.layer_idx, 0)
+    yield layer.outer.register_forward_pre_hook(partial(_enter_layer, tracker, mark), prepend=True)
+    yield layer.outer.register_forward_hook(partial(_track_output, tracker, place, mark))
+
+
+def _enter(tracker: Tracker, place: Place, module: nn.Module, args: Any) -> None:
+    tracker.enter_module(place)
+
+
+def _leave(tracker: Tracker, module: nn.Module, args: Any, output: Any) -> None:
+    tracker.leave_module()
+
+
+def _enter_layer(tracker: Tracker, mark: Mark, module: nn.Module, args: Any) -> None:
+    if not is_in_backward():
+        tracker.mark(mark)
+
+
+def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.Module, args: Any, output: Any) -> None:
+    if is_in_backward():
+        return
+    if mark is not None:
+        tracker.mark(Mark(Phase.FORWARD, mark.stack, mark.layer_idx, 0, is_end=True))
+    if not torch.is_grad_enabled():
+        return
+    # The first output is the hidden states; where there are others, their backward may come later.
+    for tensor in tensors_of(output)[:1]:
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_enter_backward, tracker, place, mark))  # type: ignore[no-untyped-call]
+
+
+def _enter_backward(tracker: Tracker, place: Place, mark: Mark | None, gradient: Tensor) -> None:
+    tracker.enter_backward(place)
+    if mark is not None:
+        tracker.mark(Mark(Phase.BACKWARD, mark.stack, mark.layer_idx, 0))
+
+
+def _name_gradient(tracker: Tracker, name: str, parameter: Tensor) -> None:
+    tracker.name_gradient(name, parameter.grad)

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import StructureError, did_you_mean
-from hf_ckpt.structure.parameter_shapes import parameter_shapes, unwrapped
-from hf_ckpt.structure.parts import PARTS, PartFinder, words
+from hf_ckpt.structure.parts import PARTS, PartFinder, parameter_shapes, unwrapped, words_of
 
 # Engines put one of these around the whole model; a plan names its paths as they are without.
 _WRAPPERS_OF_MODELS = ("DistributedDataParallel", "DeepSpeedEngine")
@@ -227,7 +226,7 @@ def _stack(model: nn.Module, path: str, modules: Sequence[nn.Module], finder: Pa
     trainable = _trains_before(model, path, roles)
     layers = []
     for idx, outer in enumerate(modules):
-        # Asked of the outermost: FSDP1 may keep the layer's parameters in its wrapper.
+        # Of the outermost: FSDP1 may keep the layer's parameters in its wrapper.
         trainable = trainable or any(parameter.requires_grad for parameter in outer.parameters())
         module = unwrapped(outer)
         layer_type = _layer_type(module, config, idx, len(modules))
@@ -268,8 +267,8 @@ def _nearest_config(model: nn.Module, path: str) -> object:
 
 
 def _roles(path: str, model: nn.Module, owner_path: str) -> frozenset[str]:
-    said = {word for name in path.split(".") for word in words(name)}
-    roles = {role for role, known in _ROLE_WORDS.items() if said & known}
+    words = {word for name in path.split(".") for word in words_of(name)}
+    roles = {role for role, known in _ROLE_WORDS.items() if words & known}
     main_input = getattr(model.get_submodule(owner_path), "main_input_name", None)
     if not roles & {"vision", "audio"}:
         roles.add(_INPUT_ROLES.get(str(main_input), "language"))
@@ -300,14 +299,15 @@ def _tower(path: str, roles: frozenset[str]) -> str:
     for role in ("vision", "audio"):
         if role in roles:
             for length, name in enumerate(names, start=1):
-                if _ROLE_WORDS[role].intersection(words(name)):
+                if _ROLE_WORDS[role].intersection(words_of(name)):
                     return ".".join(names[:length])
     return ""
 
 
 def _runs_after(name: str) -> bool:
     return (
-        bool({"head", "norm", "score", "classifier"}.intersection(words(name.rpartition(".")[2]))) or "lm_head" in name
+        bool({"head", "norm", "score", "classifier"}.intersection(words_of(name.rpartition(".")[2])))
+        or "lm_head" in name
     )
 
 

@@ -1,6 +1,6 @@
 """The language-model head of a model: the module that turns hidden states into logits; found by structure.
 
-Knows no policy. Says as well whether another library computes head and loss together already.
+Knows no policy. Also finds whether another library computes head and loss together already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import class_name, clean_path
-from hf_ckpt.structure.parameter_shapes import unwrapped
+from hf_ckpt.structure.parts import unwrapped
 
 _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cross_entropy")
 """Libraries that put a forward with a fused head and loss, or a cross entropy of their own, onto models."""
@@ -28,30 +28,20 @@ _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList,
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model.
-
-    Args:
-        path: dotted path, as it is without the wrappers of engines.
-        module: the head; PEFT's layer around it where an adapter is on it.
-        outer: what stands in its place: FSDP1's wrapper around it, or the head itself.
-        owner: the outermost module that names it as its output embeddings.
-    """
+    """The head of a model."""
 
     path: str
+    """Without the wrappers of engines."""
     module: nn.Module
+    """The head; PEFT's layer around it where an adapter is on it."""
     outer: nn.Module
+    """What stands in its place: FSDP1's wrapper around it, or the head itself."""
     owner: nn.Module
+    """The outermost module that names it as its output embeddings."""
 
 
 def find_head(model: nn.Module) -> Head:
-    """Find the head of a model, and make sure that it can be computed for some positions at a time.
-
-    Args:
-        model: any model; wrappers (PEFT, DDP, FSDP, DeepSpeed) may stand around it.
-
-    Raises:
-        UnsupportedError: the model has no language-model head, it is compiled whole, or its head does not treat each
-            position alone.
+    """Find the head of a model, whatever stands around it; refuse one that does not treat each position alone.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -78,11 +68,7 @@ def find_head(model: nn.Module) -> Head:
 
 
 def governed_by_other(model: nn.Module) -> str | None:
-    """Return what computes head and loss of a model together already, such as `liger_kernel`; None if nothing does.
-
-    Args:
-        model: as for `find_head`.
-    """
+    """Return the library that computes head and loss of a model together, such as `liger_kernel`; None without one."""
     for module in _around_head(model):
         for name in _origins(module.__dict__.get("forward", type(module).forward)):
             if (library := name.partition(".")[0]) in _FUSING:
@@ -121,7 +107,7 @@ def _around_head(model: nn.Module) -> list[nn.Module]:
 def _origins(function: Any) -> Iterator[str]:
     """Yield the modules that a function and whatever it is wrapped around come from.
 
-    A wrapper may go by the name of what it wraps, and what it wraps by the name of what it replaces: both are asked.
+    A wrapper may go by the name of what it wraps, and what it wraps by the name of what it replaces: both count.
     """
     while function is not None:
         while isinstance(function, partial):

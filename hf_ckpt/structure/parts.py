@@ -1,6 +1,7 @@
-"""The attention and the ffn of a decoder layer, told by what modules hold, are called and run.
+"""The attention and the ffn of a decoder layer, found by what modules hold, are called and run; no list of models.
 
-Never by a list of models.
+What is a matrix, and how large a layer is, is read off shapes as they were before an engine sharded them: FSDP1
+flattens the parameters of a unit into one, ZeRO-3 leaves tensors of shape (0,) behind, FSDP2 keeps the shapes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,55 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_ckpt.structure.parameter_shapes import Shapes, unwrapped
+Shapes = dict[nn.Module, dict[str, torch.Size]]
+
+
+def parameter_shapes(model: nn.Module) -> Shapes:
+    """Return, for each module that holds parameters itself, their unsharded shapes by name."""
+    shapes: Shapes = {module: dict(_own_shapes(module)) for module in model.modules()}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        for module, name, shape in _flattened(unit):
+            shapes.setdefault(module, {})[name] = shape
+    return shapes
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside FSDP1's wrapper; any other module as it is."""
+    while isinstance(module, FullyShardedDataParallel):
+        module = module.module
+    return module
+
+
+def _own_shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    if isinstance(module, FullyShardedDataParallel):
+        # What it holds itself is the flat parameter.
+        return
+    for name, parameter in module.named_parameters(recurse=False):
+        # ZeRO-3 notes the shape on the parameter that it has emptied.
+        yield name, getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _flattened(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, torch.Size]]:
+    if unit._handle is None:
+        # A unit whose parameters are all in units below it, or that has none.
+        return
+    flat = unit._handle.flat_param
+    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+        yield info.module, info.param_name, shape
+    for shared in flat._shared_param_infos:
+        prim = (
+            info.module is shared.prim_module and info.param_name == shared.prim_param_name
+            for info in flat._param_infos
+        )
+        yield shared.module, shared.param_name, flat._shapes[list(prim).index(True)]
+
 
 PARTS = ("attention", "ffn")
 
 # What classes and attributes of mixers and feed-forward networks are called, as single lower-case words. A class name
-# says more than an attribute name ("mixer" of a hybrid layer may be an mlp), so it is asked first.
+# says more than an attribute name ("mixer" of a hybrid layer may be an mlp), so it comes first.
 _ATTENTION_WORDS = frozenset(
     "attention attn att mixer mamba mamba2 ssm ssd recurrent retention delta deltanet conv shortconv hyena "
     "temporal lstm timemix".split()
@@ -39,12 +82,7 @@ _COMPUTES_ATTENTION = re.compile(
 
 
 class PartFinder:
-    """Finds the parts of the layers of one model.
-
-    Args:
-        shapes: the unsharded shapes of the model's parameters.
-        names: by part, the attribute name that the user gave, or None.
-    """
+    """Finds the parts of the layers of one model; `names` are, by part, what the user calls them."""
 
     def __init__(self, shapes: Shapes, names: Mapping[str, str | None]) -> None:
         self._shapes = shapes
@@ -82,7 +120,7 @@ class PartFinder:
     def computes_attention(self, module: nn.Module) -> bool:
         """Whether a layer computes attention, whose output mode `selective_attention` keeps.
 
-        Names do not tell: a mixer of states or convolutions may be called an attention (RWKV, lightning attention).
+        Names do not say: a mixer of states or convolutions may be called an attention (RWKV, lightning attention).
         The code is read, without the ffn's: routers have a softmax too.
         """
         ffn = self.parts(module)[1]
@@ -106,12 +144,12 @@ class PartFinder:
 
     def _kind(self, name: str, child: nn.Module) -> str | None:
         # The halves of BERT's ffn are called so even where they are convolutions.
-        is_half = words(name)[:1] in (["intermediate"], ["output"])
+        is_half = words_of(name)[:1] in (["intermediate"], ["output"])
         if is_half or not self._has_weights(child) or self._is_linear(child):
             return None
         for text in (type(child).__name__, name):
             # The last telling word is the noun: RecurrentGemmaMlp is an mlp, MoeMambaMixer a mixer.
-            for word in reversed(words(text)):
+            for word in reversed(words_of(text)):
                 if word in _ATTENTION_WORDS:
                     return "attention"
                 if word in _FFN_WORDS:
@@ -124,7 +162,7 @@ class PartFinder:
 
     def _is_linear(self, child: nn.Module) -> bool:
         """Whether the module is one matrix product: nn.Linear, Conv1D, or a quantised or LoRA layer in their place."""
-        # LoRA layers show the weight of the layer below them, so the attribute is asked and not the class.
+        # LoRA layers show the weight of the layer below them, so the attribute decides and not the class.
         weight = getattr(child, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.dim() >= 2:
             return True
@@ -142,11 +180,11 @@ class PartFinder:
         return len(halves) >= 2 and set(ffn) <= set(halves)
 
     def _is_half(self, name: str, child: nn.Module) -> bool:
-        is_called_so = any(word in _FFN_HALVES for word in words(name)[:1])
+        is_called_so = any(word in _FFN_HALVES for word in words_of(name)[:1])
         return is_called_so and self._has_weights(child) and self._kind(name, child) != "attention"
 
 
-def words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Return the words of a name in lower case, however they are joined: `NemotronHMLP` is nemotron, h, mlp."""
     # Otherwise NemotronHMLP would be one word behind "Nemotron".
     spelled = _ACRONYM.sub(lambda acronym: acronym.group().capitalize(), text)

@@ -1,7 +1,7 @@
 """What really ran in the first step, held against the plan.
 
 Hooks on the modules inside each layer count forward entries, those of backward (recomputation) apart; hooks on
-outputs tell whether a gradient came by at all. Nothing here relies on the regions reporting on themselves.
+outputs note whether a gradient came by at all. Nothing here relies on the regions reporting on themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.call import is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.structure.layers import Layer, Stack
 
 _TILES = "tiles"
@@ -29,13 +29,7 @@ _SHOWN = 4
 
 
 class FirstStep:
-    """Watches one optimizer step, from `start` to `finish`.
-
-    Args:
-        model: the model as it is trained.
-        plan: what should happen.
-        stacks: the stacks that the plan was made for.
-    """
+    """Watches one optimizer step of a model, from `start` to `finish`, and holds it against the plan."""
 
     def __init__(self, model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> None:
         self._layers = [
@@ -77,7 +71,7 @@ class FirstStep:
         self._hooks.clear()
 
     def finish(self) -> list[str]:
-        """Take the hooks off and return what is not as planned, in words."""
+        """Take the hooks off and return a message for each thing that is not as planned."""
         self.stop()
         return [*self._recomputation_faults(), *self._buffer_faults(), *self._gradient_faults()]
 
@@ -121,7 +115,7 @@ class FirstStep:
             ]
             if changed:
                 yield (
-                    f'Layer {layer.layer_idx} of {stack.path} is set to "{_asked(entry)}", but its recomputation wrote '
+                    f'Layer {layer.layer_idx} of {stack.path} is set to "{_shown(entry)}", but its recomputation wrote '
                     f"to {_listed(changed[:_SHOWN])} a second time. Leave the layer out of the policy."
                 )
 
@@ -140,7 +134,7 @@ class FirstStep:
             what = "a forward" if region == "layer" else f"the forward of {region}"
             if backward and not is_planned:
                 yield (
-                    f'set to "{_asked(entry)}", but {what} ran again in the backward of step 1. Another library\'s '
+                    f'set to "{_shown(entry)}", but {what} ran again in the backward of step 1. Another library\'s '
                     "activation checkpointing is on beside the plan. Turn it off."
                 )
                 return
@@ -148,7 +142,7 @@ class FirstStep:
             reached = not self._has_gradient.isdisjoint(_modules_of(layer, region, entry))
             if is_planned and forward and not backward and reached:
                 yield (
-                    f'set to "{_asked(entry)}", but {what} ran once in step 1 (twice expected). Its checkpoint '
+                    f'set to "{_shown(entry)}", but {what} ran once in step 1 (twice expected). Its checkpoint '
                     "function was replaced after the policy was applied. Apply the policy after that call."
                 )
 
@@ -172,9 +166,9 @@ class FirstStep:
 
 
 def _probes(layer: Layer, entry: LayerPlan) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose forward entries tell that the layer, or a part of it, ran.
+    """Yield the modules whose forward entries show that the layer, or a part of it, ran.
 
-    The children of a part are asked, not the part: a part that is recomputed is entered once, its children twice.
+    These are the children of a part, not the part: a part that is recomputed is entered once, its children twice.
     """
     for region in _REGIONS:
         for module in _modules_of(layer, region, entry):
@@ -198,7 +192,7 @@ def _modules_of(layer: Layer, region: str, entry: LayerPlan) -> list[nn.Module]:
     return [layer.submodule(name) for name in names]
 
 
-def _asked(entry: LayerPlan) -> str:
+def _shown(entry: LayerPlan) -> str:
     return f"{entry.mode}" if entry.tiles is None else f"{entry.mode}, tiles {entry.tiles}"
 
 

@@ -1,4 +1,4 @@
-"""Gradients of the embeddings' output, which PEFT users ask for beside activation checkpointing.
+"""Gradients of the embeddings' output, which PEFT users ask for together with activation checkpointing.
 
 transformers' `enable_input_require_grads` switches them on with a closure, after which the model can no longer be
 pickled, and leaves attributes behind.
@@ -22,12 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class InputGradients:
-    """A hook that decides, in training, whether the output of the input embeddings requires gradients.
-
-    Args:
-        model: the model that is trained.
-        is_on: switch them on, or off where another library has switched them on.
-    """
+    """A hook that switches gradients of the input embeddings' output on, or off where another library has them on."""
 
     def __init__(self, model: nn.Module, is_on: bool) -> None:
         embeddings = input_embeddings(model)
@@ -43,20 +38,15 @@ class InputGradients:
             self._hook = None
 
 
-def choose(model: nn.Module, stacks: Sequence[Stack], asked: bool | None) -> bool | None:
-    """Decide whether the embeddings' output should require gradients, and say the choice and its price.
+def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested: bool | None) -> bool | None:
+    """Decide whether the embeddings' output should require gradients, and log the choice and its price.
 
-    Args:
-        model: the model that is trained.
-        stacks: its stacks.
-        asked: the user's choice; None decides: on for PEFT models, unless the first trainable parameter is in a later
-            layer, where it would make the frozen layers below keep activations and run backward for nothing.
-
-    Returns:
-        On, off, or None to leave a model without PEFT as it is.
+    What the user `requested` counts. Otherwise they are on for PEFT models, unless the first trainable parameter is in
+    a later layer, where they would make the frozen layers below keep activations and run backward for nothing. Returns
+    None to leave a model without PEFT as it is.
     """
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if not _is_peft(model):
         return None
     language = next((stack for stack in stacks if "language" in stack.roles), stacks[0])

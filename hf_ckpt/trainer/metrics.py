@@ -1,23 +1,26 @@
-"""Figures of a training run: peak memory, tokens, time and the recomputed share."""
+"""Figures of a training run: peak memory, tokens, time and the recomputed share; and how they reach its reporters."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.offload import Stats
+from hf_ckpt.regions.offload import OffloadStats
 from hf_ckpt.structure.layers import Layer, Stack
-from hf_ckpt.structure.parameter_shapes import Shapes, parameter_shapes
+from hf_ckpt.structure.parts import Shapes, parameter_shapes
 from hf_ckpt.trainer.input_gradients import input_embeddings
 
 GIB = 2**30
@@ -29,10 +32,8 @@ _PRODUCTS = ("mm", "addmm", "linear")
 class StepClock:
     """Counts the tokens that training steps see and the seconds they take.
 
-    The first step is left out: it pays for allocations and for the check of the plan.
-
-    Args:
-        model: the model that is trained; tokens are counted at its input embeddings, padding included.
+    Tokens are counted at the model's input embeddings, padding included. The first step is left out: it pays for
+    allocations and for the check of the plan.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,18 +80,13 @@ class StepClock:
             self._tokens_in_step += args[0].numel()
 
 
-def peak_memory(stats: Sequence[Stats] = ()) -> dict[str, float]:
-    """Return the highest memory so far: of the device where there is one, of the process otherwise.
+def peak_memory(stats: Sequence[OffloadStats] = ()) -> dict[str, float]:
+    """Return the highest memory so far: of the device's allocator where there is a device, of the process otherwise.
 
-    Args:
-        stats: of each engine that offloads; it may have let the device's count begin anew.
-
-    Returns:
-        One entry: `peak_allocated_gib` (allocator of the device) or `peak_resident_gib` (process); empty where the
-        system does not tell.
+    One entry; none where the system does not report it. What offloads may have let the device's count begin anew.
     """
     if torch.accelerator.is_available():
-        peaks = [torch.accelerator.max_memory_allocated(), *(each.forgotten_peak_bytes for each in stats)]
+        peaks = [torch.accelerator.max_memory_allocated(), *(each.peak_before_reset_bytes for each in stats)]
         return {"peak_allocated_gib": max(peaks) / GIB}
     if sys.platform == "win32":
         return {}
@@ -100,15 +96,8 @@ def peak_memory(stats: Sequence[Stats] = ()) -> dict[str, float]:
     return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
 
 
-def offload_figures(stats: Sequence[Stats]) -> dict[str, float]:
-    """Return what the engines of a run have moved, all of them together; empty where there is none.
-
-    Args:
-        stats: of each engine.
-
-    Returns:
-        `host_peak_gib`, `offloaded_gib`, `offload_wait_s` and `offloaded_share`, the least of the engines.
-    """
+def offload_figures(stats: Sequence[OffloadStats]) -> dict[str, float]:
+    """Return what all offloaders of a run have moved, and the least share of theirs; empty where there is none."""
     if not stats:
         return {}
     return {
@@ -179,3 +168,46 @@ def _num_below(layer: Layer, names: Iterable[str], shapes: Shapes) -> int:
 
 def _num_weights(module: nn.Module, shapes: Shapes) -> int:
     return sum(shape.numel() for child in module.modules() for shape in shapes.get(child, {}).values())
+
+
+def send_to_reporters(
+    figures: Mapping[str, float],
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    model: nn.Module,
+) -> None:
+    """Log figures through the reporters that the run names in `report_to`.
+
+    A user's callback sees `on_log` after the reporters have read the logs, so that figures added there arrive
+    nowhere. Reporters of our own write to the same run: TensorBoard reads all event files of a folder as one run,
+    the others join the run that is active in the process. TensorBoard shows the figures below `train/`.
+    """
+    if not state.is_world_process_zero:
+        return
+    for reporter_class in get_reporting_integration_callbacks(args.report_to):  # type: ignore[no-untyped-call]
+        if reporter_class.on_log is TrainerCallback.on_log:
+            # It takes no figures; a second one would be made for nothing.
+            continue
+        reporter = reporter_class()
+        if hasattr(reporter, "tb_writer") and not _joins_the_run(reporter, args.output_dir):
+            continue
+        reporter.on_log(args, state, control, logs=dict(figures), model=model)
+        if getattr(reporter, "tb_writer", None) is not None:
+            reporter.tb_writer.close()
+
+
+def _joins_the_run(reporter: Any, output_dir: str | None) -> bool:
+    """Point a TensorBoard reporter at the run's own folder; False if there is none.
+
+    Left alone, that of transformers 5.23 would begin a second run in the working directory.
+    """
+    if getattr(reporter, "logging_dir", None) is None:
+        reporter.logging_dir = _newest_event_folder(output_dir)
+    return reporter.logging_dir is not None
+
+
+def _newest_event_folder(output_dir: str | None) -> str | None:
+    events = Path(output_dir or ".").rglob("events.out.tfevents.*")
+    newest = max(events, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else str(newest.parent)

@@ -1,4 +1,4 @@
-"""What the files of a saved model must hold, and whether they do.
+"""What the files of a saved model must hold, and whether they do; and the plan in a checkpoint.
 
 Sharded runs lose weights without a word: a wrapper that renames modules empties PEFT's adapter file, shards that were
 not gathered are written as they are, or nothing is written at all. So names and shapes are noted before the model is
@@ -7,20 +7,26 @@ sharded, and every saved file is held against them by its header; no weights are
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from hf_ckpt.distributed.fsdp import accelerates_plugin
-from hf_ckpt.errors import SavedFilesError, UnsupportedError
+from hf_ckpt.distributed.fsdp import accelerate_plugin
+from hf_ckpt.errors import PlanMismatchError, PolicyError, SavedFilesError, UnsupportedError
+from hf_ckpt.policy.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+PLAN_FILE = "hf_ckpt_plan.json"
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _SHARDS_FOLDER = "pytorch_model_fsdp_0"
@@ -31,17 +37,13 @@ _NUM_SHOWN = 3
 
 @dataclass(frozen=True)
 class Contents:
-    """What one file, or the files of one model, must hold.
+    """What one file, or the files of one model, must hold."""
 
-    Args:
-        what: "adapter" or "model", for messages.
-        patterns: the files, as a glob below the folder of the saved model.
-        tensors: for each tensor its shape and the names that it may be saved under: a tied weight has several.
-    """
-
-    what: str
+    what: Literal["adapter", "model"]
     patterns: str
+    """The files, as a glob below the folder of the saved model."""
     tensors: Sequence[tuple[tuple[int, ...], frozenset[str]]]
+    """For each tensor its shape and the names that it may be saved under: a tied weight has several."""
 
     def missing(self, found: Shapes) -> list[str]:
         """Return the names of the tensors that `found` lacks or has in another shape."""
@@ -68,11 +70,7 @@ class SavedFiles:
 
     @classmethod
     def of(cls, model: nn.Module) -> SavedFiles:
-        """Note what saving `model` must write.
-
-        Args:
-            model: the model before it is sharded, with its adapters, if it has any.
-        """
+        """Note what saving a model must write. It is not sharded yet, and has its adapters, if any."""
         adapters = tuple(_adapters(model))
         return cls(adapters or (_whole_model(model),))
 
@@ -82,12 +80,7 @@ class SavedFiles:
         return self.contents[0].what == "adapter"
 
     def fault(self, folder: Path, model: nn.Module | None = None) -> str | None:
-        """Return what is wrong with the files in `folder`, and why; None if they are complete.
-
-        Args:
-            folder: where the model was saved.
-            model: as it was saved, sharded or not, to tell why something is missing.
-        """
+        """Return what is wrong with the files in `folder`, and, by the model as it was saved, why; None if complete."""
         for contents in self.contents:
             found = _headers(folder, contents.patterns)
             missing = contents.missing(found)
@@ -96,12 +89,7 @@ class SavedFiles:
         return None
 
     def fault_of_checkpoint(self, folder: Path, model: nn.Module | None = None) -> str | None:
-        """Return what is wrong with a checkpoint of the Trainer, which may consist of shards; None if it is complete.
-
-        Args:
-            folder: the checkpoint.
-            model: as it was saved, sharded or not, to tell why something is missing.
-        """
+        """Do the same for a checkpoint of the Trainer, which may consist of shards."""
         if not writes_shards_only():
             return self.fault(folder, model)
         found = _shards(folder / _SHARDS_FOLDER)
@@ -113,36 +101,25 @@ class SavedFiles:
         return None
 
     def check(self, folder: Path, model: nn.Module | None = None) -> None:
-        """Hold the files in `folder` against what was noted.
-
-        Raises:
-            SavedFilesError: a tensor is missing, has another shape, or goes by the name of a wrapper.
-        """
+        """Raise `SavedFilesError` where a tensor is missing, has another shape, or goes by the name of a wrapper."""
         if (fault := self.fault(folder, model)) is not None:
             raise SavedFilesError(fault)
 
     def verdict(self) -> str:
-        """Return in words that the files hold everything, for where `check` found nothing wrong."""
+        """Return a sentence for where `check` found nothing wrong."""
         num = sum(len(contents.tensors) for contents in self.contents)
         return f"all {num:,} tensors are there, as one process would save them"
 
 
 def writes_shards_only() -> bool:
-    """Tell whether the Trainer writes shards that only a resumed run can read, and no adapter or model file."""
-    plugin = accelerates_plugin()
+    """Whether the Trainer writes shards that only a resumed run can read, and no adapter or model file."""
+    plugin = accelerate_plugin()
     return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
 
 
 def check_can_be_saved(device: torch.device) -> None:
-    """Refuse to save where saving is known to lose weights or to end the process.
-
-    Args:
-        device: what the model trains on.
-
-    Raises:
-        UnsupportedError: FSDP1 on a CPU.
-    """
-    plugin = accelerates_plugin()
+    """Refuse to save under FSDP1 on a CPU, where saving loses weights or ends the process."""
+    plugin = accelerate_plugin()
     if plugin is not None and plugin.fsdp_version == 1 and device.type == "cpu":
         raise UnsupportedError(
             "This run would save a model that FSDP1 shards on a CPU. There torch's full state dict ends the process, "
@@ -270,3 +247,36 @@ def _parameters(model: nn.Module | None) -> Iterator[nn.Parameter]:
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
+
+
+# --- The plan in a checkpoint. ---
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Write a plan into a folder, whole or not at all: half a plan would stop the run that resumes from it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half = folder / f"{PLAN_FILE}.part"
+    half.write_text(plan.to_json() + "\n")
+    half.replace(folder / PLAN_FILE)
+
+
+def check_resumed_plan(plan: Plan, checkpoint: Path, *, is_strict: bool) -> None:
+    """Hold a plan against that of the checkpoint that a run goes on from; log a difference, or raise if strict."""
+    saved = checkpoint / PLAN_FILE
+    try:
+        if Plan.from_file(saved) == plan:
+            return
+        message = f"{saved} was written under another plan."
+    except PolicyError as error:
+        is_missing = isinstance(error.__cause__, FileNotFoundError)
+        message = f"There is no {saved}." if is_missing else str(error)
+        if not is_strict:
+            if not is_missing:
+                logger.warning("%s It is left aside: results do not depend on it.", message)
+            return
+    if is_strict:
+        raise PlanMismatchError(
+            f"strict_resume asks for the plan of the run that is resumed. {message} Use the policy of that run, "
+            "or leave strict_resume out."
+        )
+    logger.info("%s Results do not change, memory does.", message)

@@ -1,83 +1,93 @@
-"""Where a difference comes from: the first layer in backward order, and in it the first recomputed operator."""
+"""Where a difference comes from: the first layer in backward order, in it the first operator, and the likely cause."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.regions.call import is_in_backward
-from hf_ckpt.verify.fingerprints import of_tensor, tensors_in
-from hf_ckpt.verify.record import Gradients, MicroBatch, Record
+from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.verify.record import Gradients, MicroBatch, Record, Recorder, tensor_digest, tensors_in
 
-if TYPE_CHECKING:
-    from hf_ckpt.verify.recorder import Recorder
-
-# Selective checkpointing keeps what these return, so that they are missing in a recomputation.
+# Selective checkpointing keeps the outputs of these, so they are missing in a recomputation.
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product")
 # Checkpointing detaches what it saves.
 _NOT_COMPUTING = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 _ENGINES = ("c10d.", "_c10d_functional.", "c10d_functional.", "fsdp.", "record_param_comms", "profiler.")
 # Memory that nobody has written to yet.
 _UNWRITTEN = ("empty", "new_empty", "resize_")
+# Operators that draw random numbers; attention kernels do so for dropout.
+_RANDOM = (
+    *("bernoulli", "native_dropout", "_fused_dropout", "rand", "normal", "uniform", "multinomial", "exponential"),
+    *("rrelu_with_noise", "_scaled_dot_product", "geometric", "log_normal", "poisson"),
+)
+_CHANGED_SHAPES = re.compile("number of tensors|different metadata|saved .* tensors where|gave a tensor of", re.DOTALL)
+RANDOM = "random state was not preserved: recomputation drew other random numbers than the forward"
+IN_PLACE = (
+    "an in-place write behind a kept output: what the forward computed was kept for recomputation and written into "
+    "afterwards, so that recomputation starts from changed values"
+)
+BRANCH = "a branch taken differently: recomputation ran other operators than the forward"
+ROUTER = "the router routed differently: the chosen expert indices of recomputation are not those of the forward"
+REENTRANT = (
+    "reentrant checkpointing (use_reentrant=True): gradients of tensors that layers share other than through their "
+    "inputs, such as shared keys and values, are lost. Use non-reentrant checkpointing"
+)
+NO_OUTPUT_GRADIENT = (
+    "with the plan, and only then, a layer's output requires no gradient: reentrant checkpointing "
+    "(use_reentrant=True) with no input that requires one. Use non-reentrant checkpointing, or "
+    "input_require_grads: true"
+)
+AUTOCAST = "autocast was lost in recomputation"
+OTHER_INPUTS = (
+    "every recomputed operator repeats its forward twin, so that the gradient is lost or changed around the layer: a "
+    "tensor that reaches it other than through its inputs, or a detached one"
+)
+CHANGED = "recomputation started from other values than the forward: a module or a tensor that it reads was changed"
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where reference and planned trial part in backward.
+    """Where reference and planned trial begin to differ in backward."""
 
-    Args:
-        layer: path of the layer, or of the parameter outside of all layers.
-        micro_batch: number of the micro-batch, counted over all steps.
-    """
-
-    layer: str
-    micro_batch: int
+    layer: str  # its path, or that of a parameter outside of all layers
+    micro_batch: int  # counted over all steps
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator that ran.
+    """One operator that ran."""
 
-    Args:
-        name: as `aten.mm.default`.
-        module: path of the module that ran it.
-        outputs: digests of what it returned, taken at once.
-        has_gradients: whether gradients were enabled.
-        is_in_place: whether it wrote into an argument.
-        has_indices: whether it returned whole numbers, as a router's choice does.
-    """
-
-    name: str
-    module: str
-    outputs: tuple[str, ...]
-    has_gradients: bool
-    is_in_place: bool
-    has_indices: bool
+    name: str  # as `aten.mm.default`
+    module: str  # path of the module that ran it
+    outputs: tuple[str, ...]  # digests, taken before anything could write to them
+    has_gradients: bool  # gradients were enabled
+    is_in_place: bool  # it wrote into an argument
+    has_indices: bool  # it returned whole numbers, as a router does
 
 
 @dataclass(frozen=True)
 class OperatorDifference:
-    """The first recomputed operator that is not its forward twin.
-
-    Args:
-        forward: the twin, or what the forward ran in its place; None behind the forward's last operator.
-        recomputed: the operator.
-        kept: operators of the forward, right before the twin, whose outputs were kept rather than recomputed.
-        indices_differ: whether an operator of the same module returned other whole numbers, now or later.
-    """
+    """The first recomputed operator that differs from the forward's."""
 
     forward: Operator | None
+    """The same operator in the forward, or what the forward ran in its place; None after its last operator."""
     recomputed: Operator
     kept: tuple[Operator, ...] = ()
+    """Operators of the forward, right before `forward`, that recomputation did not run."""
     indices_differ: bool = False
+    """This or a later operator of the same module returned other whole numbers."""
 
 
-def first_layer(reference: Record, planned: Record) -> FirstDifference | None:
+# --- The first layer. ---
+
+
+def first_differing_layer(reference: Record, planned: Record) -> FirstDifference | None:
     """Return the first layer, in backward order, whose input gradient differs while that at its output is equal."""
     pairs = zip(reference.micro_batches, planned.micro_batches, strict=False)
     for number, (expected, got) in enumerate(pairs):
@@ -91,7 +101,7 @@ def _first_layer_of(expected: MicroBatch, got: MicroBatch) -> str | None:
     there, here = dict(expected.layer_gradients), dict(got.layer_gradients)
     equal_behind = True
     for (path, side), digest in expected.layer_gradients:
-        # Input gradients may be asked for in one of the two trials only: what only one has cannot be compared.
+        # Inputs may require a gradient in one of the two trials only.
         if (path, side) not in here:
             continue
         is_equal = digest == here[path, side]
@@ -102,28 +112,26 @@ def _first_layer_of(expected: MicroBatch, got: MicroBatch) -> str | None:
     return None
 
 
-def layer_of_first_parameter(reference: Gradients, planned: Gradients, layers: Sequence[str]) -> str | None:
-    """Return the last layer of which a parameter's gradient differs; in backward it comes first."""
-    differing = [name for name, gradient in reference.items() if not _same(gradient, planned.get(name))]
+def layer_of_first_differing_parameter(reference: Gradients, planned: Gradients, layers: Sequence[str]) -> str | None:
+    """Return the last layer with a parameter whose gradient differs: in backward it comes first."""
+    differing = [name for name, gradient in reference.items() if not _is_equal(gradient, planned.get(name))]
     for layer in reversed(layers):
         if any(name.startswith(layer + ".") for name in differing):
             return layer
     return differing[0] if differing else None
 
 
-def _same(expected: Tensor | None, got: Tensor | None) -> bool:
+def _is_equal(expected: Tensor | None, got: Tensor | None) -> bool:
     if expected is None or got is None:
         return expected is got
     return torch.equal(expected, got)
 
 
-class OperatorWatch(TorchDispatchMode):
-    """Writes down the operators of one layer, those of its forward and those of its recomputation apart.
+# --- The first operator. ---
 
-    Args:
-        layer: path of the layer.
-        micro_batch: number of the micro-batch that is watched.
-    """
+
+class OperatorWatch(TorchDispatchMode):
+    """Records the operators of one layer in one micro-batch: those of its forward, and those of its recomputation."""
 
     def __init__(self, layer: str, micro_batch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch publishes it without types
@@ -137,33 +145,33 @@ class OperatorWatch(TorchDispatchMode):
         """Run the operator and note it if the watched layer ran it."""
         output = func(*args, **(kwargs or {}))
         assert self.recorder is not None, "the trial gives the watch its recorder"
-        if self.recorder.is_looking:
+        if self.recorder.is_digesting:
             return output
         if not is_in_backward():
             if self.recorder.is_inside(self.layer):
-                self.forward.append(_operator(func, self.recorder.inside, output))
+                self.forward.append(_operator(func, self.recorder.current_module, output))
         # Autograd's own operators run without gradients, recomputed ones with them.
-        # On meta: tensors that selective recomputation has stand for products, and what is computed with them.
+        # Meta tensors take the place of matrix products in selective recomputation, and of what depends on them.
         elif (
             torch.is_grad_enabled()
-            and self.recorder.layer == self.layer
+            and self.recorder.current_layer == self.layer
             and not any(tensor.is_meta for tensor in tensors_in(output))
         ):
-            self.recomputed.append(_operator(func, self.recorder.inside, output))
+            self.recomputed.append(_operator(func, self.recorder.current_module, output))
         return output
 
     def first_difference(self) -> OperatorDifference | None:
-        """Return the first recomputed operator that differs from its forward twin."""
-        # A reentrant checkpoint runs its whole forward without gradients; elsewhere what runs so runs so again.
+        """Return the first recomputed operator that differs from the same operator in the forward."""
+        # A reentrant checkpoint runs its whole forward without gradients; elsewhere no such operator is recorded again.
         is_reentrant = not any(operator.has_gradients for operator in self.forward)
-        forward = [op for op in self.forward if _counts(op) and (op.has_gradients or is_reentrant)]
-        recomputed = [op for op in self.recomputed if _counts(op)]
+        forward = [op for op in self.forward if _is_computation(op) and (op.has_gradients or is_reentrant)]
+        recomputed = [op for op in self.recomputed if _is_computation(op)]
         if not forward or not recomputed:
             return None
         pairs = list(_aligned(forward, recomputed))
-        for number, (twin, again, kept) in enumerate(pairs):
-            if twin is None or twin.outputs != again.outputs or (kept and not kept_ones(kept)):
-                return OperatorDifference(twin, again, kept, _indices_differ(pairs[number:]))
+        for number, (forward_op, again, kept) in enumerate(pairs):
+            if forward_op is None or forward_op.outputs != again.outputs or (kept and not _kept_operators(kept)):
+                return OperatorDifference(forward_op, again, kept, _indices_differ(pairs[number:]))
         return None
 
 
@@ -174,14 +182,14 @@ def _operator(func: Any, module: str, output: Any) -> Operator:
     return Operator(
         name=name,
         module=module,
-        outputs=() if is_unwritten else tuple(of_tensor(tensor) for tensor in tensors),
+        outputs=() if is_unwritten else tuple(tensor_digest(tensor) for tensor in tensors),
         has_gradients=torch.is_grad_enabled(),
         is_in_place=bool(func._schema.is_mutable),
         has_indices=any(not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in tensors),
     )
 
 
-def _counts(operator: Operator) -> bool:
+def _is_computation(operator: Operator) -> bool:
     """Whether an operator belongs to the layer's computation: checkpointing detaches, and engines gather weights."""
     return operator.name not in _NOT_COMPUTING and not operator.name.startswith(_ENGINES)
 
@@ -190,16 +198,16 @@ Pair = tuple[Operator | None, Operator, tuple[Operator, ...]]
 
 
 def _aligned(forward: Sequence[Operator], recomputed: Sequence[Operator]) -> Iterator[Pair]:
-    """Yield each recomputed operator with its forward twin, and with the operators passed over to get there."""
-    first = _next_twin(forward, 0, recomputed[0])
+    """Yield each recomputed operator with the same one in the forward, and with the operators skipped to get there."""
+    first = _next_match(forward, 0, recomputed[0])
     at = first or 0
     for again in recomputed:
-        found = _next_twin(forward, at, again)
+        found = _next_match(forward, at, again)
         if found is None and again.name == recomputed[0].name and again.module == recomputed[0].module:
             # A nested segment recomputes a layer twice.
             found = first
         if found is None and not again.module:
-            # Not told by a module: it may be the next layer's, before that enters its first module.
+            # Without a module it may be the next layer's, before that enters its first module.
             continue
         if found is None:
             yield forward[at] if at < len(forward) else None, again, ()
@@ -208,24 +216,83 @@ def _aligned(forward: Sequence[Operator], recomputed: Sequence[Operator]) -> Ite
         at = found + 1
 
 
-def _next_twin(forward: Sequence[Operator], start: int, again: Operator) -> int | None:
-    return next((at for at in range(start, len(forward)) if _is_twin(forward[at], again)), None)
+def _next_match(forward: Sequence[Operator], start: int, again: Operator) -> int | None:
+    return next((at for at in range(start, len(forward)) if _matches(forward[at], again)), None)
 
 
-def _is_twin(forward: Operator, again: Operator) -> bool:
+def _matches(forward: Operator, again: Operator) -> bool:
     return forward.name == again.name and again.module in ("", forward.module)
 
 
-def kept_ones(passed_over: Sequence[Operator]) -> list[Operator]:
-    """Return the operators, of those missing in recomputation, whose outputs selective checkpointing keeps."""
-    return [operator for operator in passed_over if operator.name.removeprefix("aten.").startswith(_KEPT)]
+def _kept_operators(skipped: Sequence[Operator]) -> list[Operator]:
+    """Return those of the skipped operators whose outputs selective checkpointing keeps."""
+    return [operator for operator in skipped if operator.name.removeprefix("aten.").startswith(_KEPT)]
 
 
 def _indices_differ(pairs: Sequence[Pair]) -> bool:
-    """Whether the first operators that differ lead to other whole numbers, in the same module or in one right below."""
+    """Whether other whole numbers follow from here on, in the same module or in one directly inside it."""
     module = pairs[0][1].module
     return any(
-        twin is not None and twin.has_indices and twin.outputs != again.outputs
-        for twin, again, _ in pairs
+        forward is not None and forward.has_indices and forward.outputs != again.outputs
+        for forward, again, _ in pairs
         if module in (again.module, again.module.rpartition(".")[0])
     )
+
+
+# --- The likely cause. ---
+
+
+def likely_cause(reference: Record, planned: Record, difference: OperatorDifference | None) -> str:
+    """Return the likely cause of a gradient that differs or of a recomputation that failed, as text."""
+    if flag := next((change for change in planned.state_changes if change.what != "autocast"), None):
+        call = "eval() or train() was called" if flag.what == "training" else "a flag was changed"
+        values = f"{flag.in_forward!r}, then {flag.in_recomputation!r}"
+        return f"{call} between forward and backward: {flag.what} of {flag.path} was {values}"
+    if any(change.what == "autocast" for change in planned.state_changes):
+        return AUTOCAST
+    if difference is not None:
+        return _of_operators(difference)
+    if without_gradient := sorted(planned.no_output_gradient - reference.no_output_gradient):
+        return f"{NO_OUTPUT_GRADIENT} ({without_gradient[0]})"
+    if planned.reentrant:
+        return REENTRANT
+    failure = planned.failure
+    if failure is not None and _CHANGED_SHAPES.search(str(failure.error)):
+        return BRANCH
+    return OTHER_INPUTS
+
+
+def _of_operators(difference: OperatorDifference) -> str:
+    forward, again = difference.forward, difference.recomputed
+    if forward is None or forward.name != again.name:
+        return BRANCH
+    if forward.outputs == again.outputs:
+        # It is the same, but operators before it are missing whose outputs nothing keeps.
+        return BRANCH
+    if _short_name(again).startswith(_RANDOM):
+        return RANDOM
+    if difference.indices_differ:
+        return ROUTER
+    if _kept_operators(difference.kept):
+        return IN_PLACE
+    return CHANGED
+
+
+def describe_operators(difference: OperatorDifference) -> str:
+    """Return which operator it is, and what the forward ran in its place, as text."""
+    forward, again = difference.forward, difference.recomputed
+    where = again.module or (forward.module if forward is not None else "") or "the layer"
+    if forward is None:
+        return f"recomputation ran {again.name} in {where} behind the last operator of the forward"
+    if forward.name != again.name:
+        return f"the forward ran {forward.name} in {forward.module}, recomputation {again.name} in {where}"
+    if forward.outputs == again.outputs:
+        missing = ", ".join(operator.name for operator in difference.kept[:3])
+        return f"recomputation left out {missing} before {again.name} in {where}"
+    kept_operator = next(iter(_kept_operators(difference.kept)), None)
+    kept = f", behind {kept_operator.name}, whose output was kept" if kept_operator is not None else ""
+    return f"the first recomputed operator that differs from its forward twin is {again.name} in {where}{kept}"
+
+
+def _short_name(operator: Operator) -> str:
+    return operator.name.removeprefix("aten.")

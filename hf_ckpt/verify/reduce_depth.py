@@ -1,8 +1,8 @@
-"""Fewer layers, and the plan carried over to them.
+"""Fewer layers, and the plan and the adapters carried over to them.
 
-Each kept layer stands for layers of the full-size model that are like it and that the plan treats alike. Configs say
-what their layers are in many ways, so that a config with fewer layers is a proposal: whoever takes it builds it and
-asks `represents` whether everything is still there.
+Each kept layer stands for layers of the full-size model that are like it and that the plan treats alike. Configs
+describe their layers in many ways, so a config with fewer layers is a proposal: the caller builds it and checks it with
+`same_layers`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.policy.modifiers import TO_DISK, Offload, Tiles
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from hf_ckpt.policy.options import TO_DISK, Offload, Tiles
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.recipe.recipe import Values
 from hf_ckpt.structure.layers import Layer, Stack
-from hf_ckpt.verify.kinds import flags_of, kind_of
 
+Kind = tuple[object, ...]
+Adapters = dict[str, tuple[int, float]]
+"""Rank and alpha of each module with adapters, by its name in the base model."""
 _PER_KIND = 2
 _FEW_TILES = 3
-
 _COUNT = re.compile(r"num_(hidden_)?layers|n_layers?|depth|num_blocks|(encoder|decoder)_layers|num_(en|de)coder_layers")
 _LISTED_INDICES = re.compile(r".*(_indices|_indexes|_idxs?|_ids|_layers)")
 _COUNT_FROM_START = re.compile(
@@ -29,29 +34,23 @@ _COUNT_FROM_START = re.compile(
 )
 _COUNT_FROM_END = re.compile(r"num_kv_shared_layers")
 _PATTERN_TEXT = re.compile(r".*pattern")
+_NUMBER = re.compile(r"\d+")
+_PREFIX = "base_model.model."
+_ADAPTER = "default"
+_BY_NUMBER = ("layers_to_transform", "layers_pattern", "exclude_modules", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True)
 class KeptStack:
-    """What is left of one stack.
+    """What is left of one stack. Each tuple has one item for each kept layer."""
 
-    Args:
-        path: dotted path of the stack, as in the plan.
-        num_layers: layers at full size.
-        config_layers: which layers the config keeps.
-        indices: for each kept layer, the full-size layer whose plan it carries out.
-        entries: the plan of each kept layer.
-        groups: for each kept layer, all layers of the full-size model that it stands for.
-        types: the type of each kept layer in the model's own word, if it has one.
-    """
-
-    path: str
-    num_layers: int
-    config_layers: tuple[int, ...]
-    indices: tuple[int, ...]
+    path: str  # as in the plan
+    num_layers: int  # at full size
+    config_layers: tuple[int, ...]  # the layers that the config keeps
+    indices: tuple[int, ...]  # the full-size layer whose plan it gets
     entries: tuple[LayerPlan, ...]
-    groups: tuple[tuple[int, ...], ...]
-    types: tuple[str | None, ...]
+    groups: tuple[tuple[int, ...], ...]  # all layers of the full-size model that it stands for
+    types: tuple[str | None, ...]  # in the model's own word, if it has one
 
     @property
     def is_whole(self) -> bool:
@@ -59,43 +58,43 @@ class KeptStack:
         return self.indices == tuple(range(self.num_layers))
 
 
-def whole(stack: Stack, plan: StackPlan | None) -> KeptStack:
+def all_layers(stack: Stack, plan: StackPlan | None) -> KeptStack:
     """Keep every layer of a stack."""
     return _kept(stack, plan, list(range(len(stack.layers))))
 
 
-def two_of_each(stack: Stack, plan: StackPlan | None) -> KeptStack:
+def two_of_each_kind(stack: Stack, plan: StackPlan | None) -> KeptStack:
     """Keep two layers of each kind and entry of the plan, and two layers of two segments of each kind."""
     entries = _entries(stack, plan)
-    single = [group for group in _like_layers(stack, entries) if entries[group[0]].segment is None]
+    single = [group for group in _groups_alike(stack, entries) if entries[group[0]].segment is None]
     chosen = {idx for group in single for idx in group[:_PER_KIND]}
     return _kept(stack, plan, sorted(chosen | set(_of_segments(stack, entries))))
 
 
-def beginning(stack: Stack, plan: StackPlan | None) -> KeptStack:
-    """Keep the first layers of a stack, as many as it takes to have two for each kind and entry of the plan.
+def first_layers(stack: Stack, plan: StackPlan | None) -> KeptStack:
+    """Keep the first layers of a stack, as many as needed to have two for each kind and entry of the plan.
 
-    For models whose config gives the kinds of layers as a period. The entries go to the layers of their kind, wherever
-    in the plan they stand. Segments need their own layers: then every layer is kept.
+    For models whose config gives the kinds of layers as a period. Entries go to layers of their kind, wherever they
+    stand in the plan. Segments need their own layers: then every layer is kept.
     """
     entries = _entries(stack, plan)
     if any(entry.segment is not None for entry in entries):
-        return whole(stack, plan)
+        return all_layers(stack, plan)
     kinds = [(kind_of(layer), flags_of(layer)) for layer in stack.layers]
     wanted: dict[Hashable, list[int]] = {}
-    for group in _like_layers(stack, entries):
+    for group in _groups_alike(stack, entries):
         wanted.setdefault(kinds[group[0]], []).extend(group[:_PER_KIND])
     length = _shortest(kinds, {kind: len(indices) for kind, indices in wanted.items()})
     left = {kind: sorted(indices) for kind, indices in wanted.items()}
     stands: list[int] = []
     for idx, kind in enumerate(kinds[:length]):
-        # More layers of a kind than entries: the rest keep what the plan gives them.
+        # More layers of a kind than entries: the rest keep their own plan.
         stands.append(left[kind].pop(0) if left[kind] else idx)
     return _kept(stack, plan, stands, range(length))
 
 
-def represents(kept: Sequence[KeptStack], full: Sequence[Stack], built: Sequence[Stack]) -> bool:
-    """Tell whether the layers of a built model are those that they stand for."""
+def same_layers(kept: Sequence[KeptStack], full: Sequence[Stack], built: Sequence[Stack]) -> bool:
+    """Whether the layers of a built model are of the same kinds as those that they stand for."""
     if [stack.path for stack in kept] != [stack.path for stack in built]:
         return False
     for ours, theirs, small in zip(kept, full, built, strict=True):
@@ -104,38 +103,30 @@ def represents(kept: Sequence[KeptStack], full: Sequence[Stack], built: Sequence
     return True
 
 
-def carries(kept: Sequence[KeptStack], plan: Plan) -> bool:
-    """Tell whether a plan does with each kept layer what the plan of the full-size model does.
+def same_plan(kept: Sequence[KeptStack], plan: Plan) -> bool:
+    """Whether a plan does with each kept layer what the plan of the full-size model does.
 
-    Reasons are left out: a layer that is left alone because it has no such part is left alone by name. So is where a
-    layer offloads to; the last one never does.
+    Not compared: reasons, as a layer without the part that a rule names is here left out by index; where a layer
+    offloads to; and whether the last layer offloads, which it never does.
     """
     ours = [_without_reasons(stack.entries) for stack in kept]
     return ours == [_without_reasons(stack.layers) for stack in plan.stacks]
 
 
 def offloads(kept: Sequence[KeptStack]) -> bool:
-    """Tell whether the plan of the kept layers moves anything off the device."""
+    """Whether the plan of the kept layers offloads anything."""
     return any(entry.offload is not None for stack in kept for entry in stack.entries)
 
 
-def with_layers(fields: Mapping[str, Any], kept: KeptStack) -> dict[str, Any]:
-    """Return the fields of one config with the layers of one stack left out.
-
-    Args:
-        fields: of the config that the stack is built from, as JSON types.
-        kept: which layers are left.
-    """
+def with_fewer_layers(fields: Mapping[str, Any], kept: KeptStack) -> dict[str, Any]:
+    """Return the fields, as JSON types, of the config that a stack is built from, with the kept layers only."""
     return {name: _shortened(name, value, kept) for name, value in fields.items()}
 
 
-def rules(kept: Sequence[KeptStack], disk: Path) -> list[dict[str, Any]]:
-    """Return the plan of the kept layers as the rules of a policy.
+def policy_rules(kept: Sequence[KeptStack], disk: Path) -> list[dict[str, Any]]:
+    """Return the plan of the kept layers as the rules of a policy; those that offload to a disk use the folder `disk`.
 
-    Args:
-        kept: the layers.
-        disk: where layers offload to that do so to a disk. However small, everything is offloaded: the tensors of a
-            reduced model are under any size that pays.
+    Tensors of any size are offloaded: those of a reduced model are under any size that pays.
     """
     found = [rule for stack in kept for rule in _rules_of(stack, len(kept) > 1, disk)]
     return found or [{"mode": Mode.NONE.value}]
@@ -149,39 +140,40 @@ def describe(stack: KeptStack) -> str:
     for position, group in enumerate(stack.groups):
         shares.setdefault(group, []).append(position)
     parts = [
-        f"{', '.join(str(stack.indices[at]) for at in kept)} for {_like(stack, kept[0])}" for kept in shares.values()
+        f"{', '.join(str(stack.indices[at]) for at in kept)} for {_description_of(stack, kept[0])}"
+        for kept in shares.values()
     ]
     return f"{len(stack.indices)} of {stack.num_layers} layers: {'; '.join(parts)}"
 
 
-# --- Choosing. ---
+# --- Which layers are kept. ---
 
 
 def _entries(stack: Stack, plan: StackPlan | None) -> tuple[LayerPlan, ...]:
     return tuple(LayerPlan() for _ in stack.layers) if plan is None else plan.layers
 
 
-def _key(layer: Layer, entry: LayerPlan) -> Hashable:
+def _group_key(layer: Layer, entry: LayerPlan) -> Hashable:
     return kind_of(layer), flags_of(layer), replace(entry, segment=None), entry.segment is not None
 
 
-def _like_layers(stack: Stack, entries: Sequence[LayerPlan]) -> list[list[int]]:
-    """Return the layers in groups that are alike and that the plan treats alike."""
+def _groups_alike(stack: Stack, entries: Sequence[LayerPlan]) -> list[list[int]]:
+    """Group the layers that are alike and that the plan treats alike."""
     groups: dict[Hashable, list[int]] = {}
     for layer, entry in zip(stack.layers, entries, strict=True):
-        groups.setdefault(_key(layer, entry), []).append(layer.layer_idx)
+        groups.setdefault(_group_key(layer, entry), []).append(layer.layer_idx)
     return list(groups.values())
 
 
 def _of_segments(stack: Stack, entries: Sequence[LayerPlan]) -> Iterator[int]:
-    """Yield two layers at least of two segments of each make: the same kinds of layers, nested or not, long or not."""
+    """Yield at least two layers of two segments of each make: the same kinds of layers, nested or not, one or more."""
     segments: dict[int, list[int]] = {}
     for idx, entry in enumerate(entries):
         if entry.segment is not None:
             segments.setdefault(entry.segment, []).append(idx)
     makes: dict[Hashable, int] = {}
     for members in segments.values():
-        firsts = {_key(stack.layers[idx], entries[idx]): idx for idx in reversed(members)}
+        firsts = {_group_key(stack.layers[idx], entries[idx]): idx for idx in reversed(members)}
         make = frozenset(firsts), len(members) > 1
         makes[make] = makes.get(make, 0) + 1
         if makes[make] <= _PER_KIND:
@@ -190,7 +182,7 @@ def _of_segments(stack: Stack, entries: Sequence[LayerPlan]) -> Iterator[int]:
 
 
 def _shortest(kinds: Sequence[Hashable], needed: Mapping[Hashable, int]) -> int:
-    """Return how many first layers hold as many of each kind as are needed."""
+    """Return how many of the first layers are needed to have enough of each kind."""
     counts: dict[Hashable, int] = dict.fromkeys(needed, 0)
     for length, kind in enumerate(kinds, start=1):
         counts[kind] += 1
@@ -203,7 +195,7 @@ def _kept(
     stack: Stack, plan: StackPlan | None, indices: Sequence[int], config_layers: Sequence[int] | None = None
 ) -> KeptStack:
     entries = _entries(stack, plan)
-    group_of = {idx: tuple(group) for group in _like_layers(stack, entries) for idx in group}
+    group_of = {idx: tuple(group) for group in _groups_alike(stack, entries) for idx in group}
     starts: dict[int, int] = {}
     for position, idx in enumerate(indices):
         if (segment := entries[idx].segment) is not None:
@@ -226,9 +218,47 @@ def _renumbered(entry: LayerPlan, starts: Mapping[int, int]) -> LayerPlan:
 def _without_reasons(entries: Sequence[LayerPlan]) -> list[tuple[LayerPlan, bool]]:
     last = len(entries) - 1
     return [
-        (replace(entry, why="", offload=None, tiles=_some(entry.tiles)), entry.offload is not None and idx < last)
+        (
+            replace(entry, why="", offload=None, tiles=_tiles_of_trial(entry.tiles)),
+            entry.offload is not None and idx < last,
+        )
         for idx, entry in enumerate(entries)
     ]
+
+
+# --- Which layers are alike: the same modules, flags and type, whatever their width. ---
+
+
+def kind_of(layer: Layer) -> Kind:
+    """Return the modules of a layer as a value that is equal for layers that are alike.
+
+    Adapters are modules too: a layer with adapters differs from one without. Experts of a list count as one.
+    """
+    modules = {(_NUMBER.sub("#", name), type(module).__name__) for name, module in layer.module.named_modules()}
+    return layer.layer_type, layer.parts, frozenset(modules)
+
+
+def flags_of(layer: Layer) -> Kind:
+    """Return the settings by which layers of one kind may still differ: what is on, off, named or missing.
+
+    Example: layers that take keys and values from an earlier one. Weights, sizes and indices are left out.
+    """
+    return tuple(sorted(set(_flags(layer.module))))
+
+
+def _flags(layer: nn.Module) -> Iterator[tuple[str, str, str]]:
+    for name, module in layer.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or attribute == "training":
+                continue
+            where = _NUMBER.sub("#", name)
+            if value is None or isinstance(value, bool):
+                yield where, attribute, str(value)
+            elif isinstance(value, str):
+                yield where, attribute, _NUMBER.sub("#", value)
+            elif isinstance(value, int | float):
+                # Only whether there is a value, as in `sliding_window: None` and `sliding_window: 4096`.
+                yield where, attribute, "a number"
 
 
 # --- Fields of a config. ---
@@ -269,7 +299,7 @@ def _count(name: str, value: int, kept: KeptStack) -> int:
     return value
 
 
-# --- Rules and words. ---
+# --- Rules and text. ---
 
 
 def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str, Any]]:
@@ -285,23 +315,23 @@ def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str
         if entry.save:
             rule["save"] = list(entry.save)
         if entry.offload is not None:
-            rule["offload"] = _here(entry.offload, disk).to_dict()
+            rule["offload"] = _offload_of_trial(entry.offload, disk).to_dict()
         if entry.tiles is not None:
-            rule["tiles"] = _some(entry.tiles)
+            rule["tiles"] = _tiles_of_trial(entry.tiles)
         yield rule
 
 
-def _some(tiles: Tiles | None) -> Tiles | None:
-    """Return a number of tiles for the rows of a trial, which are so short that `auto` would not cut them."""
+def _tiles_of_trial(tiles: Tiles | None) -> Tiles | None:
+    """Return a fixed number of tiles in place of `auto`, which would not cut rows as short as those of a trial."""
     return _FEW_TILES if tiles == "auto" else tiles
 
 
-def _here(offload: Offload, disk: Path) -> Offload:
+def _offload_of_trial(offload: Offload, disk: Path) -> Offload:
     path = str(disk) if offload.to == TO_DISK else None
     return replace(offload, path=path, min_bytes=0)
 
 
-def _like(stack: KeptStack, position: int) -> str:
+def _description_of(stack: KeptStack, position: int) -> str:
     """Return the layers that a kept layer stands for, and what the plan does with them."""
     group, entry, layer_type = stack.groups[position], stack.entries[position], stack.types[position]
     is_run = group == tuple(range(group[0], group[-1] + 1))
@@ -311,3 +341,58 @@ def _like(stack: KeptStack, position: int) -> str:
     else:
         where = f"{len(group)} {f'{layer_type} ' if layer_type else ''}layers"
     return f"{where} ({entry.describe()}{segments})"
+
+
+# --- Adapters, carried over to fewer layers. ---
+
+
+def adapters_of(model: nn.Module) -> Adapters:
+    """Return the LoRA adapters of a model."""
+    return {
+        name.removeprefix(_PREFIX): (module.r[_ADAPTER], module.lora_alpha[_ADAPTER])
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def adapters_of_kept(adapters: Adapters, kept: Sequence[KeptStack]) -> Adapters:
+    """Return the adapters that a model with only the kept layers should have."""
+    found: Adapters = {}
+    for name, size in adapters.items():
+        stack, idx, rest = _placed(name, kept)
+        if stack is None:
+            found[name] = size
+            continue
+        path = stack.path.removeprefix(_PREFIX)
+        found |= {f"{path}.{at}.{rest}": size for at, kept_idx in enumerate(stack.indices) if kept_idx == idx}
+    return found
+
+
+def explicit_section(section: Values, adapters: Adapters) -> dict[str, Any]:
+    """Return the recipe's `lora` section, rewritten so that it makes exactly these adapters, module by module.
+
+    The recipe's own may name layers by number, and would reach other layers than those that the kept ones stand for.
+    """
+    kept = {key: value for key, value in section.items() if key not in _BY_NUMBER}
+    rank, alpha = section.get("r", 8), section.get("lora_alpha", 8)
+    return {
+        **kept,
+        "target_modules": sorted(adapters),
+        "rank_pattern": {f"^{re.escape(name)}$": own for name, (own, _) in adapters.items() if own != rank},
+        "alpha_pattern": {f"^{re.escape(name)}$": own for name, (_, own) in adapters.items() if own != alpha},
+    }
+
+
+def _placed(name: str, kept: Sequence[KeptStack]) -> tuple[KeptStack | None, int, str]:
+    """Return the stack that a module stands in, the index of its layer, and its name in the layer."""
+    for stack in kept:
+        path = stack.path.removeprefix(_PREFIX)
+        if name.startswith(f"{path}."):
+            idx, _, rest = name.removeprefix(f"{path}.").partition(".")
+            return stack, int(idx), rest
+    return None, 0, ""
+
+
+def allows_fewer_layers(section: Values | None) -> bool:
+    """Whether layers can be left out: not where a `lora` section repeats layers by number."""
+    return section is None or not section.get("layer_replication")

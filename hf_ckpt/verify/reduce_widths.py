@@ -1,8 +1,8 @@
-"""Small widths: a config with the same structure and few numbers in each dimension.
+"""Small widths: a config with the same structure and small dimensions, its special tokens, and seeded weights for it.
 
 Kept: how many query heads share a key/value head, whether heads fill the hidden size or not, that fewer experts are
-chosen than there are, windows that are shorter than the rows. Fields are known by the names that configs have for them;
-a field that no rule knows keeps its value. Whoever takes the result builds it and runs it once.
+chosen than there are, windows that are shorter than the rows. Fields are known by the names that configs use for them;
+a field that no rule matches keeps its value. `make_weights` builds the result and runs it once.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe.recipe import Values
 
 HEAD_SIZE = 16
 WINDOW = 16
-"""Positions that a sliding window or a chunk spans; shorter than the rows of a trial, so that its mask matters."""
-
+"""Positions of a sliding window or a chunk; shorter than the rows of a trial, so that its mask matters."""
 # 4-bit weights come in blocks of 64 numbers, and 8-bit optimizers keep what has fewer than 4,096 in 32 bits: LoRA of
 # rank 16 reaches that beside an input of 256.
 _HIDDEN = 64
 _INNER_FACTOR = 4
 _NUM_EXPERTS = 4
-_MOST_HEADS = 8
-
+_MAX_HEADS = 8
 _HEADS: tuple[str, ...] = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "num_query_groups"),
     *("encoder_attention_heads", "decoder_attention_heads"),
@@ -30,9 +36,7 @@ _HEADS: tuple[str, ...] = (
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_head_kv", "multi_query_group_num")
 _MIXER_HEAD_SIZES = ("mamba_d_head", "mamba_head_dim")
 _HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
-
 _VOCABULARY = r"(?!.*type_).*vocab_size(_per_layer_input)?"
-
 _RULES: tuple[tuple[str, str], ...] = (
     (_VOCABULARY, "vocabulary"),
     (r"mamba_(n|num)_heads|n_mamba_heads|mamba_num_heads", "mixer heads"),
@@ -62,22 +66,21 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"(local_|attention_)?(sliding_)?window(_size)?|attention_chunk_size|index_topk", "window"),
     (r"mamba_d_state|state_size|ssm_state_size|(mamba_)?chunk_size", "window"),
 )
-"""What each field is, by its name; the first that fits decides."""
+"""The meaning of each field, by its name; the first pattern that matches decides."""
+_TOKEN_ID = re.compile(r".*(token_id|token_index|token_ids|_id)")
+_FRAMES = ("bos", "eos", "pad")
+_ROWS, _TOKENS = 2, 24
+_STD_FOR_ZEROS = 0.02
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a reduced model is made of.
+    """The sizes of a reduced model."""
 
-    Args:
-        hidden: hidden size, the same in every part of the model.
-        vocab_size: of the text.
-        keeps_ratios: give each part heads in its own ratio; otherwise four heads, two of them for keys and values.
-    """
-
-    hidden: int
+    hidden: int  # the same in every part of the model
     vocab_size: int
     keeps_ratios: bool = True
+    """Give each part heads in its own ratio; otherwise four heads, two of them for keys and values."""
 
     @property
     def inner(self) -> int:
@@ -86,41 +89,36 @@ class Sizes:
 
 
 def sizes_for(fields: Mapping[str, Any], vocab_size: int, *, keeps_ratios: bool) -> Sizes:
-    """Return sizes in which the heads of every part of a config find room."""
+    """Return sizes that are large enough for the heads of every part of a config."""
     heads = [_heads(part)[0] for part in _parts(fields) if keeps_ratios and _heads(part)[0]]
     return Sizes(max(_HIDDEN, HEAD_SIZE * max(heads, default=0)), vocab_size, keeps_ratios)
 
 
-def narrowed(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Return the fields of a config, its parts included, with small widths.
-
-    Args:
-        fields: as JSON types.
-        sizes: what the model is made of.
-    """
+def with_small_widths(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Return the fields of a config and its sub-configs, as JSON types, with small widths."""
     part = _Part(fields, sizes)
-    return {name: _narrowed_field(name, value, part) for name, value in fields.items()}
+    return {name: _reduced_field(name, value, part) for name, value in fields.items()}
 
 
 def with_vocabulary(fields: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the fields of a config, its parts included, with a small vocabulary and nothing else changed."""
+    """Return the fields of a config and its sub-configs with a small vocabulary and nothing else changed."""
     changed: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
             changed[name] = with_vocabulary(value, vocab_size)
         else:
-            changed[name] = _at_most(value, vocab_size) if re.fullmatch(_VOCABULARY, name) else value
+            changed[name] = _limited(value, vocab_size) if re.fullmatch(_VOCABULARY, name) else value
     return changed
 
 
 def describe(sizes: Sizes) -> str:
-    """Return the sizes on one line."""
+    """Return the sizes as text."""
     return f"hidden size {sizes.hidden}, feed-forward {sizes.inner}, vocabulary {sizes.vocab_size}"
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One config, or one part of a composite one."""
+    """One config, or a sub-config of a composite one."""
 
     fields: Mapping[str, Any]
     sizes: Sizes
@@ -131,12 +129,12 @@ class _Part:
 
     @property
     def is_mixer(self) -> bool:
-        """Whether the heads are those of a state space, which share what the mixer expands the hidden size to."""
+        """Whether the heads are those of a state-space mixer, which divide the expanded hidden size."""
         return "num_heads" in self.fields and "state_size" in self.fields
 
     @property
     def head_size(self) -> int:
-        """Numbers in a head: those that fill the hidden size, unless the config says that heads are larger."""
+        """Such that heads fill the hidden size, unless the config says that heads are larger."""
         hidden, heads = _first(self.fields, _HIDDEN_NAMES), _first(self.fields, _HEADS)
         explicit = self.fields.get("head_dim")
         if self.is_mixer or explicit == self.fields.get("qk_rope_head_dim", -1):
@@ -146,7 +144,7 @@ class _Part:
         return self.sizes.hidden // (self.heads[0] or 1)
 
     def size(self, what: str) -> int:
-        """Return the size that a rule's word stands for."""
+        """Return the size that a rule names."""
         mixer = int(self.fields.get("mamba_expand") or self.fields.get("expand") or 2) * self.sizes.hidden
         return {
             "vocabulary": self.sizes.vocab_size,
@@ -167,33 +165,33 @@ class _Part:
         }[what]
 
 
-def _narrowed_field(name: str, value: Any, part: _Part) -> Any:
+def _reduced_field(name: str, value: Any, part: _Part) -> Any:
     if isinstance(value, Mapping):
-        return _rope(value, part) if name.startswith("rope_") else narrowed(value, part.sizes)
+        return _rope(value, part) if name.startswith("rope_") else with_small_widths(value, part.sizes)
     if name in _HEADS and isinstance(value, int):
         return min(value, part.size("mixer heads") if part.is_mixer else part.heads[0])
     if name in _KV_HEADS and isinstance(value, int):
         return min(value, part.heads[1])
     what = next((what for pattern, what in _RULES if re.fullmatch(pattern, name)), None)
-    return value if what is None else _at_most(value, part.size(what))
+    return value if what is None else _limited(value, part.size(what))
 
 
-def _at_most(value: Any, size: int) -> Any:
+def _limited(value: Any, size: int) -> Any:
     if isinstance(value, list | tuple):
-        return [_at_most(item, size) for item in value]
+        return [_limited(item, size) for item in value]
     return min(value, size) if type(value) is int else value
 
 
 def _heads(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many query and how many key/value heads are left of those of a config; 0 where it has none."""
+    """Return the numbers of query and of key/value heads to keep of a config's; 0 where it has none."""
     heads, kv_heads = _first(fields, _HEADS), _first(fields, _KV_HEADS)
     if not heads:
         return 0, 0
     if not kv_heads or "kv_lora_rank" in fields:
         few = 4 if heads >= 4 else 1
         return few, few
-    ratio = max(1, min(heads // kv_heads, _MOST_HEADS))
-    kept = min(kv_heads, 2 if ratio < _MOST_HEADS else 1)
+    ratio = max(1, min(heads // kv_heads, _MAX_HEADS))
+    kept = min(kv_heads, 2 if ratio < _MAX_HEADS else 1)
     while ratio & (ratio - 1):
         # Hidden sizes are powers of two, which heads have to divide: a ratio of 7 becomes 4.
         ratio &= ratio - 1
@@ -212,7 +210,7 @@ def _parts(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _rope(rope: Mapping[str, Any], part: _Part) -> dict[str, Any]:
-    """Return rotary settings whose sections share half a head as before."""
+    """Return rotary settings whose sections divide half a head in the same ratios."""
     kept = {name: _rope(value, part) if isinstance(value, Mapping) else value for name, value in rope.items()}
     sections = rope.get("mrope_section")
     if isinstance(sections, list) and sum(sections):
@@ -220,3 +218,103 @@ def _rope(rope: Mapping[str, Any], part: _Part) -> dict[str, Any]:
         small = [section * half // sum(sections) for section in sections]
         kept["mrope_section"] = [half - sum(small[1:]), *small[1:]]
     return kept
+
+
+# --- Special tokens, moved into a small vocabulary. ---
+
+
+def with_special_tokens(
+    fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> dict[str, Any]:
+    """Return the fields of a config with every special token inside a vocabulary of that size.
+
+    Tokens that begin, end or pad a text become the tokenizer's. Others, such as that of an image, get ids from the end
+    of the vocabulary, after the tokenizer's own: a text must not hold them by chance.
+    """
+    frames: dict[str, int | None] = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _FRAMES}
+    others = sorted(set(_other_ids(fields, frames)))
+    room = list(range(vocab_size - 1, len(tokenizer) - 1, -1))
+    moved = {token: room[min(number, len(room) - 1)] for number, token in enumerate(others)}
+    return _with_moved_tokens(fields, frames, moved)
+
+
+def _with_moved_tokens(
+    fields: Mapping[str, Any], frames: Mapping[str, int | None], moved: Mapping[int, int]
+) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            changed[name] = _with_moved_tokens(value, frames, moved)
+        elif name in frames and value is not None:
+            changed[name] = frames[name]
+        elif _TOKEN_ID.fullmatch(name) and type(value) is int:
+            changed[name] = moved.get(value, value)
+        elif _TOKEN_ID.fullmatch(name) and isinstance(value, list):
+            changed[name] = [moved.get(item, item) if type(item) is int else item for item in value]
+        else:
+            changed[name] = value
+    return changed
+
+
+def _other_ids(fields: Mapping[str, Any], frames: Mapping[str, int | None]) -> Iterator[int]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _other_ids(value, frames)
+        elif _TOKEN_ID.fullmatch(name) and name not in frames:
+            yield from (item for item in (value if isinstance(value, list) else [value]) if _is_token(item))
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# --- Seeded weights. ---
+
+
+def make_weights(section: Values, tokenizer: PreTrainedTokenizerBase, seed: int) -> int:
+    """Make seeded weights for the config in the folder of a `model` section, and return the number of parameters.
+
+    Runs forward and backward on text once, and saves weights and tokenizer to the folder. Weights that a config starts
+    as zeros, as gates and biases are, get small values: behind a closed gate no gradient would flow, and no fault be
+    seen. Raises RecipeError if the model cannot be built, or cannot be trained on text.
+    """
+    folder = Path(section["name_or_path"])
+    is_trusted = section.get("trust_remote_code", False)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_trusted)
+        torch.manual_seed(seed)
+        options = {key: section[key] for key in ("attn_implementation",) if key in section}
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted, **options)  # type: ignore[no-untyped-call]  # upstream
+        _fill_zeros(model)
+        _check_runs(model, tokenizer)
+    except Exception as error:  # a model of unusual sizes may raise anything
+        raise RecipeError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+    model.to(_dtype(section.get("dtype", "auto"), config))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def _fill_zeros(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.normal_(std=_STD_FOR_ZEROS)
+
+
+def _check_runs(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Run forward and backward on text; raise ValueError if the loss is not finite."""
+    first = len(tokenizer) - 256
+    ids = torch.randint(first, len(tokenizer), (_ROWS, _TOKENS))
+    model.float().train()
+    loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    if not loss.isfinite():
+        raise ValueError(f"its loss on text is {loss.item()}")
+
+
+def _dtype(name: str, config: Any) -> torch.dtype:
+    wanted = (getattr(config, "dtype", None) or torch.float32) if name == "auto" else getattr(torch, name)
+    assert isinstance(wanted, torch.dtype)  # recipes are checked, and configs hold dtypes
+    return wanted

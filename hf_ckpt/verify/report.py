@@ -5,27 +5,53 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from hf_ckpt.loading.versions import versions
-from hf_ckpt.verify.check import Check, Report
+from hf_ckpt.estimate.tables import versions
 
-_WORDS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
-_NARROWEST = 60
-_LONGEST_NAME = 34
+Verdict = Literal["pass", "fail", "skip"]
+_VERDICT_TEXTS = {"pass": "pass", "fail": "FAIL", "skip": "skip"}
+_MIN_WIDTH = 60
+_MAX_NAME_WIDTH = 34
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison and its verdict: one line of the table."""
+
+    name: str  # as in the table and in docs/verify.md
+    verdict: Verdict  # "skip" where the recipe has nothing to compare
+    detail: str  # what was seen; for a failure the likely cause and what to do
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All checks of one recipe."""
+
+    title: str  # the recipe, as the user named it
+    checks: tuple[Check, ...]  # in the order of the table
+    facts: tuple[tuple[str, str], ...] = ()  # what was run, as (name, text) rows for the top of the report
+
+    @property
+    def holds(self) -> bool:
+        """Whether no check failed."""
+        return all(check.verdict != "fail" for check in self.checks)
+
+
+# --- As a table and as JSON. ---
 
 
 def table(report: Report, *, width: int) -> str:
-    """Return a report as text.
-
-    Args:
-        report: what was found.
-        width: columns of the terminal.
-    """
-    width = max(width, _NARROWEST)
+    """Return a report as text for a terminal of `width` columns."""
+    width = max(width, _MIN_WIDTH)
     parts = [f"hf-ckpt verify {report.title}", *_rows(report.facts, width), ""]
-    parts += _rows([(check.name, f"{_WORDS[check.verdict]}  {check.detail}") for check in report.checks], width, hang=6)
+    parts += _rows(
+        [(check.name, f"{_VERDICT_TEXTS[check.verdict]}  {check.detail}") for check in report.checks], width, hang=6
+    )
     return "\n".join([*parts, "", _verdict(report), *_advice(report, width)])
 
 
@@ -58,7 +84,7 @@ def from_json(read: Mapping[str, Any]) -> Report:
 
 def _rows(pairs: Sequence[tuple[str, str]], width: int, hang: int = 0) -> Iterator[str]:
     """Yield pairs as two columns, the second one wrapped."""
-    first = min(max((len(name) for name, _ in pairs), default=0), _LONGEST_NAME) + 4
+    first = min(max((len(name) for name, _ in pairs), default=0), _MAX_NAME_WIDTH) + 4
     for name, text in pairs:
         margin = f"  {name}".ljust(first)
         if len(margin) > first:
@@ -75,7 +101,7 @@ def _rows(pairs: Sequence[tuple[str, str]], width: int, hang: int = 0) -> Iterat
 
 
 def _verdict(report: Report) -> str:
-    counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in _WORDS}
+    counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in _VERDICT_TEXTS}
     skipped = f" ({counts['skip']} skipped: nothing to compare)" if counts["skip"] else ""
     return f"{counts['pass']} of {counts['pass'] + counts['fail']} checks hold{skipped}"
 
@@ -96,3 +122,26 @@ def _advice(report: Report, width: int) -> Iterator[str]:
 def _figures(figures: Mapping[str, float]) -> dict[str, float | str]:
     # JSON has no infinity and no NaN.
     return {name: value if math.isfinite(value) else str(value) for name, value in figures.items()}
+
+
+# --- Phrases of verdicts. ---
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return the first few values, and how many there are beyond."""
+    shown = [str(value) for value in values]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def numbered(indices: Sequence[int]) -> str:
+    """Return "layer 3", "layers 0 to 3" or "layers 0, 2, 4 and 3 more"."""
+    if len(indices) == 1:
+        return f"layer {indices[0]}"
+    is_range = list(indices) == list(range(indices[0], indices[-1] + 1))
+    return f"layers {indices[0]} to {indices[-1]}" if is_range else f"layers {listed(indices)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 gradient" or "3 gradients"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

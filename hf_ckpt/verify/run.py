@@ -7,43 +7,46 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.loading.dataset import packing_collator, padding_collator
+from hf_ckpt.loading.examples import IGNORED
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.verify import compare, processes, state_checks
-from hf_ckpt.verify.batches import dataset
-from hf_ckpt.verify.causes import cause_of, describe
-from hf_ckpt.verify.check import Check, Report
-from hf_ckpt.verify.counts import check_counts, check_in_force
+from hf_ckpt.verify import compare, launch, state_checks
+from hf_ckpt.verify.compare import HALF_TOLERANCE, Trials, first_module_changed_by_plan
 from hf_ckpt.verify.localize import (
     FirstDifference,
     OperatorDifference,
     OperatorWatch,
-    first_layer,
-    layer_of_first_parameter,
+    describe_operators,
+    first_differing_layer,
+    layer_of_first_differing_parameter,
+    likely_cause,
 )
 from hf_ckpt.verify.record import Record
-from hf_ckpt.verify.reduce_model import reduced
+from hf_ckpt.verify.reduce_model import reduce_recipe
+from hf_ckpt.verify.report import Check, Report, counted
 from hf_ckpt.verify.saved import check_resume, check_saved
-from hf_ckpt.verify.subject import MAX_ACCUMULATION, Subject
-from hf_ckpt.verify.tolerance import HALF
-from hf_ckpt.verify.trial import run_trial
-from hf_ckpt.verify.trials import Trials, first_module_before
-from hf_ckpt.verify.words import counted
+from hf_ckpt.verify.state_checks import check_counts, check_in_force
+from hf_ckpt.verify.trial import MAX_ACCUMULATION, TrialInputs, run_trial
 
 NUM_STEPS = 4
-"""Optimizer steps of a trial, unless told otherwise: two before the checkpoint that is resumed from, and two after."""
-
-_ROWS_FOR = "verify"
+"""Default optimizer steps of a trial: two before the checkpoint that is resumed from, and two after."""
+NUM_TOKENS = 32
+"""Tokens of a row; each second row of a recipe that pads is shorter."""
+_ROWS_FOLDER = "verify"
+_MAX_REASON_LENGTH = 600
+_SHORTENED = 3
+_SHARE_WITHOUT_LOSS = 4
 
 
 def verify(
@@ -54,20 +57,17 @@ def verify(
     setup: Callable[[nn.Module], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> Report:
-    """Run a recipe a few steps without its plan, again without it, and with it, and compare.
+    """Run a recipe a few steps without its plan, again without it, and with it, and compare; the same on all processes.
 
     Costs some five short runs of the recipe's model, reduced unless `is_full`, and two of one step where tiles or the
-    chunked head run in half precision. Nothing is left on disk.
+    chunked head run in half precision. Nothing is left on disk. Resuming is compared from two steps on.
 
     Args:
-        recipe: the recipe; its `checkpointing` section is what is verified.
+        recipe: its `checkpointing` section is verified.
         is_full: the real size and weights instead of a reduced model.
-        num_steps: optimizer steps of each run, at least 1; resuming is compared from 2 on.
+        num_steps: optimizer steps of each run, at least 1.
         setup: called with the model right after it was built, in every run: hooks and patches of the user's script.
-        say: is told what goes on, in one line each.
-
-    Returns:
-        One check for each line of the table; the same on all processes.
+        say: called with each line of progress.
 
     Raises:
         RecipeError: the recipe has no `checkpointing` section, or does not suit its model.
@@ -82,43 +82,78 @@ def verify(
         raise RecipeError(f"{recipe.path} has no checkpointing section, so that there is no plan to verify. Add one.")
     if num_steps < 1:
         raise RecipeError(f"{num_steps} optimizer steps were asked for. Use 1 or more.")
-    folder = processes.temporary_folder()
-    with _quiet(), _one_thread(is_on=not is_full):
+    folder = launch.temporary_folder()
+    with _quiet_libraries(), _single_thread(is_on=not is_full):
         try:
-            small = reduced(recipe, folder / "model", is_full=is_full)
-            subject = _subject(small.recipe, folder, num_steps, setup)
+            small = reduce_recipe(recipe, folder / "model", is_full=is_full)
+            inputs = _trial_inputs(small.recipe, folder, num_steps, setup)
             saves_model_only = bool(recipe.training.get("save_only_model"))
-            verification = _Verification(subject, folder, num_steps, say, saves_model_only, is_full)
-            checks = processes.combined(list(verification.checks()))
+            verification = _Verification(inputs, folder, num_steps, say, saves_model_only, is_full)
+            checks = launch.combine_checks(list(verification.checks()))
         finally:
-            processes.gathered(None)
-            if processes.is_first():
+            launch.gather(None)
+            if launch.is_first():
                 shutil.rmtree(folder, ignore_errors=True)
     facts = (*small.facts, *_facts(recipe, verification))
     return Report(title=str(recipe.path), checks=checks, facts=facts)
 
 
-def _subject(recipe: Recipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None) -> Subject:
+def _trial_inputs(
+    recipe: Recipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None
+) -> TrialInputs:
     tokenizer = AutoTokenizer.from_pretrained(recipe.model["name_or_path"])
-    subject = Subject(
-        recipe=recipe,
-        tokenizer=complete_tokenizer(tokenizer, recipe.data),
-        rows=(),
-        collator=None,
-        setup=setup,
-    )
-    args = subject.arguments(folder / _ROWS_FOR, num_steps, save_at=None, is_planned=False)
-    batches = dataset(recipe, subject.tokenizer, args, num_steps=num_steps)
-    return Subject(
-        recipe=recipe, tokenizer=subject.tokenizer, rows=batches.rows, collator=batches.collator, setup=setup
-    )
+    completed = complete_tokenizer(tokenizer, recipe.data)
+    inputs = TrialInputs(recipe=recipe, tokenizer=completed, rows=(), collator=None, setup=setup)
+    args = inputs.arguments(folder / _ROWS_FOLDER, num_steps, save_at=None, is_planned=False)
+    batches = sample_rows(recipe, inputs.tokenizer, args, num_steps=num_steps)
+    return replace(inputs, rows=batches.rows, collator=batches.collator)
+
+
+def _facts(recipe: Recipe, verification: _Verification) -> Iterator[tuple[str, str]]:
+    num_processes = len(launch.gather(None))
+    yield "engine", verification.engine if num_processes == 1 else f"{verification.engine}, {num_processes} processes"
+    own = int(recipe.training.get("gradient_accumulation_steps", 1))
+    if own > MAX_ACCUMULATION:
+        yield "accumulation", f"{MAX_ACCUMULATION} micro-batches a step, of {own} in the recipe"
+
+
+@contextmanager
+def _single_thread(*, is_on: bool) -> Iterator[None]:
+    """Compute in one thread: the small operators of a reduced model take many times as long in two."""
+    found = torch.get_num_threads()
+    if is_on:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(found)
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Silence what libraries say of each model and run: five runs would say it five times."""
+    level, ours = transformers_logging.get_verbosity(), logging.getLogger("hf_ckpt")
+    found = ours.level
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # upstream
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    ours.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        ours.setLevel(found)
+        if has_bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class _Verification:
     """The runs of one verification, one after another."""
 
-    subject: Subject
+    inputs: TrialInputs
     folder: Path
     num_steps: int
     say: Callable[[str], None]
@@ -129,7 +164,7 @@ class _Verification:
     def checks(self) -> Iterator[Check]:
         reference = self._run("without", "without the plan")
         self.engine = reference.engine
-        if any(processes.gathered(reference.failure is not None)):
+        if any(launch.gather(reference.failure is not None)):
             yield _check_reference(reference)
             return
         repeated = self._run("repeated", "without the plan, again")
@@ -142,26 +177,26 @@ class _Verification:
             yield from _compared(trials)
             yield from self._in_float32(trials)
         yield from self._first_difference(trials)
-        if not any(processes.gathered(planned.failure is not None)):
+        if not any(launch.gather(planned.failure is not None)):
             yield from self._saved(trials)
 
     def _run(self, name: str, what: str, *, is_planned: bool = False, **options: Any) -> Record:
         self.say(f"Running {counted(self.num_steps, 'step')} {what} ...")
-        return run_trial(self.subject, self.folder / name, is_planned=is_planned, num_steps=self.num_steps, **options)
+        return run_trial(self.inputs, self.folder / name, is_planned=is_planned, num_steps=self.num_steps, **options)
 
     def _in_float32(self, trials: Trials) -> Iterator[Check]:
-        """Repeat the first step in float32 where the plan adds up in another order, in half precision."""
-        leeway = trials.planned.leeway
-        if leeway is None or leeway.first != HALF:
+        """Repeat the first step in float32 where the plan adds up in another order and in half precision."""
+        tolerance = trials.planned.tolerance
+        if tolerance is None or tolerance.first != HALF_TOLERANCE:
             return
         if self.is_full:
             what = "Not with real weights; hf-ckpt verify without --full does it with a small model."
             yield Check(name="in float32", verdict="skip", detail=what)
             return
-        self.say(f"Running 1 step in float32, for {leeway.what} ...")
-        subject = self.subject.in_float32()
+        self.say(f"Running 1 step in float32, for {tolerance.what} ...")
+        inputs = self.inputs.in_float32()
         expected, got = (
-            run_trial(subject, self.folder / name, is_planned=is_planned, num_steps=1)
+            run_trial(inputs, self.folder / name, is_planned=is_planned, num_steps=1)
             for name, is_planned in (("float32", False), ("float32_planned", True))
         )
         yield compare.check_in_float32(expected, got)
@@ -170,13 +205,13 @@ class _Verification:
         return None if self.engine == "fsdp1" else self.num_steps // 2 or None
 
     def _saved(self, trials: Trials) -> Iterator[Check]:
-        if not trials.planned.is_whole:
+        if not trials.planned.can_save_model:
             yield Check(name="saved files", verdict="skip", detail="Under FSDP1 saving and resuming are not looked at.")
             return
-        if processes.is_first():
+        if launch.is_first():
             self.say("Loading what was saved ...")
-            yield from check_saved(self.subject, trials)
-        processes.gathered(None)
+            yield from check_saved(self.inputs, trials)
+        launch.gather(None)
         save_at = self._save_at()
         if save_at is None:
             yield Check(name="resume", verdict="skip", detail="One step cannot be stopped half way; use --steps 2.")
@@ -189,11 +224,11 @@ class _Verification:
             yield check_resume(trials, resumed, save_at)
 
     def _first_difference(self, trials: Trials) -> Iterator[Check]:
-        """Look for the layer and the operator where the trials part, if they do so on any process."""
-        if (module := first_module_before(trials)) is not None:
+        """Find the layer and the operator from which on the trials differ, if they do on any process."""
+        if (module := first_module_changed_by_plan(trials)) is not None:
             detail = f"In forward, {module} is the first module whose output differs: the plan changes the forward."
             yield Check(name="first difference", verdict="fail", detail=detail)
-        found = processes.gathered(self._difference(trials))
+        found = launch.gather(self._difference(trials))
         first = next((difference for difference in found if difference is not None), None)
         if first is None:
             return
@@ -201,28 +236,32 @@ class _Verification:
         operators = None
         for micro_batch in range(first.micro_batch, first.micro_batch + MAX_ACCUMULATION):
             operators = self._operators(FirstDifference(first.layer, micro_batch))
-            if any(processes.gathered(operators is not None)):
+            if any(launch.gather(operators is not None)):
                 break
-        if processes.is_one_to_speak(operators is not None or _has_evidence(trials)):
+        if launch.is_first_with(operators is not None or _has_evidence(trials)):
             yield _check_difference(trials, first, operators)
 
     def _difference(self, trials: Trials) -> FirstDifference | None:
         planned = trials.planned
         if planned.failure is not None:
             return _of_failure(planned)
-        is_known = trials.spread.is_equal or trials.is_within_leeway or first_module_before(trials) is not None
+        is_known = (
+            trials.differences.is_equal
+            or trials.is_within_tolerance
+            or first_module_changed_by_plan(trials) is not None
+        )
         if is_known or not trials.is_repeatable:
             return None
-        return first_layer(trials.reference, planned) or _by_parameter(trials)
+        return first_differing_layer(trials.reference, planned) or _by_parameter(trials)
 
     def _operators(self, difference: FirstDifference) -> OperatorDifference | None:
         watch = OperatorWatch(difference.layer, difference.micro_batch)
-        run_trial(self.subject, self.folder / "watched", is_planned=True, num_steps=self.num_steps, watch=watch)
+        run_trial(self.inputs, self.folder / "watched", is_planned=True, num_steps=self.num_steps, watch=watch)
         return watch.first_difference()
 
 
 def _compared(trials: Trials) -> Iterator[Check]:
-    """Yield one check after another, in the order of the table."""
+    """Yield the checks in the order of the table."""
     yield compare.check_repeatability(trials)
     yield compare.check_loss(trials)
     yield compare.check_gradients(trials)
@@ -243,7 +282,7 @@ def _compared(trials: Trials) -> Iterator[Check]:
 def _has_evidence(trials: Trials) -> bool:
     """Whether this process saw the cause itself, and not only gradients that it shares with others."""
     planned = trials.planned
-    return bool(planned.state_changes or planned.cut_off - trials.reference.cut_off)
+    return bool(planned.state_changes or planned.no_output_gradient - trials.reference.no_output_gradient)
 
 
 def _of_failure(planned: Record) -> FirstDifference | None:
@@ -255,11 +294,11 @@ def _of_failure(planned: Record) -> FirstDifference | None:
 
 def _by_parameter(trials: Trials) -> FirstDifference | None:
     """Return the layer of the first parameter whose gradient differs, where no layer's input gradient does."""
-    step = trials.spread.first_step - 1
+    step = trials.differences.first_step - 1
     if step < 0:
         return None
     expected, got = trials.reference.gradients(step), trials.planned.gradients(step)
-    layer = layer_of_first_parameter(expected, got, [layer.path for layer in trials.planned.layers])
+    layer = layer_of_first_differing_parameter(expected, got, [layer.path for layer in trials.planned.layers])
     per_step = len(trials.planned.micro_batches) // max(trials.planned.num_steps, 1)
     return None if layer is None else FirstDifference(layer, step * per_step)
 
@@ -270,12 +309,12 @@ def _check_difference(trials: Trials, first: FirstDifference, operators: Operato
         what = f"{first.layer} could not be recomputed"
     else:
         what += " whose input gradient differs while that at its output is equal, or a gradient inside it"
-    which = f"{describe(operators)}. " if operators is not None else ""
+    which = f"{describe_operators(operators)}. " if operators is not None else ""
     detail = f"{what} (micro-batch {first.micro_batch + 1}). {which[:1].upper()}{which[1:]}Likely cause: "
     return Check(
         name="first difference",
         verdict="fail",
-        detail=f"{detail}{cause_of(trials.reference, trials.planned, operators)}.",
+        detail=f"{detail}{likely_cause(trials.reference, trials.planned, operators)}.",
     )
 
 
@@ -306,55 +345,61 @@ def _check_run(planned: Record) -> Check:
         )
     doing = "recomputing" if failure.is_recomputing else "running"
     where = f" while {doing} {failure.path}" if failure.path else ""
-    # Behind this word torch says how to look for the place, which is done here.
+    # After this word torch says how to find the place; the check "first difference" does that.
     reason = " ".join(str(failure.error).split()).partition(" Tip: ")[0]
     return Check(
         name="run",
         verdict="fail",
         detail=f"With the plan the run ends after {counted(failure.step, 'step')}{where}: "
-        f"{type(failure.error).__name__}: {reason[:_LONGEST_REASON]}",
+        f"{type(failure.error).__name__}: {reason[:_MAX_REASON_LENGTH]}",
         figures={"num_steps": planned.num_steps},
     )
 
 
-_LONGEST_REASON = 600
+# --- Rows drawn from a seed, so that no data is needed. ---
 
 
-def _facts(recipe: Recipe, verification: _Verification) -> Iterator[tuple[str, str]]:
-    num_processes = len(processes.gathered(None))
-    yield "engine", verification.engine if num_processes == 1 else f"{verification.engine}, {num_processes} processes"
-    own = int(recipe.training.get("gradient_accumulation_steps", 1))
-    if own > MAX_ACCUMULATION:
-        yield "accumulation", f"{MAX_ACCUMULATION} micro-batches a step, of {own} in the recipe"
+@dataclass(frozen=True)
+class SampleRows:
+    """What a Trainer needs in place of data."""
+
+    rows: list[dict[str, list[int]]]  # `input_ids` and `labels`, -100 where nothing is learned
+    collator: Callable[[list[Any]], dict[str, Any]]  # as the recipe's own
 
 
-@contextmanager
-def _one_thread(*, is_on: bool) -> Iterator[None]:
-    """Compute in one thread: operators as small as a reduced model's take many times as long in two."""
-    found = torch.get_num_threads()
-    if is_on:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(found)
+def sample_rows(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, args: TrainingArguments, *, num_steps: int
+) -> SampleRows:
+    """Draw rows of text tokens for that many optimizer steps of all processes.
+
+    They have what the recipe's own batches have: prompts without loss where it learns completions or turns only, rows
+    of unequal lengths where it pads, several documents in a row where it packs.
+    """
+    num_rows = num_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size * args.world_size
+    length = min(NUM_TOKENS, int(recipe.data.get("max_length") or NUM_TOKENS))
+    rows = list(_rows(num_rows, length, _text_tokens(tokenizer), int(recipe.training.get("seed", 42))))
+    if recipe.data.get("loss_on") != "all":
+        rows = [_without_prompt(row) for row in rows]
+    is_packed = recipe.data.get("packing", False)
+    return SampleRows(rows, packing_collator() if is_packed else padding_collator(tokenizer))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what libraries say of each model and run; five runs would say it five times."""
-    level, ours = transformers_logging.get_verbosity(), logging.getLogger("hf_ckpt")
-    found = ours.level
-    has_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # upstream
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ours.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        ours.setLevel(found)
-        if has_bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+def _rows(num_rows: int, length: int, tokens: list[int], seed: int) -> Iterator[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(num_rows):
+        # Pairs of rows have the same length or two lengths, for batches with and without padding.
+        is_shorter = number % 4 == 3
+        drawn = torch.randint(len(tokens), (max(2, length - _SHORTENED * is_shorter),), generator=generator)
+        ids = [tokens[at] for at in drawn.tolist()]
+        # No position predicts the first token.
+        yield {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}
+
+
+def _without_prompt(row: dict[str, list[int]]) -> dict[str, list[int]]:
+    num_given = max(1, len(row["labels"]) // _SHARE_WITHOUT_LOSS)
+    return {**row, "labels": [IGNORED] * num_given + row["labels"][num_given:]}
+
+
+def _text_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    special = set(tokenizer.all_special_ids)
+    return [token for token in range(len(tokenizer)) if token not in special]

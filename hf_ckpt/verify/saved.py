@@ -1,4 +1,4 @@
-"""What a planned trial saved: complete, loaded again, merged, and resumed from."""
+"""Checks of what a planned trial saved: complete, loaded again, merged, and resumed from."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_ckpt.loading.model import load_base
-from hf_ckpt.verify.check import Check
-from hf_ckpt.verify.fingerprints import of_values
-from hf_ckpt.verify.record import Record
-from hf_ckpt.verify.subject import Subject, keep_4bit_weights
-from hf_ckpt.verify.trials import Trials
-from hf_ckpt.verify.words import counted, listed
+from hf_ckpt.verify.compare import Trials
+from hf_ckpt.verify.record import Record, values_digest
+from hf_ckpt.verify.report import Check, counted, listed
+from hf_ckpt.verify.trial import TrialInputs, keep_4bit_weights, prompt_logits
 
 _ADAPTER_FILE = "adapter_model.safetensors"
 _COMPUTES_AS_ALONE = ("one process", "ddp")
@@ -28,10 +26,10 @@ _COMPUTES_AS_ALONE = ("one process", "ddp")
 _MERGE_TOLERANCE = 2.0**-13
 
 
-def check_saved(subject: Subject, trials: Trials) -> Iterator[Check]:
-    """Look at what `Trainer.save_model` wrote at the end of the planned trial. For one process only."""
-    if subject.recipe.lora is None:
-        yield _check_model(subject, trials)
+def check_saved(inputs: TrialInputs, trials: Trials) -> Iterator[Check]:
+    """Check what `Trainer.save_model` wrote at the end of the planned trial. On one process only."""
+    if inputs.recipe.lora is None:
+        yield _check_model(inputs, trials)
         return
     file = _check_adapter_file(trials)
     yield file
@@ -39,8 +37,8 @@ def check_saved(subject: Subject, trials: Trials) -> Iterator[Check]:
         yield Check(name="reload", verdict="skip", detail="The adapter file is not whole.")
         yield Check(name="merge", verdict="skip", detail="The adapter file is not whole.")
         return
-    yield _guarded("reload", lambda: _check_reload(subject, trials))
-    yield _guarded("merge", lambda: _check_merge(subject, trials.planned))
+    yield _guarded("reload", lambda: _check_reload(inputs, trials))
+    yield _guarded("merge", lambda: _check_merge(inputs, trials.planned))
 
 
 def _guarded(name: str, check: Any) -> Check:
@@ -52,7 +50,7 @@ def _guarded(name: str, check: Any) -> Check:
 
 
 def _check_adapter_file(trials: Trials) -> Check:
-    """See that every trained tensor is in the file, bit by bit, under the names of a run without the plan."""
+    """Check that every trained tensor is in the file, bit by bit, under the names of a run without the plan."""
     name, planned = "adapter file", trials.planned
     saved, expected = _tensors(planned.saved), _tensors(trials.reference.saved)
     figures = {"num_tensors": len(saved), "num_trained": len(planned.trained)}
@@ -79,8 +77,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _missing(planned: Record, saved: dict[str, Tensor]) -> list[str]:
-    """Return the trained parameters whose values are in no tensor of the file; PEFT's names for them do not matter."""
-    there = Counter(of_values(tensor) for tensor in saved.values())
+    """Return the trained parameters whose values are in no tensor of the file, whatever PEFT's names for them."""
+    there = Counter(values_digest(tensor) for tensor in saved.values())
     missing = []
     for parameter, digest in planned.trained.items():
         if there[digest]:
@@ -90,28 +88,28 @@ def _missing(planned: Record, saved: dict[str, Tensor]) -> list[str]:
     return missing
 
 
-def _check_reload(subject: Subject, trials: Trials) -> Check:
+def _check_reload(inputs: TrialInputs, trials: Trials) -> Check:
     from peft import PeftModel
 
-    base = load_base(subject.recipe, is_quantized=True)
+    base = load_base(inputs.recipe, is_quantized=True)
     keep_4bit_weights(base)
     model: Any = PeftModel.from_pretrained(base, str(trials.planned.saved), is_trainable=True)
-    if subject.setup is not None:
-        subject.setup(model)
-    return _compare_logits("reload", "The adapter, loaded again onto its base, gives", subject, trials, model)
+    if inputs.setup is not None:
+        inputs.setup(model)
+    return _compare_logits("reload", "The adapter, loaded again onto its base, gives", inputs, trials, model)
 
 
-def _check_model(subject: Subject, trials: Trials) -> Check:
+def _check_model(inputs: TrialInputs, trials: Trials) -> Check:
     """Load a fully trained model again and compare its parameters and logits."""
     name, planned = "saved model", trials.planned
 
     def check() -> Check:
-        where = {**subject.recipe.model, "name_or_path": str(planned.saved)}
-        model = load_base(replace(subject.recipe, model=where), is_quantized=False)
-        loaded = {key: of_values(parameter) for key, parameter in model.named_parameters()}
-        if subject.setup is not None:
-            subject.setup(model)
-        # What only the user's script adds to the model is in no file that transformers could load.
+        where = {**inputs.recipe.model, "name_or_path": str(planned.saved)}
+        model = load_base(replace(inputs.recipe, model=where), is_quantized=False)
+        loaded = {key: values_digest(parameter) for key, parameter in model.named_parameters()}
+        if inputs.setup is not None:
+            inputs.setup(model)
+        # What the user's script adds to the model is in no file that transformers could load.
         added = {key for key, _ in model.named_parameters()} - loaded.keys()
         trained = {key: digest for key, digest in planned.trained.items() if key not in added}
         wrong = sorted(key for key, digest in trained.items() if loaded.get(key) != digest)
@@ -121,19 +119,19 @@ def _check_model(subject: Subject, trials: Trials) -> Check:
         if wrong:
             what = f"{len(wrong)} of {len(trained)} parameters are not what was trained ({listed(wrong)})."
             return Check(name=name, verdict="fail", detail=what)
-        return _compare_logits(name, "All parameters are what was trained, and the model gives", subject, trials, model)
+        return _compare_logits(name, "All parameters are what was trained, and the model gives", inputs, trials, model)
 
     return _guarded(name, check)
 
 
-def _compare_logits(name: str, what: str, subject: Subject, trials: Trials, model: nn.Module) -> Check:
+def _compare_logits(name: str, what: str, inputs: TrialInputs, trials: Trials, model: nn.Module) -> Check:
     planned = trials.planned
     assert planned.logits is not None, "a trial that ended well has logits"
     if planned.engine not in _COMPUTES_AS_ALONE:
         detail = f"It loads. Logits are not compared: {planned.engine} computes in another precision than one process."
         return Check(name=name, verdict="pass", detail=detail)
-    device = "cuda" if torch.cuda.is_available() and not subject.recipe.training.get("use_cpu") else "cpu"
-    got = _logits(subject, model.to(device), device)
+    device = "cuda" if torch.cuda.is_available() and not inputs.recipe.training.get("use_cpu") else "cpu"
+    got = _logits(inputs, model.to(device), device)
     error = float((got - planned.logits).abs().max())
     figures = {"max_error": error}
     if error == 0.0:
@@ -144,16 +142,12 @@ def _compare_logits(name: str, what: str, subject: Subject, trials: Trials, mode
     return Check(name=name, verdict="fail", detail=detail, figures=figures)
 
 
-def _logits(subject: Subject, model: nn.Module, device: str) -> Tensor:
-    ids = subject.prompt().to(device)
-    model.eval()
-    with torch.no_grad(), _autocast(subject, device):
-        found: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    return found.float().cpu()
+def _logits(inputs: TrialInputs, model: nn.Module, device: str) -> Tensor:
+    return prompt_logits(model, inputs.prompt().to(device), _autocast(inputs, device))
 
 
-def _autocast(subject: Subject, device: str) -> AbstractContextManager[Any]:
-    training = subject.recipe.training
+def _autocast(inputs: TrialInputs, device: str) -> AbstractContextManager[Any]:
+    training = inputs.recipe.training
     dtype = next((dtype for key, dtype in _AUTOCAST.items() if training.get(key)), None)
     return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
@@ -161,12 +155,12 @@ def _autocast(subject: Subject, device: str) -> AbstractContextManager[Any]:
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _check_merge(subject: Subject, planned: Record) -> Check:
+def _check_merge(inputs: TrialInputs, planned: Record) -> Check:
     """Merge the saved adapter into its base, unquantised and in float32, and compare logits."""
     from peft import PeftModel
 
-    recipe = replace(subject.recipe, model={**subject.recipe.model, "dtype": "float32"})
-    plain = replace(subject, recipe=replace(recipe, training={}))
+    recipe = replace(inputs.recipe, model={**inputs.recipe.model, "dtype": "float32"})
+    plain = replace(inputs, recipe=replace(recipe, training={}))
     model: Any = PeftModel.from_pretrained(load_base(recipe, is_quantized=False), str(planned.saved))
     adapted = _logits(plain, model, "cpu")
     with model.disable_adapter():
@@ -185,13 +179,7 @@ def _check_merge(subject: Subject, planned: Record) -> Check:
 
 
 def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
-    """Compare a run that was stopped after some steps and resumed with one that was not.
-
-    Args:
-        trials: the whole run, with the plan, and those without it.
-        resumed: the run that started from the whole one's checkpoint.
-        saved_at: steps of that checkpoint.
-    """
+    """Compare the planned trial with `resumed`, which started from its checkpoint after `saved_at` steps."""
     name, planned = "resume", trials.planned
     if resumed.failure is not None:
         error = resumed.failure.error
@@ -219,7 +207,7 @@ def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
 
 
 def _not_loaded(planned: Record, resumed: Record) -> list[str]:
-    """Return the parameters that resuming left at their first values although training had moved them."""
+    """Return the parameters that are at their initial values after resuming although training had moved them."""
     return [
         name
         for name in planned.trained

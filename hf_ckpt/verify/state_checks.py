@@ -1,14 +1,224 @@
-"""What training leaves behind beside weights: random state, buffers, names, flags, hooks, caches, generation."""
+"""Checks of the run's state: forward counts, random state, buffers, names, flags, autocast, hooks, caches, generation.
+
+The user's own hooks: one inside a recomputed region runs again in backward. Whether that matters depends on what it
+does, so this compares what it can have written to: closure cells, the object that it is bound to, arguments of a
+`partial`, its defaults and attributes, and the globals that its code names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from hf_ckpt.verify.check import Check, Verdict
-from hf_ckpt.verify.record import MicroBatch, Record, UserHook
-from hf_ckpt.verify.trials import Trials
-from hf_ckpt.verify.words import counted, listed
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.policy.policy import Mode
+from hf_ckpt.verify.compare import Trials
+from hf_ckpt.verify.record import MicroBatch, Record, UserHook, WatchedLayer, qualified_name, tensor_digest
+from hf_ckpt.verify.report import Check, Verdict, counted, listed, numbered
+
+FORWARDS = "forward counts"
+IN_FORCE = "plan in force"
+_MAX_SHOWN = 120
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "hf_ckpt",
+    "trl",
+    "liger_kernel",
+    "deepspeed",
+)
+_KINDS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+_DEPTH = 4
+_MAX_ITEMS = 10_000
+"""Items of a container that are compared; of a longer one (a vocabulary, a data set) only the length is."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NEVER_STATE = (torch.dtype, torch.device, types.ModuleType, type)
+
+# --- Forward counts against the policy: what ran again in backward, and what did not. ---
+
+
+def check_counts(reference: Record, planned: Record) -> Check:
+    """Compare how often modules ran, with the plan and without it, with what the policy means."""
+    others = [path for (path, in_backward), count in reference.forward_counts.items() if in_backward and count]
+    if others:
+        return Check(
+            name=FORWARDS,
+            verdict="fail",
+            detail=f"Without the plan, {_modules(others)} ran again in backward all the same: something else than the "
+            "plan checkpoints the model. Turn it off.",
+        )
+    if planned.expected_plan != planned.plan:
+        return Check(name=FORWARDS, verdict="fail", detail="The plan in force was not the one that the policy means.")
+    if planned.failure is not None:
+        return Check(name=FORWARDS, verdict="skip", detail="The run ended in the middle of a step.")
+    faults = list(_count_faults(planned))
+    if faults:
+        return Check(name=FORWARDS, verdict="fail", detail=" ".join(faults))
+    return Check(name=FORWARDS, verdict="pass", detail=_as_planned(planned), figures=_figures(planned))
+
+
+def check_in_force(planned: Record) -> Check:
+    """Check that what the plan put onto layers and parts stood there in every forward."""
+    if planned.replaced:
+        path, what = next(iter(planned.replaced.items()))
+        return Check(
+            name=IN_FORCE,
+            verdict="fail",
+            detail=f"The plan was overwritten by another library or script on {_modules(list(planned.replaced))}: on "
+            f"{path} {what}. Call whatever does this before training, or not at all.",
+        )
+    faults = " ".join(planned.callback_faults)
+    if faults:
+        return Check(name=IN_FORCE, verdict="fail", detail=f"The run itself would stop in its first step: {faults}")
+    return Check(name=IN_FORCE, verdict="pass", detail="In every forward the plan was on its layers as it was applied.")
+
+
+def _count_faults(planned: Record) -> Iterator[str]:
+    idle: list[WatchedLayer] = []
+    again: list[str] = []
+    wrong: list[str] = []
+    for layer in planned.layers:
+        for root, excluded in _regions(layer):
+            if (count := _count(planned, layer, root, excluded)) is None:
+                continue
+            forward, backward, expected = count
+            if not backward:
+                idle.append(layer)
+            elif backward not in expected:
+                wrong.append(f"{root} ran {forward} times, and {backward} times again in backward")
+        again += _ran_again(planned, layer)
+    # The chunked head runs again, and the modules inside it.
+    layers = (*(layer.path for layer in planned.layers), *([planned.head] if planned.head else []))
+    again += [
+        path for (path, b), count in planned.forward_counts.items() if b and count and not _is_below(path, layers)
+    ]
+    if planned.head and not any(b and _is_below(path, (planned.head,)) for path, b in planned.forward_counts):
+        yield f"The plan did nothing on the head: nothing of {planned.head} ran again in backward."
+    if idle:
+        modes = listed(sorted({f'"{layer.entry.mode}"' for layer in idle}))
+        which = _layers(planned, idle)
+        yield (
+            f"The plan did nothing on {which}: planned {modes}, but nothing ran again in backward. Its checkpoint "
+            "function was replaced or switched off after the plan was applied."
+        )
+    if again:
+        yield (
+            f"{_modules(again)} ran again in backward although the plan keeps the activations there: activation "
+            "checkpointing of another library or script is on beside the plan. Turn it off."
+        )
+    if wrong:
+        yield f"Counts are not those of the plan: {wrong[0]}{f', and {len(wrong) - 1} more' * (len(wrong) > 1)}."
+
+
+def _regions(layer: WatchedLayer) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the paths of what should run again, each with the paths inside it that should not."""
+    if layer.recomputes_itself:
+        return []
+    return [*_regions_of_mode(layer), *((path, ()) for path in layer.tiled)]
+
+
+def _regions_of_mode(layer: WatchedLayer) -> list[tuple[str, tuple[str, ...]]]:
+    match layer.entry.mode:
+        case Mode.FULL | Mode.SELECTIVE | Mode.SELECTIVE_ATTENTION:
+            return [(layer.path, ())]
+        case Mode.ATTENTION:
+            return [(path, ()) for path in layer.attention]
+        case Mode.FFN if layer.ffn:
+            # What runs in tiles is recomputed in them.
+            return [(path, ()) for path in layer.ffn if path not in layer.tiled]
+        case Mode.FFN:
+            return [(layer.path, layer.attention)]
+        case _:
+            return []
+
+
+def _count(
+    planned: Record, layer: WatchedLayer, root: str, excluded: tuple[str, ...]
+) -> tuple[int, int, set[int]] | None:
+    """Return the numbers of forwards, of recomputations, and of those allowed; None where nothing can be expected.
+
+    Counts the first module that a region enters: a recomputation that stops early still begins at the beginning.
+    Without a gradient at its output a region has no backward, and so no reason to run again.
+    """
+    entered = (path for path, in_backward in planned.forward_counts if not in_backward and path.startswith(f"{root}."))
+    first = next((path for path in entered if not _is_below(path, excluded)), None)
+    if first is None or root not in planned.with_output_gradient:
+        return None
+    forward, backward = planned.forward_counts[first, False], planned.forward_counts[first, True]
+    if root in layer.tiled:
+        # Each slice, and before them a few positions, to check that slices give the same as the whole.
+        return forward, backward, set(range(1, 2 * forward + 1))
+    # Layers of a nested segment run twice, but for the last one, which is needed once only.
+    return forward, backward, {forward, 2 * forward} if layer.entry.nested else {forward}
+
+
+def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:
+    if layer.recomputes_itself:
+        return
+    regions = _regions(layer)
+    for (path, in_backward), count in planned.forward_counts.items():
+        if not in_backward or not count or not path.startswith(f"{layer.path}."):
+            continue
+        if not any(_is_below(path, (root,)) and not _is_below(path, excluded) for root, excluded in regions):
+            yield path
+
+
+def _is_below(path: str, roots: Sequence[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}.") for root in roots)
+
+
+def _as_planned(planned: Record) -> str:
+    figures = _figures(planned)
+    recomputed, layers = int(figures["num_layers_recomputed"]), int(figures["num_layers"])
+    if not recomputed:
+        return f"Nothing of {layers} layers ran again in backward, as planned."
+    return f"{recomputed} of {layers} layers ran again in backward, whole or in part, each as often as planned."
+
+
+def _figures(planned: Record) -> dict[str, float]:
+    recomputed = [
+        layer
+        for layer in planned.layers
+        if any(count and b and path.startswith(f"{layer.path}.") for (path, b), count in planned.forward_counts.items())
+    ]
+    forward = sum(count for (_, in_backward), count in planned.forward_counts.items() if not in_backward)
+    backward = sum(count for (_, in_backward), count in planned.forward_counts.items() if in_backward)
+    return {
+        "num_layers": len(planned.layers),
+        "num_layers_recomputed": len(recomputed),
+        "num_module_forwards": forward,
+        "num_module_forwards_in_backward": backward,
+    }
+
+
+def _layers(planned: Record, layers: Sequence[WatchedLayer]) -> str:
+    paths = dict.fromkeys(layer.path.rpartition(".")[0] for layer in layers)
+    return listed(
+        f"{numbered([int(layer.path.rpartition('.')[2]) for layer in layers if layer.path.startswith(f'{path}.')])} "
+        f"of {path}"
+        for path in paths
+    )
+
+
+def _modules(paths: Sequence[str]) -> str:
+    return f"{paths[0]}{f' and {len(paths) - 1} more modules' * (len(paths) > 1)}"
+
+
+# --- What training leaves behind besides weights. ---
 
 
 def check_random_numbers(trials: Trials) -> Check:
@@ -68,7 +278,7 @@ def _differ(values: Mapping[str, object]) -> str:
 
 
 def _stable_differences(trials: Trials, what: str) -> dict[str, Any]:
-    """Return what the reference repeats and the planned trial has otherwise."""
+    """Return the planned trial's values that differ, where the reference repeats its own."""
     reference, repeated, planned = (
         getattr(record, what) for record in (trials.reference, trials.repeated, trials.planned)
     )
@@ -95,17 +305,17 @@ def check_names(trials: Trials) -> Check:
                 "wrapper renames what it wraps, and saved weights are then not found again.",
             )
     number = len(trials.reference.names["before"])
-    same = f"{number} names of modules and of state-dict keys are the same {_and(trials.planned.names)} training."
+    same = f"{number} names of modules and of state-dict keys are the same {_joined(trials.planned.names)} training."
     return Check(name=name, verdict="pass", detail=same, figures={"num_names": number})
 
 
-def _and(names: Mapping[str, object]) -> str:
+def _joined(names: Mapping[str, object]) -> str:
     *rest, last = names
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def check_state(planned: Record) -> Iterator[Check]:
-    """Hold flags and autocast in recomputation against those of the forward."""
+    """Compare flags and autocast in recomputation with those of the forward."""
     autocast = [change for change in planned.state_changes if change.what == "autocast"]
     flags = [change for change in planned.state_changes if change.what != "autocast"]
     if flags:
@@ -132,11 +342,45 @@ def check_state(planned: Record) -> Iterator[Check]:
 
 
 def _if_recomputed(planned: Record) -> Verdict:
-    return "pass" if any(in_backward for _, in_backward in planned.entries) else "skip"
+    return "pass" if any(in_backward for _, in_backward in planned.forward_counts) else "skip"
+
+
+def check_use_cache(planned: Record) -> Check:
+    """Check that every `use_cache` is the user's again."""
+    if planned.use_cache:
+        where, (before, after) = next(iter(planned.use_cache.items()))
+        detail = f"use_cache of {where} was {before!r} before training and is {after!r} after it."
+        return Check(name="use_cache", verdict="fail", detail=detail)
+    return Check(name="use_cache", verdict="pass", detail="After training every use_cache is what it was before.")
+
+
+def check_generation(trials: Trials) -> Check:
+    """Compare what is generated between two steps and after training."""
+    name = "generation"
+    expected, got = trials.reference.generated, trials.planned.generated
+    tried = {when: tokens for when, tokens in expected.items() if not isinstance(tokens, str)}
+    if not tried:
+        reason = next(iter(expected.values()), "no step was done")
+        return Check(name=name, verdict="skip", detail=f"The model does not generate without the plan either: {reason}")
+    wrong = [when for when in tried if got.get(when) != tried[when]]
+    if wrong and not trials.is_repeatable:
+        return Check(name=name, verdict="skip", detail="Not compared: the run does not repeat itself.")
+    if wrong and trials.planned.tolerance is not None:
+        why = f"{trials.planned.tolerance.what} round otherwise, and the weights with them"
+        return Check(name=name, verdict="skip", detail=f"Not compared: {why}.")
+    if wrong:
+        when = wrong[0]
+        detail = f"Generation {when} gives {got.get(when)} with and {tried[when]} without the plan."
+        return Check(name=name, verdict="fail", detail=detail)
+    detail = f"Greedy generation {', '.join(tried)} gives the same tokens."
+    return Check(name=name, verdict="pass", detail=detail, figures={"num_tokens": sum(map(len, tried.values()))})
+
+
+# --- The user's own hooks. ---
 
 
 def check_hooks(trials: Trials) -> Check:
-    """Hold what the user's own hooks did against the reference."""
+    """Compare what the user's own hooks did with the reference."""
     name = "hooks"
     hooks = list(zip(trials.reference.hooks, trials.repeated.hooks, trials.planned.hooks, strict=True))
     if not hooks:
@@ -177,38 +421,135 @@ def _and_more(number: int) -> str:
 
 def _shown(change: Any) -> str:
     text = "nothing" if change is None else repr(change)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + " ..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + " ..."
 
 
-_LONGEST_SHOWN = 120
+class UserHooks:
+    """The user's hooks on a model, and their state, before any hook of verify or of the plan is on it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # The state of modules is compared elsewhere: a hook that holds a module of the model has not written it.
+        self._known = {id(module) for module in model.modules()} | {
+            id(module.config) for module in model.modules() if hasattr(module, "config")
+        }
+        self._found = [
+            _FoundHook(path, kind, function, visible_state(function, self._known))
+            for path, module in model.named_modules()
+            for kind, function in _functions_on(module)
+            if not _is_from_library(function)
+        ]
+
+    def finish(self, forward_counts: Counter[tuple[str, bool]]) -> list[UserHook]:
+        """Return the hooks with what was added to their visible state since. Counts are by (path, in backward)."""
+        return [
+            UserHook(
+                path=found.path,
+                kind=found.kind,
+                name=qualified_name(found.function),
+                change=_added_state(found.state_before, visible_state(found.function, self._known)),
+                runs_again=0 if "backward" in found.kind else forward_counts[found.path, True],
+            )
+            for found in self._found
+        ]
 
 
-def check_use_cache(planned: Record) -> Check:
-    """See that every `use_cache` is the user's again."""
-    if planned.use_cache:
-        where, (before, after) = next(iter(planned.use_cache.items()))
-        detail = f"use_cache of {where} was {before!r} before training and is {after!r} after it."
-        return Check(name="use_cache", verdict="fail", detail=detail)
-    return Check(name="use_cache", verdict="pass", detail="After training every use_cache is what it was before.")
+@dataclass
+class _FoundHook:
+    path: str
+    kind: str
+    function: Callable[..., Any]
+    state_before: Any
 
 
-def check_generation(trials: Trials) -> Check:
-    """Compare what is generated between two steps and after training."""
-    name = "generation"
-    expected, got = trials.reference.generated, trials.planned.generated
-    tried = {when: tokens for when, tokens in expected.items() if not isinstance(tokens, str)}
-    if not tried:
-        reason = next(iter(expected.values()), "no step was done")
-        return Check(name=name, verdict="skip", detail=f"The model does not generate without the plan either: {reason}")
-    wrong = [when for when in tried if got.get(when) != tried[when]]
-    if wrong and not trials.is_repeatable:
-        return Check(name=name, verdict="skip", detail="Not compared: the run does not repeat itself.")
-    if wrong and trials.planned.leeway is not None:
-        why = f"{trials.planned.leeway.what} round otherwise, and the weights with them"
-        return Check(name=name, verdict="skip", detail=f"Not compared: {why}.")
-    if wrong:
-        when = wrong[0]
-        detail = f"Generation {when} gives {got.get(when)} with and {tried[when]} without the plan."
-        return Check(name=name, verdict="fail", detail=detail)
-    detail = f"Greedy generation {', '.join(tried)} gives the same tokens."
-    return Check(name=name, verdict="pass", detail=detail, figures={"num_tokens": sum(map(len, tried.values()))})
+def _functions_on(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for attribute, kind in _KINDS.items():
+        for function in getattr(module, attribute, {}).values():
+            yield kind, function
+    if (forward := vars(module).get("forward")) is not None:
+        yield "forward", forward
+
+
+def _is_from_library(function: Callable[..., Any]) -> bool:
+    return qualified_name(function).startswith(tuple(f"{name}." for name in _LIBRARIES))
+
+
+def visible_state(function: Callable[..., Any], known: set[int]) -> Any:
+    """Return, in comparable form, what a function can have written to; None if nothing of that is visible.
+
+    Objects with an id in `known` are left out.
+    """
+    state: dict[str, Any] = {}
+    read = _StateReader(known).read
+    while isinstance(function, partial):
+        state["arguments"] = read((*function.args, *function.keywords.values()))
+        function = function.func
+    bound = getattr(function, "__self__", None)
+    if bound is not None:
+        state["bound object"] = read(bound)
+    elif not isinstance(function, types.FunctionType) and hasattr(function, "__dict__"):
+        state["callable object"] = read(function)
+    plain = getattr(function, "__func__", function)
+    if isinstance(plain, types.FunctionType):
+        state.update(_state_of_function(plain, read))
+    return {name: value for name, value in state.items() if value not in ((), None, {})} or None
+
+
+def _state_of_function(function: types.FunctionType, read: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, read(cell.cell_contents)
+        except ValueError:  # a cell that was never filled
+            continue
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if not isinstance(value, types.ModuleType | type) and not callable(value):
+            yield name, read(value)
+    yield "attributes", read(vars(function))
+    yield "defaults", read(function.__defaults__ or ())
+
+
+class _StateReader:
+    """Turns values into plain ones, in containers; tensors into digests, and what cannot be compared into None."""
+
+    def __init__(self, known: set[int]) -> None:
+        self._known = known
+
+    def read(self, value: Any, depth: int = _DEPTH) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, Tensor):
+            return value.item() if value.numel() == 1 and not value.is_meta else tensor_digest(value)
+        if depth == 0 or id(value) in self._known or isinstance(value, _NEVER_STATE):
+            return None
+        if hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
+            return len(value)
+        return self._inside(value, depth - 1)
+
+    def _inside(self, value: Any, depth: int) -> Any:
+        if isinstance(value, dict):
+            return {str(key): self.read(item, depth) for key, item in value.items()}
+        if isinstance(value, set | frozenset):
+            return sorted(repr(item) for item in value)
+        if hasattr(value, "__iter__") and hasattr(value, "__len__"):  # lists, tuples, deques, arrays
+            return [self.read(item, depth) for item in value]
+        attributes = vars(value) if hasattr(value, "__dict__") else {}
+        if isinstance(value, nn.Module):
+            attributes = {name: item for name, item in attributes.items() if not name.startswith("_")}
+        return {name: self.read(item, depth) for name, item in attributes.items()} or None
+
+
+def _added_state(before: Any, after: Any) -> Any:
+    """Return what was added to a state: differences of numbers, new items of lists, other new values as they are.
+
+    Values themselves would not do: a hook's counter may be a global that all trials share.
+    """
+    if isinstance(after, bool) or not isinstance(before, type(after)):
+        return None if before == after else after
+    if isinstance(after, int | float | complex):
+        return after - before or None
+    if isinstance(after, dict):
+        added = {key: _added_state(before.get(key), value) for key, value in after.items()}
+        return {key: value for key, value in added.items() if value is not None} or None
+    if isinstance(after, list) and after[: len(before)] == before:
+        return after[len(before) :] or None
+    return None if before == after else after

@@ -1,51 +1,164 @@
-"""One trial: the recipe's model trained a few steps by the real Trainer, with or without the plan, and recorded."""
+"""One trial: the recipe's model trained a few steps by the real Trainer, with or without the plan, and recorded.
+
+Note [FSDP on a CPU]. accelerate drops FSDP on a CPU silently and runs DDP (`AcceleratorState` keeps the plugin for
+accelerators only). Everything behind that decision works on gloo and a CPU: wrapping, gradient accumulation, clipping,
+saving. So the Trainer of a trial takes the decision back, on the instances that it made itself; no class is patched,
+and nothing outside `hf-ckpt verify` uses it.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
+    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    set_seed,
 )
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
+from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.patch.tileable import tiled_modules
-from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan, parse, resolve
-from hf_ckpt.recipe.recipe import Values
-from hf_ckpt.recipe.schema import POLICY_OPTIONS
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, Checkpointing
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.trainer.saved_files import WRAPPERS
-from hf_ckpt.verify.fingerprints import local, of_random_state, of_tensor, of_values
-from hf_ckpt.verify.generation import changes, generated, logits, use_cache_of
-from hf_ckpt.verify.hooks import UserHooks
+from hf_ckpt.verify.compare import draws_in_tiles, run_in_same_tiles, tolerance_of
 from hf_ckpt.verify.localize import OperatorWatch
-from hf_ckpt.verify.record import Failure, Record, WatchedLayer
-from hf_ckpt.verify.recorder import Recorder, plain_attributes
-from hf_ckpt.verify.subject import Subject
-from hf_ckpt.verify.tolerance import draws_in_tiles, leeway_of, slice_alike
-from hf_ckpt.verify.trial_engine import VerifyTrainer, engine_of
+from hf_ckpt.verify.record import (
+    Failure,
+    Record,
+    Recorder,
+    WatchedLayer,
+    local_shard,
+    plain_attributes,
+    random_state_digests,
+    tensor_digest,
+    values_digest,
+)
+from hf_ckpt.verify.state_checks import UserHooks
 
-# Names that wrappers of torch give to what they wrap: activation checkpointing, FSDP1, torch.compile.
-_STRUCTURE = ("layers", "attention", "ffn")
+MAX_ACCUMULATION = 2
+"""Micro-batches of an optimizer step; two show that gradients add up, more only take longer."""
+_PROMPT_TOKENS = 6
+_ADAPTER_SCALE = 0.02
+_NUM_GENERATED = 6
+# An Accelerator with an FSDP plugin sets it for whatever runs next in its process.
+_FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
+Engine = Literal["one process", "ddp", "fsdp1", "fsdp2", "deepspeed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialInputs:
+    """What all trials of one verification share."""
+
+    recipe: Recipe  # with weights in `model.name_or_path`
+    tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Mapping[str, Any]]  # with `input_ids` and `labels`
+    collator: Any
+    setup: Callable[[nn.Module], None] | None = None
+    """What the user's own script does to the model once it is built."""
+
+    def build(self, seed: int) -> Any:
+        """Build the model as the recipe says, the same one at each call."""
+        set_seed(seed)
+        model = build_model(self.recipe, self.tokenizer)
+        keep_4bit_weights(model)
+        _randomize_zero_adapters(model)
+        if self.setup is not None:
+            self.setup(model)
+        return model
+
+    def arguments(self, folder: Path, num_steps: int, *, save_at: int | None, is_planned: bool) -> TrainingArguments:
+        """Return the recipe's own `TrainingArguments`, but for folder, length, saving and reporters."""
+        own = dict(self.recipe.training)
+        changed: dict[str, Any] = {
+            "output_dir": str(folder),
+            "max_steps": num_steps,
+            "gradient_accumulation_steps": min(int(own.get("gradient_accumulation_steps", 1)), MAX_ACCUMULATION),
+            # A warm-up is longer than the trial, and its first step has a learning rate of zero.
+            "warmup_steps": 0,
+            "save_strategy": "no" if save_at is None else "steps",
+            "save_steps": save_at or 1,
+            "save_total_limit": None,
+            "logging_strategy": "no",
+            "eval_strategy": "no",
+            "eval_on_start": False,
+            "load_best_model_at_end": False,
+            "push_to_hub": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_num_workers": 0,
+        }
+        for name in ("warmup_ratio", "logging_steps", "eval_steps"):
+            own.pop(name, None)
+        if not is_planned:
+            own.pop("gradient_checkpointing", None)
+            own.pop("activation_checkpointing", None)
+        return training_arguments(replace(self.recipe, training={**own, **changed}))
+
+    def in_float32(self) -> TrialInputs:
+        """Return the same in float32."""
+        recipe, quantization = self.recipe, self.recipe.quantization
+        if quantization is not None:
+            quantization = {**quantization, "bnb_4bit_compute_dtype": "float32"}
+        training = {**recipe.training, "bf16": False, "fp16": False}
+        model = {**recipe.model, "dtype": "float32"}
+        return replace(self, recipe=replace(recipe, model=model, training=training, quantization=quantization))
+
+    def prompt(self) -> torch.Tensor:
+        """Return the first tokens of the first row, [1, S]."""
+        return torch.tensor([list(self.rows[0]["input_ids"][:_PROMPT_TOKENS])])
+
+
+def keep_4bit_weights(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew in evaluation, as it does on a CPU with AVX512-BF16.
+
+    It rounds their scales to bfloat16 in place: a run that evaluates or generates trains on other weights afterwards.
+    On a GPU this does not happen.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # an attribute of Linear4bit
+
+
+@torch.no_grad()
+def _randomize_zero_adapters(model: nn.Module) -> None:
+    """Give adapters that start as zeros small random values.
+
+    A LoRA matrix B of zeros hides faults: its matrix A gets no gradient before the second step, and an adapter that
+    was never loaded gives the same logits as one that was.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dim() >= 2 and not parameter.any():
+            parameter.normal_(std=_ADAPTER_SCALE)
 
 
 def run_trial(
-    subject: Subject,
+    inputs: TrialInputs,
     folder: Path,
     *,
     is_planned: bool,
@@ -54,30 +167,18 @@ def run_trial(
     resume_from: Path | None = None,
     watch: OperatorWatch | None = None,
 ) -> Record:
-    """Train a few steps and return what was seen.
+    """Train some optimizer steps, with `HFCkptCallback` if `is_planned`, and return the record.
 
-    An error in training is part of what was seen; it does not leave this function.
-
-    Args:
-        subject: the recipe as trials run it.
-        folder: where the trial writes.
-        is_planned: whether `HFCkptCallback` takes part.
-        num_steps: optimizer steps.
-        save_at: steps between two checkpoints, if any are to be written.
-        resume_from: a checkpoint to go on from.
-        watch: an operator watch for one layer.
-
-    Raises:
-        PolicyError: the policy does not suit the model.
-        StructureError: the layers cannot be found.
+    An error in training becomes part of the record; only PolicyError and StructureError are raised. The trial writes
+    to `folder`, and a checkpoint every `save_at` steps.
     """
-    with _environment_put_back():
-        return _Trial(subject, folder, is_planned, num_steps, save_at, watch).run(resume_from)
+    with _restored_environment():
+        return _Trial(inputs, folder, is_planned, num_steps, save_at, watch).run(resume_from)
 
 
 @contextmanager
-def _environment_put_back() -> Iterator[None]:
-    """Undo what TrainingArguments write into the environment (ACCELERATE_USE_FSDP), which the next trial would obey."""
+def _restored_environment() -> Iterator[None]:
+    """Undo what TrainingArguments write into the environment: the next trial would obey ACCELERATE_USE_FSDP."""
     found = dict(os.environ)
     try:
         yield
@@ -89,26 +190,26 @@ def _environment_put_back() -> Iterator[None]:
 class _Trial:
     def __init__(
         self,
-        subject: Subject,
+        inputs: TrialInputs,
         folder: Path,
         is_planned: bool,
         num_steps: int,
         save_at: int | None,
         watch: OperatorWatch | None,
     ) -> None:
-        self.subject = subject
+        self.inputs = inputs
         self.record = Record(folder)
-        self.args = subject.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
-        self.model: Any = subject.build(self.args.seed)
-        section = subject.recipe.checkpointing or {}
-        stacks = find_layers(self.model, **_chosen(section, _STRUCTURE))
+        self.args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
+        self.model: Any = inputs.build(self.args.seed)
+        section = inputs.recipe.checkpointing or NO_CHECKPOINTING
+        stacks = find_layers(self.model, **section.structure)
         plan = _expected_plan(section, stacks, type(self.model).__name__)
         self.record.expected_plan, self.record.layers = plan, tuple(_watched_layers(plan, stacks))
-        self.record.leeway = leeway_of(plan, stacks, self.model, self.args)
+        self.record.tolerance = tolerance_of(plan, stacks, self.model, self.args)
         if not is_planned and draws_in_tiles(plan, stacks):
-            slice_alike(plan, stacks)
+            run_in_same_tiles(plan, stacks)
         self.recorder = Recorder(self.model, stacks, self.record)
-        self.callback = WatchedCallback(section) if is_planned else None
+        self.callback = NonStoppingCallback(section) if is_planned else None
         self.watch = watch
         self.user_hooks = UserHooks(self.model)
         self.use_cache = use_cache_of(self.model)
@@ -128,7 +229,7 @@ class _Trial:
         self.recorder.stop()
         if self.callback is not None:
             self.record.plan, self.record.callback_faults = self.callback.plan, self.callback.faults
-        self.record.hooks = self.user_hooks.finish(self.record.entries)
+        self.record.hooks = self.user_hooks.finish(self.record.forward_counts)
         if self.record.failure is None and trainer is not None:
             self._finish(trainer)
         return self.record
@@ -139,28 +240,30 @@ class _Trial:
             trial=self,
             model=self.model,
             args=self.args,
-            train_dataset=self.subject.rows,
-            data_collator=self.subject.collator,
-            processing_class=self.subject.tokenizer,
+            train_dataset=self.inputs.rows,
+            data_collator=self.inputs.collator,
+            processing_class=self.inputs.tokenizer,
             callbacks=callbacks,
         )
         for printer in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(printer)
-        # Behind the plan's own callback, so that it sees what a user's callback would.
-        trainer.add_callback(_BetweenSteps(self, trainer))
+        # After the plan's own callback, so that it sees what a user's callback would.
+        trainer.add_callback(_GenerateBetweenSteps(self, trainer))
         return trainer
 
     def _note_failure(self, error: Exception) -> None:
-        self.record.failure = Failure(error, self.recorder.layer, self.recorder.is_recomputing, self.record.num_steps)
+        self.record.failure = Failure(
+            error, self.recorder.current_layer, self.recorder.is_recomputing, self.record.num_steps
+        )
         # The traceback holds the frames, and they the model.
         error.__traceback__ = None
 
     def start_training(self, trainer: RecordingTrainer) -> None:
-        """Place hooks and note weights, when engines and plan are in place."""
+        """Place hooks and note weights, once engine and plan are in place."""
         self.record.engine = engine_of(trainer.model_wrapped)
         self._note_head()
         self.record.trainable = tuple(name for name, p in parameters_of(self.model) if p.requires_grad)
-        self.record.elsewhere = frozenset(name for name, p in parameters_of(self.model) if not p.numel())
+        self.record.on_other_ranks = frozenset(name for name, p in parameters_of(self.model) if not p.numel())
         self.record.tensors_before = _digests(self.model)
         self.recorder.start()
 
@@ -171,10 +274,10 @@ class _Trial:
         if governed_by_other(self.model) is not None:
             self.record.expected_plan = replace(plan, head=HeadMode.PLAIN)
         elif self.callback is not None:
-            self.record.head = _clean(find_head(self.model).path)
+            self.record.head = _without_wrappers(find_head(self.model).path)
 
     def keep_gradients(self, step: int) -> None:
-        """Keep the gradients of an optimizer step, before they are clipped."""
+        """Record the gradients of an optimizer step, before they are clipped."""
         gradients = {name: _gradient(p) for name, p in parameters_of(self.model) if p.requires_grad}
         self.record.keep_gradients(step, gradients)
         self.record.num_steps = step + 1
@@ -184,82 +287,113 @@ class _Trial:
     def _finish(self, trainer: RecordingTrainer) -> None:
         record, model = self.record, self.model
         record.names["after"] = names_of(model, record)
-        record.keep_weights({name: local(p) for name, p in parameters_of(model) if p.requires_grad})
+        record.keep_weights({name: local_shard(p) for name, p in parameters_of(model) if p.requires_grad})
         record.tensors_after = _digests(model)
-        record.trained = {name: of_values(p) for name, p in parameters_of(model) if p.requires_grad}
-        record.buffers = {_clean(name): of_tensor(buffer) for name, buffer in model.named_buffers()}
+        record.trained = {name: values_digest(p) for name, p in parameters_of(model) if p.requires_grad}
+        record.buffers = {_without_wrappers(name): tensor_digest(buffer) for name, buffer in model.named_buffers()}
         record.attributes = {
-            f"{_clean(path)}.{name}".lstrip("."): value
+            f"{_without_wrappers(path)}.{name}".lstrip("."): value
             for path, module in model.named_modules()
             if not path.endswith(WRAPPERS)
             for name, value in plain_attributes(module).items()
         }
-        record.use_cache = changes(self.use_cache, use_cache_of(model))
-        if not record.is_whole:
+        record.use_cache = changed_values(self.use_cache, use_cache_of(model))
+        if not record.can_save_model:
             return
         trainer.save_model()
-        prompt = self.subject.prompt()
-        record.logits = logits(trainer, model, prompt)
+        ids, autocast = self.inputs.prompt().to(trainer.args.device), trainer.autocast_smart_context_manager()
+        record.logits = prompt_logits(model, ids, autocast)
         record.generated["after training"] = self.generate(trainer)
 
     def generate(self, trainer: RecordingTrainer) -> Any:
-        """Return what the model writes now, in the mode it is in."""
-        if not self.record.is_whole:
+        """Generate with the model as it is now, in training or evaluation mode."""
+        if not self.record.can_save_model:
             return "FSDP1 has the weights in its wrappers"
-        return generated(trainer, self.model, self.subject.prompt(), self.subject.tokenizer.pad_token_id)
+        return generate_tokens(trainer, self.model, self.inputs.prompt(), self.inputs.tokenizer.pad_token_id)
 
 
-class RecordingTrainer(VerifyTrainer):
-    """The Trainer, watched from outside: each training step is the Trainer's own."""
+class RecordingTrainer(Trainer):
+    """The Trainer, recorded from outside: each training step is its own. Shards on a CPU too: Note [FSDP on a CPU]."""
 
     def __init__(self, *, trial: _Trial, **options: Any) -> None:
-        self._watched_by = trial
+        self._recorded_by = trial
         self._is_started = False
         super().__init__(**options)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and give back the FSDP plugin that it dropped on a CPU."""
+        launched = os.environ.get(_FSDP_VARIABLE)
+        super().create_accelerator_and_postprocess()
+        if launched is None:
+            os.environ.pop(_FSDP_VARIABLE, None)
+        state = self.accelerator.state
+        if self.args.fsdp_plugin_args is None or state.distributed_type != DistributedType.MULTI_CPU:
+            return
+        _shard(state, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+        self.is_fsdp_enabled = True
+
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own step and record it."""
-        trial = self._watched_by
+        trial = self._recorded_by
         if not self._is_started:
             trial.start_training(self)
             self._is_started = True
         with trial.recorder.step() as micro, self._watched():
             loss: Tensor = super().training_step(model, *args, **kwargs)
         micro.loss = loss.item()
-        micro.random_state = of_random_state()
+        micro.random_state = random_state_digests()
         if self.accelerator.sync_gradients:
             trial.keep_gradients(self.state.global_step)
         return loss
 
     def _watched(self) -> AbstractContextManager[Any]:
-        watch = self._watched_by.watch
-        number = len(self._watched_by.record.micro_batches) - 1
+        watch = self._recorded_by.watch
+        number = len(self._recorded_by.record.micro_batches) - 1
         return watch if watch is not None and watch.micro_batch == number else nullcontext()
 
 
-class WatchedCallback(HFCkptCallback):
-    """The recipe's callback; where its own check of the first step would stop the run, the run goes on and is judged.
+def _shard(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Do to the state of a CPU what `AcceleratorState` does to that of GPUs."""
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
-    Attributes:
-        faults: what that check found.
-    """
 
-    def __init__(self, section: Values) -> None:
+def engine_of(model: nn.Module) -> Engine:
+    """Return the engine that runs a model, by the type of `trainer.model_wrapped` once training has begun."""
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    if isinstance(model, FullyShardedDataParallel):
+        return "fsdp1"
+    if isinstance(model, FSDPModule):
+        return "fsdp2"
+    # Named and not imported: DeepSpeed is optional.
+    is_deepspeed = any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__)
+    return "deepspeed" if is_deepspeed else "one process"
+
+
+class NonStoppingCallback(HFCkptCallback):
+    """The recipe's callback, which goes on where its own check of the first step would stop the run."""
+
+    def __init__(self, section: Checkpointing) -> None:
         self.faults: list[str] = []
+        """What that check found."""
         super().__init__(**{**section, "on_mismatch": "warn"})
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Keep what the callback warns of."""
+        """Collect what the callback warns of."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             super().on_pre_optimizer_step(args, state, control, **kwargs)
         self.faults += [str(warning.message) for warning in caught]
 
 
-class _BetweenSteps(TrainerCallback):
-    """Generates between the first two steps, as a sampling callback of the user would, in both modes."""
+class _GenerateBetweenSteps(TrainerCallback):
+    """Generates after the first step, in training and in evaluation mode, as a sampling callback of the user would."""
 
     def __init__(self, trial: _Trial, trainer: RecordingTrainer) -> None:
         self._trial, self._trainer = trial, trainer
@@ -274,13 +408,12 @@ class _BetweenSteps(TrainerCallback):
         model.train()
 
 
-def _chosen(section: Values, keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: section[key] for key in keys if key in section}
+# --- What the plan should do, and names without wrappers. ---
 
 
-def _expected_plan(section: Values, stacks: Sequence[Stack], model_class: str) -> Plan:
-    """Return what the policy means for this model, resolved apart from the callback."""
-    policy = parse(section["policy"], **_chosen(section, POLICY_OPTIONS))
+def _expected_plan(section: Checkpointing, stacks: Sequence[Stack], model_class: str) -> Plan:
+    """Resolve the policy for this model independently of the callback."""
+    policy = parse(section.policy, **section.policy_options)
     return policy if isinstance(policy, Plan) else resolve(policy, stacks, model_class)
 
 
@@ -299,29 +432,85 @@ def _watched_layers(plan: Plan, stacks: Sequence[Stack]) -> Iterator[WatchedLaye
 
 
 def names_of(model: nn.Module, record: Record) -> tuple[str, ...]:
-    """Return the names of modules and of the keys of the state dict, each with what it is."""
+    """Return the names of modules and the keys of the state dict, as "module ..." and "key ..."."""
     modules = tuple(f"module {name}" for name, _ in model.named_modules())
-    return (*modules, *(f"key {name}" for name in model.state_dict())) if record.is_whole else modules
+    return (*modules, *(f"key {name}" for name in model.state_dict())) if record.can_save_model else modules
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model under the names that they have without wrappers.
 
-    That a wrapper renames them is told by the check of names; everything else is compared all the same.
+    The check of names reports wrappers that rename; everything else is compared all the same.
     """
     for name, parameter in model.named_parameters():
-        yield _clean(name), parameter
+        yield _without_wrappers(name), parameter
 
 
-def _clean(path: str) -> str:
+def _without_wrappers(path: str) -> str:
     for wrapper in WRAPPERS:
         path = path.replace(f"{wrapper}.", "")
     return path
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    return {name: of_tensor(parameter) for name, parameter in parameters_of(model)}
+    return {name: tensor_digest(parameter) for name, parameter in parameters_of(model)}
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else local(parameter.grad).detach()
+    return None if parameter.grad is None else local_shard(parameter.grad).detach()
+
+
+# --- Generation, logits and use_cache. ---
+
+
+def generate_tokens(trainer: Trainer, model: Any, prompt: Tensor, pad_token_id: int | None) -> tuple[int, ...] | str:
+    """Generate a fixed number of tokens greedily, leaving the run's random state alone; or return why it cannot."""
+    ids = prompt.to(trainer.args.device)
+    with torch.no_grad(), _preserved_random_state(), trainer.autocast_smart_context_manager():
+        try:
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=_NUM_GENERATED,
+                min_new_tokens=_NUM_GENERATED,
+                do_sample=False,
+                pad_token_id=pad_token_id,
+            )
+        except Exception as error:  # noqa: BLE001  # any model's own code; the reference shows whether it is the plan
+            return f"{type(error).__name__}: {error}"
+    return tuple(output[0, ids.shape[1] :].tolist())
+
+
+def prompt_logits(model: nn.Module, ids: Tensor, autocast: AbstractContextManager[Any]) -> Tensor:
+    """Return the logits of a prompt, [1, S, V], in float32 on the CPU; leaves the model in evaluation mode."""
+    model.eval()
+    with torch.no_grad(), autocast:
+        logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    return logits.float().cpu()
+
+
+@contextmanager
+def _preserved_random_state() -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+def use_cache_of(model: nn.Module) -> dict[str, object]:
+    """Return the `use_cache` values of a model's configs, by where they are."""
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name in ("config", "generation_config"):
+            values = vars(module).get(name)
+            # Layers share the config of their model.
+            if values is not None and "use_cache" in vars(values) and id(values) not in seen:
+                seen.add(id(values))
+                found[f"{path}.{name}".lstrip(".")] = vars(values)["use_cache"]
+    return found
+
+
+def changed_values(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Return the values that differ, as (before, after)."""
+    names = before.keys() | after.keys()
+    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}

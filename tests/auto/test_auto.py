@@ -23,20 +23,21 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
-from hf_ckpt.auto import replan
 from hf_ckpt.auto.batch_bounds import Batch, largest_batch
-from hf_ckpt.auto.budgets import Free, _usable
-from hf_ckpt.auto.replan import _stepped
+from hf_ckpt.auto.budgets import AllocatorState, _usable
+from hf_ckpt.auto.replan import _rounded_up
 from hf_ckpt.errors import BudgetError, UnsupportedError
-from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.policy import Mode, Policy
-from hf_ckpt.simulation.devices import CPU, GIB, Device, find_device
+from hf_ckpt.simulation.devices import CPU, GIB, find_device
+from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.skeleton import skeleton
 from hf_ckpt.simulation.step import Step
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 ROWS, LONGEST = 2, 64
 MODELS: dict[str, Callable[[], nn.Module]] = {"full fine-tune": llama, "lora": lora}
@@ -163,12 +164,13 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
 ) -> None:
     asked: list[Allowed] = []
 
-    def plan_for(model: nn.Module, *given: Any, allowed: Allowed, compare: bool, **structure: Any) -> Any:
+    def plan_for(planner: StepPlanner, budget_bytes: int, *, compare: bool) -> Any:
+        simulator, allowed = planner._simulator, planner._allowed
         asked.append(allowed)
-        plan = make_plan(model, Policy.parse("full", offload=allowed.offload_option), **structure)
-        return SimpleNamespace(plan=plan, memory=simulate_step(model, plan, step(), CPU), exactness=None)
+        plan = simulator.plan_of(Policy.parse("full", offload=allowed.offload_option))
+        return SimpleNamespace(plan=plan, memory=simulator.memory(plan), exactness=None)
 
-    monkeypatch.setattr(replan, "plan_for", plan_for)
+    monkeypatch.setattr(StepPlanner, "plan_for", plan_for)
     offload = {"to": "cpu", "min_bytes": 0}
     model, callback = lora(), HFCkptCallback("auto", memory_budget=between("lora", 0.4), offload=offload, tiles=1)
     trainer = run(model, tmp_path, callback, eval_strategy="steps", eval_steps=1)
@@ -193,20 +195,12 @@ def test_offload_that_is_allowed_is_planned_and_trains_to_the_same_bits(
 def plans_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the planner answer mode full, so that only what is made of its plans takes time."""
 
-    def plan_for(
-        model: nn.Module,
-        step: Step,
-        device: Device,
-        budget_bytes: int,
-        *,
-        allowed: Allowed,
-        compare: bool,
-        **structure: Any,
-    ) -> Any:
-        plan = make_plan(model, Policy.parse("full"), **structure)
-        return SimpleNamespace(plan=plan, memory=simulate_step(model, plan, step, device), exactness=None)
+    def plan_for(planner: StepPlanner, budget_bytes: int, *, compare: bool) -> Any:
+        simulator = planner._simulator
+        plan = simulator.plan_of(Policy.parse("full"))
+        return SimpleNamespace(plan=plan, memory=simulator.memory(plan), exactness=None)
 
-    monkeypatch.setattr(replan, "plan_for", plan_for)
+    monkeypatch.setattr(StepPlanner, "plan_for", plan_for)
 
 
 def test_stream_is_planned_as_batches_come_and_anew_for_a_longer_one(
@@ -390,18 +384,18 @@ def test_largest_batch(data: Any, collator: Any, rows: int, max_length: int | No
     ("length", "expected"), [(1, 1), (8, 8), (15, 15), (17, 18), (100, 104), (1000, 1024), (1025, 1152), (4097, 4608)]
 )
 def test_unbounded_lengths_are_planned_for_in_steps_of_an_eighth(length: int, expected: int) -> None:
-    assert _stepped(Batch(2, length)).length == expected
+    assert _rounded_up(Batch(2, length)).length == expected
 
 
 def test_default_budget_is_what_is_free_and_the_step_s_own_less_the_reserve_without_the_context() -> None:
     # 10 GiB are free, 6 held by the allocator, of which 5 are used, 3 of those by the model.
     card = find_device("rtx4090")
-    found = _usable(Free(10 * GIB, 6 * GIB, 5 * GIB), card, 3 * GIB)
+    found = _usable(AllocatorState(10 * GIB, 6 * GIB, 5 * GIB), card, 3 * GIB)
     # 0.05 of the memory for fragmentation, two workspaces of 2 * 4 MiB + 8 * 16 KiB for side streams; the step's own
     # two may be among what is used.
     workspaces = 2 * (8 * 2**20 + 8 * 2**14)
     assert found == 14 * GIB + workspaces - int(0.05 * card.memory_bytes) - workspaces
-    assert _usable(Free(10 * GIB, 6 * GIB, 3 * GIB + 5), card, 3 * GIB) == (
+    assert _usable(AllocatorState(10 * GIB, 6 * GIB, 3 * GIB + 5), card, 3 * GIB) == (
         16 * GIB - int(0.05 * card.memory_bytes) - workspaces
     )
 
@@ -441,7 +435,7 @@ def test_shape_of_a_model_is_simulated_as_the_model_was(
     make: Callable[[Path], nn.Module], changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model, card = make(tmp_path), find_device("rtx4090")
-    copied = skeleton(model)
+    copied = meta_copy(model)
     assert {tensor.device.type for tensor in (*copied.parameters(), *copied.buffers())} == {"meta"}
     assert [name for name, _ in copied.named_parameters()] == [name for name, _ in model.named_parameters()]
     if "autocast" in changes:

@@ -13,6 +13,8 @@ from hf_ckpt.finetune import train
 from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,

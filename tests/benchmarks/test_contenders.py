@@ -23,7 +23,7 @@ from benchmarks.side_by_side.theirs.accelerate_fsdp import resizing_followed
 from benchmarks.side_by_side.theirs.compiled import GraphTracker
 from hf_ckpt.simulation.op_costs import operator_cost
 from hf_ckpt.simulation.step_memory import Category
-from hf_ckpt.simulation.tape import Change
+from hf_ckpt.simulation.tape import MemoryChange
 from hf_ckpt.simulation.tracker import parameters_and_buffers
 from tests import traces
 
@@ -87,9 +87,9 @@ def counted(model: nn.Module, called: nn.Module) -> tuple[int, int]:
 
     inputs = batch()
     tracker = GraphTracker(costs=cost)
-    tracker.know(parameters_and_buffers(called), Category.PARAMETERS)
-    tracker.know(inputs.items(), Category.TEMPORARY)
-    signs = {Change.ALLOCATE: 1, Change.FREE: -1, Change.NOTHING: 0}
+    tracker.record_existing(parameters_and_buffers(called), Category.PARAMETERS)
+    tracker.record_existing(inputs.items(), Category.TEMPORARY)
+    signs = {MemoryChange.ALLOCATE: 1, MemoryChange.FREE: -1, MemoryChange.NOTHING: 0}
     with tracker, resizing_followed(tracker):
         loss = called(**inputs)["loss"]
         held = sum(signs[event.change] * event.storage.num_bytes for event in tracker.tape.events if event.storage)

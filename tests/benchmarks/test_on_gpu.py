@@ -21,8 +21,9 @@ from benchmarks.journal import Entry, Journal
 from benchmarks.on_gpu import command, documents, exactness, merge, prepared, programme
 from benchmarks.on_gpu.identity import ROOT, differences, identity_of
 from benchmarks.on_gpu.results import MOST_CUTS, Results, read
-from benchmarks.on_gpu.setting import Prepared, Setting, Stage, WrongInputError
+from benchmarks.on_gpu.setting import Prepared, Setting, Stage
 from benchmarks.on_gpu.stages import STAGES
+from benchmarks.runner import WrongInputError
 
 HERE = {"code": "c", "commit": "1234567890", "versions": {"torch": "2"}, "device": "a card", "is_small": True}
 

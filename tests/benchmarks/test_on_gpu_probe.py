@@ -32,6 +32,7 @@ from hf_ckpt.simulation.devices import (
     measured_devices,
     with_measured,
 )
+from hf_ckpt.simulation.simulator import StepSimulator
 
 GIB = 2**30
 H200 = devices.find_device("h200")
@@ -494,10 +495,10 @@ def test_predictions_that_change_by_less_than_is_shown_are_none(monkeypatch: pyt
     assert (before, after.matmul_efficiency) == (H200, pytest.approx(0.7))
     seconds = {0.8: 1.0, after.matmul_efficiency: 1.0009}
 
-    def simulated(model: object, policy: object, step: object, device: Device) -> SimpleNamespace:
-        return SimpleNamespace(time=SimpleNamespace(total=seconds[device.matmul_efficiency]))
+    def simulated(simulator: StepSimulator, policy: object) -> SimpleNamespace:
+        return SimpleNamespace(time=SimpleNamespace(total=seconds[simulator.device.matmul_efficiency]))
 
-    monkeypatch.setattr(constants, "simulate_step", simulated)
+    monkeypatch.setattr(StepSimulator, "simulate", simulated)
     assert constants.changed_predictions(before, after, ["tiny_llama_lora.yaml"]) == []
 
 

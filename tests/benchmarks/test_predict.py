@@ -14,8 +14,15 @@ import torch
 from torch import nn
 
 from benchmarks import predict
+from benchmarks.cases import (
+    CONFIGURATIONS,
+    SEGMENTS,
+    SHAPES,
+    Configuration,
+    build_configuration,
+    small_configuration,
+)
 from benchmarks.journal import FileJournal, ReadJournal
-from benchmarks.predict_cases import CONFIGURATIONS, SEGMENTS, SHAPES, Configuration, build, small
 from hf_ckpt.simulation.devices import DEVICES
 from hf_ckpt.simulation.step_memory import Category
 
@@ -25,7 +32,9 @@ OPTIONS = predict.Options(device="cpu", is_small=True, num_warmup=1, num_steps=1
 def test_configurations_span_what_is_asked_for() -> None:
     assert len(CONFIGURATIONS) >= 12
     parameters = {
-        name: sum(p.numel() for p in build(Configuration(name, "full", None, 8), shape, "meta").parameters())
+        name: sum(
+            p.numel() for p in build_configuration(Configuration(name, "full", None, 8), shape, "meta").parameters()
+        )
         for name, shape in SHAPES.items()
     }
     billions = dict(zip(SHAPES, (0.60, 1.00, 1.24, 3.21, 6.74, 8.03), strict=True))
@@ -67,7 +76,7 @@ def test_one_model_is_gone_when_the_next_is_measured(monkeypatch: pytest.MonkeyP
 
     def watched(*given: Any) -> nn.Module:
         assert [model() for model in built] == [None] * len(built)
-        model = build(*given)
+        model = build_configuration(*given)
         built.append(weakref.ref(model))
         return model
 
@@ -79,7 +88,7 @@ def test_one_model_is_gone_when_the_next_is_measured(monkeypatch: pytest.MonkeyP
 def test_results_are_predicted_anew_without_the_device(tmp_path: Path) -> None:
     path = tmp_path / "predict_one.json"
     device = predict.fields_of(DEVICES["h200"])
-    configuration, shape = small(CONFIGURATIONS["llama_7b_lora_full"])
+    configuration, shape = small_configuration(CONFIGURATIONS["llama_7b_lora_full"])
     result = {"name": "one", "configuration": asdict(configuration), "shape": asdict(shape)}
     result |= {"table_device": device, "calibrated_device": device}
     result["measured"] = {"peak_bytes": 10**6, "step_time_ms_median": 10.0}

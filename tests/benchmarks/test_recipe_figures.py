@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import recipe_figures
 from benchmarks.recipe_figures import ESTIMATE, ESTIMATED, HELD, RECIPES, inputs_of, moved, shipped
-from hf_ckpt.estimate.recipe_headers import on_hardware
-from hf_ckpt.loading.versions import versions
+from benchmarks.recipe_headers import on_hardware
+from hf_ckpt.estimate.tables import versions
 
 QUOTED: dict[str, Any] = json.loads(ESTIMATE.read_text(encoding="utf-8"))
 

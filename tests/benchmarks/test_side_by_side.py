@@ -15,10 +15,10 @@ from torch import nn
 
 pytest.importorskip("peft")
 
+from benchmarks.cases import CASES, Case, build
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.side_by_side import measure, suite
 from benchmarks.side_by_side.budgets import Budget, budgets_of, compare, verdict
-from benchmarks.side_by_side.cases import CASES, Case, build
 from benchmarks.side_by_side.contender import GROUPS, Contender, NotHereError
 from benchmarks.side_by_side.contenders import CONTENDERS, chosen
 from benchmarks.side_by_side.measure import Bench, Effort, assemble, collect

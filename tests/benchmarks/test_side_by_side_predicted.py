@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from benchmarks.cases import CASES, Case, build
 from benchmarks.side_by_side import predicted
 from benchmarks.side_by_side.budgets import Budget
-from benchmarks.side_by_side.cases import CASES, Case, build
 from benchmarks.side_by_side.contenders import CONTENDERS
 from benchmarks.side_by_side.predicted import DEVICE, is_done, judged, path_of, predict, text_of
 from hf_ckpt.patch.apply import make_plan
@@ -48,7 +48,7 @@ def result() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predicted, "plans", planned)
         # Beside those of a model of this size, what plans differ in is less than what counts as another budget.
-        patch.setattr("hf_ckpt.simulation.cuda.cublas.workspace_bytes", lambda device: 0)
+        patch.setattr("hf_ckpt.simulation.cuda.workspace_bytes", lambda device: 0)
         return predict(tiny(), [CONTENDERS[name] for name in [*names, "full"]], num_budgets=4)
 
 

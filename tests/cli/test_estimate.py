@@ -14,12 +14,16 @@ import pytest
 from hf_ckpt import Plan
 from hf_ckpt.cli.main import main
 from hf_ckpt.estimate import estimate as estimates
-from hf_ckpt.estimate.estimate import AUTO, RECIPE, Estimate, Row
+from hf_ckpt.estimate.estimate import RECIPE, Estimate, Row
 from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from tests import small_recipes, steps_by_hand
 
 Estimates = Callable[..., list[tuple[Subject, tuple[Device, ...]]]]
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 
 @pytest.fixture
@@ -83,7 +87,8 @@ def test_plot_writes_three_pictures(
     # Two rows are enough to draw.
     monkeypatch.setattr(estimates, "FIXED", {"full": {"policy": "full"}})
     picture = tmp_path / "memory.png"
-    assert main(["estimate", str(small_recipes.write(tmp_path)), "--plot", str(picture)]) == 0
+    recipe = str(small_recipes.write(tmp_path, model={"config": CONFIG}, checkpointing={"policy": "full"}))
+    assert main(["estimate", recipe, "--plot", str(picture)]) == 0
     written = [tmp_path / f"memory{what}.png" for what in ("", "-frontier", "-checkpoints")]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     said = capsys.readouterr().err.splitlines()

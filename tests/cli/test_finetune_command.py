@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 
 from hf_ckpt.cli.finetune import main
-from hf_ckpt.finetune import full_disk, train
-from hf_ckpt.finetune.failure import RunWatch
+from hf_ckpt.finetune import termination, train
+from hf_ckpt.finetune.oom_report import RunWatch
 from hf_ckpt.finetune.termination import sigterm_as_interrupt
 from tests import small_recipes, twins
 
@@ -352,7 +352,7 @@ def test_full_disk_is_named(
     recipe = small_recipes.write(tmp_path, training={"save_strategy": "steps", "save_steps": 1})
     monkeypatch.setattr(*WRITERS[what])
     if what == "optimizer":
-        monkeypatch.setattr(full_disk, "_free_bytes", lambda _: 0)
+        monkeypatch.setattr(termination, "_free_bytes", lambda _: 0)
     assert main([str(recipe)]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said

@@ -19,7 +19,7 @@ import pytest
 from hf_ckpt.cli.main import main
 from hf_ckpt.verify import launch, report
 from hf_ckpt.verify import run as verify
-from hf_ckpt.verify.check import Check, Report
+from hf_ckpt.verify.report import Check, Report
 from tests import small_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -278,17 +278,17 @@ sys.exit(1)
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[launch.Answer, list[str]]]:
-    def run(text: str) -> tuple[launch.Answer, list[str]]:
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[launch.ProcessResult, list[str]]]:
+    def run(text: str) -> tuple[launch.ProcessResult, list[str]]:
         said: list[str] = []
         monkeypatch.setattr(launch, "_torchrun", lambda num_processes: script(tmp_path, text))
-        return launch.ask(["verify"], num_processes=2, say=said.append), said
+        return launch.run_in_processes(["verify"], num_processes=2, say=said.append), said
 
     return run
 
 
 def test_first_process_answers_for_all_and_only_progress_is_shown(ask: Any) -> None:
-    assert ask(ANSWERING) == (launch.Answer(report={"rank": 0}), ["Running ..."])
+    assert ask(ANSWERING) == (launch.ProcessResult(report={"rank": 0}), ["Running ..."])
 
 
 def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
@@ -300,7 +300,7 @@ def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
 
 
 def test_refusal_of_one_process_stands_for_all(ask: Any) -> None:
-    assert ask(REFUSING)[0] == launch.Answer(refusal="Rule {...} reaches no layer.")
+    assert ask(REFUSING)[0] == launch.ProcessResult(refusal="Rule {...} reaches no layer.")
 
 
 def test_processes_that_fall_silent_are_stopped(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_processes_do_not_outlive_a_command_that_is_told_to_end(tmp_path: Path) 
         f"""
         from hf_ckpt.verify import launch
         launch._torchrun = lambda num_processes: {own!r}
-        launch.ask([{str(noted)!r}], num_processes=2, say=print)
+        launch.run_in_processes([{str(noted)!r}], num_processes=2, say=print)
         """
     )
     with subprocess.Popen([sys.executable, "-c", code]) as process:

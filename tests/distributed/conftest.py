@@ -79,7 +79,7 @@ def _no_rank_is_ended_by_another() -> Iterator[None]:
 
     In one process there is no other rank, and tests of the watch follow in the same session.
     """
-    with nullcontext() if RANKS is None else mock.patch("hf_ckpt.distributed.watchdog.Watch._end"):
+    with nullcontext() if RANKS is None else mock.patch("hf_ckpt.distributed.watchdog.Watchdog._end"):
         yield
 
 

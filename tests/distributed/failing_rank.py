@@ -69,7 +69,7 @@ def kill_with_a_child(*_: object) -> NoReturn:
 def wait_for_connection() -> None:
     """Wait until the other process would notice the end of this one."""
     (mine,) = watchdog._running
-    while not mine.sees(1):
+    while not mine.watches(1):
         time.sleep(0.05)
 
 
@@ -102,7 +102,7 @@ def run(fault: str, victim: int) -> None:
 
 def run_and_linger(victim: int, event: str) -> None:
     """Train; the victim raises, but its process lives on with all its connections, as under NCCL or in a notebook."""
-    watchdog._GRACE_S = watchdog._LOOK_S = 1.0
+    watchdog._GRACE_S = watchdog._CHECK_S = 1.0
     where = During(event, raise_in_forward if event == "on_step_begin" else _raise, step=2)
     callbacks = [where] if int(os.environ["RANK"]) == victim else []
     try:
@@ -134,7 +134,7 @@ def be_killed_in_the_command(victim: int) -> None:
 
 def be_slow(victim: int) -> None:
     """Train to the end, though one process takes longer than every timeout, and strangers come to the watch's door."""
-    watchdog._CONNECT_S = watchdog._LOOK_S = watchdog._GRACE_S = 1.0
+    watchdog._CONNECT_S = watchdog._CHECK_S = watchdog._GRACE_S = 1.0
     store.PATIENCE_S = 1
     callbacks: list[Any] = [HFCkptCallback("full")]
     if int(os.environ["RANK"]) == victim:

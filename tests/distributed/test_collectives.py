@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import TrainerCallback
 
-from benchmarks.cases import CASES, build
+from benchmarks.cases import LLAMAS, build_llama
 from benchmarks.collectives import OTHERS, POLICIES, Collectives, Counts, contenders, measure, shard, table
 from tests.distributed.ranks import has_gpus
 from tests.distributed.runs import callback, full_fine_tune, train
@@ -67,7 +67,7 @@ def test_fsdp2_gathers_as_often_as_without_a_plan(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_torchs_own_counter_agrees(engine: str) -> None:
-    model, inputs = build(CASES["llama_tiny"], "cuda" if has_gpus() else "cpu")
+    model, inputs = build_llama(LLAMAS["llama_tiny"], "cuda" if has_gpus() else "cpu")
     model = shard(model, engine)
     with CommDebugMode() as torchs, Collectives() as ours:
         model(**inputs).loss.backward()

@@ -17,7 +17,8 @@ import pytest
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from hf_ckpt.distributed import watchdog as module
-from hf_ckpt.distributed.watchdog import Watch
+from hf_ckpt.distributed.connections import listen
+from hf_ckpt.distributed.watchdog import Watchdog
 from hf_ckpt.errors import OtherProcessError
 
 pytestmark = [
@@ -37,7 +38,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(module, "_GRACE_S", 0.1)
-    monkeypatch.setattr(module, "_LAST_WORD_S", 0.1)
+    monkeypatch.setattr(module, "_LINGER_S", 0.1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     yield codes
     for watch in list(module._running):
@@ -58,18 +59,18 @@ def eventually(holds: Callable[[], object]) -> bool:
     return bool(holds())
 
 
-def start(store: Store, rank: int, **options: Any) -> Watch:
-    return Watch(store.clone(), rank, 3, **options)
+def start(store: Store, rank: int, **options: Any) -> Watchdog:
+    return Watchdog(store.clone(), rank, 3, **options)
 
 
-def connected(store: Store, **options: Any) -> list[Watch]:
+def connected(store: Store, **options: Any) -> list[Watchdog]:
     run = [start(store, rank, **options) for rank in range(3)]
     assert all(watch.is_connected.wait(PATIENCE_S) for watch in run[1:])
     assert eventually(lambda: len(run[0]._peers) == 2)
     return run
 
 
-def vanish(watch: Watch) -> None:
+def vanish(watch: Watchdog) -> None:
     """Close the connection as the system does when a process is killed."""
     watch._peers[0].socket.shutdown(socket.SHUT_RDWR)
 
@@ -128,7 +129,7 @@ def test_process_that_fails_ends_the_others_in_its_words(
 def test_all_that_fail_at_once_are_ended_by_nobody(
     store: Store, ended: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LAST_WORD_S", PATIENCE_S)
+    monkeypatch.setattr(module, "_LINGER_S", PATIENCE_S)
     run = connected(store)
     for watch in run:
         watch.begin()
@@ -181,13 +182,13 @@ def test_store_that_is_gone_before_rank_0_was_found_ends_who_needs_it(
     ended: list[int], caplog: pytest.LogCaptureFixture, is_command: bool
 ) -> None:
     launcher = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watch = Watch(TCPStore("127.0.0.1", launcher.port), 1, 3, outlasts_training=is_command)
+    watch = Watchdog(TCPStore("127.0.0.1", launcher.port), 1, 3, outlasts_training=is_command)
     if not is_command:
         watch.begin()
     del launcher
     assert eventually(lambda: ended == [1])
     assert caplog.messages[0].startswith("Process 0 has stopped: its process is gone (killed, or out of memory); its")
-    assert not watch.sees(0)
+    assert not watch.watches(0)
 
 
 # --- Training that is left while the process lives on. ---
@@ -196,7 +197,7 @@ def test_store_that_is_gone_before_rank_0_was_found_ends_who_needs_it(
 def test_training_that_is_left_is_found_out(
     store: Store, ended: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(module, "_CHECK_S", 0.05)
     # As a notebook has it of another cell.
     monkeypatch.setattr(sys, "last_value", ValueError("stale"), raising=False)
     run = connected(store)
@@ -208,7 +209,7 @@ def test_training_that_is_left_is_found_out(
         assert not run[1].has_left_training()
         raise KeyError("caught by the program")
 
-    run[0]._look = run[2]._look = lambda: None  # type: ignore[method-assign]
+    run[0]._check_training = run[2]._check_training = lambda: None  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         train(body)
     assert eventually(run[1]._over.is_set)
@@ -247,7 +248,7 @@ def test_training_that_ended_was_not_left(store: Store) -> None:
 
 
 def test_silence_ends_nobody(store: Store, ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_CONNECT_S", "_LOOK_S", "_ASK_S"):
+    for name in ("_CONNECT_S", "_CHECK_S", "_POLL_S"):
         monkeypatch.setattr(module, name, 0.05)
     first = start(store, 0)
     second = start(store, 1)
@@ -260,14 +261,14 @@ def test_silence_ends_nobody(store: Store, ended: list[int], monkeypatch: pytest
     time.sleep(1)
     assert ended == []
     assert len(first._peers) == 2
-    assert all(watch.sees(rank) for watch in (first, second, third) for rank in range(3))
+    assert all(watch.watches(rank) for watch in (first, second, third) for rank in range(3))
 
 
 def test_process_that_is_not_watched_is_not_seen(store: Store) -> None:
     first = start(store, 0)
-    assert not first.sees(2)
+    assert not first.watches(2)
     start(store, 2)
-    assert eventually(lambda: first.sees(2))
+    assert eventually(lambda: first.watches(2))
 
 
 def test_forked_child_holds_no_connection_open(store: Store) -> None:
@@ -293,7 +294,7 @@ LINES: dict[str, bytes] = {
     "a number": b"1\n",
     "true for a rank": b'{"rank": true, "token": "x"}\n',
     "an end": b'{"failed": 1, "reason": "me"}\n',
-    "a farewell": b'{"farewell": 1}\n',
+    "a goodbye": b'{"goodbye": 1}\n',
     "unknown keys": b'{"rank": 1, "token": "x", "more": 1}\n',
     "nesting": b"[" * 16_000 + b"\n",
     "large number": b"9" * 16_000 + b"\n",
@@ -377,7 +378,7 @@ def test_strangers_are_shown_the_door_and_change_nothing(
 def test_more_strangers_than_there_is_room_for_keep_nobody_out(
     store: Store, connect: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(module, "_MAX_UNAUTHENTICATED", 4)
     start(store, 0)
     for _ in range(10):
         connect()
@@ -390,7 +391,7 @@ def test_more_strangers_than_there_is_room_for_keep_nobody_out(
 def bound(monkeypatch: pytest.MonkeyPatch, named: str) -> str | None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", named)
-    listener = module._listener(3)
+    listener = listen(3)
     if listener is None:
         return None
     with listener:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recipe_headers import Needs, needs_of, with_needs, written_needs
 from hf_ckpt import RecipeError
-from hf_ckpt.estimate.recipe_headers import Needs, needs_of, with_needs, written_needs
 from hf_ckpt.simulation.devices import CPU, find_device
 
 RECIPES = Path(__file__).parents[2] / "recipes"

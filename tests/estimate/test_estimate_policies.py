@@ -13,6 +13,8 @@ from hf_ckpt.policy.plan import LayerPlan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from tests import small_recipes
 
+pytestmark = pytest.mark.usefixtures("remembered_simulations")
+
 PLAN = Plan(
     "LlamaForCausalLM",
     (StackPlan("model.layers", (LayerPlan(Mode.FULL), LayerPlan(Mode.FFN), LayerPlan(), LayerPlan(Mode.FULL))),),

@@ -14,10 +14,11 @@ import yaml
 
 from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
-from hf_ckpt.estimate.subject import Subject, describe_batch, subject_of
-from hf_ckpt.estimate.training_step import step_of
+from hf_ckpt.estimate.subject import Subject, describe_batch, step_of, subject_of
 from hf_ckpt.simulation.step import Sharding
 from tests import small_recipes
+
+pytestmark = pytest.mark.usefixtures("remembered_simulations")
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

@@ -12,21 +12,23 @@ from typing import Any
 import pytest
 
 from hf_ckpt import Plan, PolicyError, RecipeError, load_recipe
+from hf_ckpt.cli.inspection import ledger, outside
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.estimate import api, grid, most, predict, tables
-from hf_ckpt.estimate.estimate import AUTO, FIXED, RECIPE, Estimate, Fit, Row, estimate, fit_of
-from hf_ckpt.estimate.ledger import ledger, outside
-from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate import api, limits, predict, tables
+from hf_ckpt.estimate.estimate import FIXED, RECIPE, Estimate, Fit, Row, estimate, fit_of
+from hf_ckpt.estimate.predict import Predictor, devices_for
 from hf_ckpt.estimate.subject import Subject, subject_of
-from hf_ckpt.estimate.where import devices_for
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.modifiers import Offload
-from hf_ckpt.policy.policy import Mode
+from hf_ckpt.policy.options import Offload
+from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from tests import small_recipes, steps_by_hand
 from tests.steps_by_hand import GIB, MIB
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 CARD = find_device("rtx4090")
 
@@ -261,59 +263,60 @@ def test_ledger_names_what_each_kind_of_layer_holds() -> None:
 def linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps whose memory is 1 MiB and 1 KiB for each token; a quarter of that where layers are recomputed."""
 
-    def simulated(model: Any, plan: Plan | None, step: Step, device: Device) -> StepMemory:
+    def simulated(simulator: StepSimulator, plan: Plan | None) -> StepMemory:
+        step = simulator.step
         held = step.batch_size * step.seq_length * 1024 // (1 if plan is None else 2 * (1 + plan.count(Mode.FULL) // 4))
         return replace(steps_by_hand.step(), peak_bytes=MIB + held)
 
-    monkeypatch.setattr(predict, "simulate_step", simulated)
+    monkeypatch.setattr(StepSimulator, "simulate", simulated)
 
 
 @pytest.mark.usefixtures("linear")
 def test_longest_row_fits_and_the_next_one_does_not(tmp_path: Path) -> None:
     subject = replace(small_subject(tmp_path), longest=4096)
     # Of two rows.
-    limit = most.longest_row(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703)
+    limit = limits.longest_row(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703)
     assert (limit.number, limit.peak_bytes, limit.is_bound) == (640, MIB + 2 * 1024 * 640, False)
 
 
 @pytest.mark.usefixtures("linear")
 def test_row_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "model.config.max_position_embeddings=256")
-    limit = most.longest_row(Predictor(subject, CARD), None, CARD.memory_bytes)
+    limit = limits.longest_row(Predictor(subject, CARD), None, CARD.memory_bytes)
     assert (limit.number, limit.is_bound) == (256, True)
-    assert "256 tokens (all the model has positions for)" in most.table(
-        most.find(subject, [CARD], is_length=True, say=silent)
+    assert "256 tokens (all the model has positions for)" in limits.sizes_table(
+        limits.fitting_sizes(subject, [CARD], is_length=True, say=silent)
     )
 
 
 @pytest.mark.usefixtures("linear")
 def test_largest_batch_is_found_for_each_plan(tmp_path: Path) -> None:
     device = card(MIB + 64 * 1024 * 40)
-    found = most.find(small_subject(tmp_path), [device], is_length=False, say=silent)
+    found = limits.fitting_sizes(small_subject(tmp_path), [device], is_length=False, say=silent)
     assert {row.plan: row.limit.number for row in found.rows} == {RECIPE: 80, "none": 40, "full": 160}
-    lines = most.table(found).splitlines()
+    lines = limits.sizes_table(found).splitlines()
     assert [line.split()[:4] for line in lines[-3:]] == [
         ["small", "recipe", "80", "rows"],
         ["small", "none", "40", "rows"],
         ["small", "full", "160", "rows"],
     ]
-    assert most.as_json(found)["rows"][0]["number"] == 80
+    assert limits.sizes_as_json(found)["rows"][0]["number"] == 80
 
 
 @pytest.mark.usefixtures("linear")
 def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
-    found = most.find(small_subject(tmp_path), [card(1024)], is_length=True, say=silent)
+    found = limits.fitting_sizes(small_subject(tmp_path), [card(1024)], is_length=True, say=silent)
     assert {row.limit.number for row in found.rows} == {0}
-    assert "none" in most.table(found).splitlines()[-1].split()
+    assert "none" in limits.sizes_table(found).splitlines()[-1].split()
 
 
 @pytest.mark.usefixtures("linear")
 def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None:
     predictor = Predictor(replace(small_subject(tmp_path), longest=128), card(MIB + 128 * 1024))
-    none, own = grid.grids(predictor, silent)
+    none, own = limits.grids(predictor, silent)
     assert (none.lengths, none.rows) == ((16, 32, 64, 128), (1, 2, 4))
     assert (none.peaks[64, 2], own.peaks[64, 2]) == (MIB + 128 * 1024, MIB + 64 * 1024)
-    assert grid.table([none, own], predictor).splitlines() == [
+    assert limits.grid_table([none, own], predictor).splitlines() == [
         "Peak without checkpointing",
         "  tokens    1 row     2 rows     4 rows",
         "      16  1.0 MiB    1.0 MiB    1.1 MiB",
@@ -330,7 +333,11 @@ def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None
         "",
         "x: does not fit on small; ?: may fit, with nothing to spare",
     ]
-    assert grid.as_json([none])[0]["peaks"][0] == {"seq_length": 16, "batch_size": 1, "peak_bytes": MIB + 16 * 1024}
+    assert limits.grid_as_json([none])[0]["peaks"][0] == {
+        "seq_length": 16,
+        "batch_size": 1,
+        "peak_bytes": MIB + 16 * 1024,
+    }
 
 
 @pytest.mark.usefixtures("linear")
@@ -338,7 +345,7 @@ def test_what_was_simulated_once_is_not_simulated_again(tmp_path: Path, monkeypa
     subject = small_subject(tmp_path)
     predictor = Predictor(subject, CARD)
     first = predictor.memory(subject.resolve("full"))
-    monkeypatch.delattr(predict, "simulate_step")
+    monkeypatch.delattr(StepSimulator, "simulate")
     again = predictor.memory(subject.resolve([{"layers": "0:4", "mode": "full"}]))
     assert again.peak_bytes == first.peak_bytes
 
@@ -352,11 +359,11 @@ def test_recipe_for_the_cpu_is_estimated_for_it(tmp_path: Path) -> None:
 
 
 def test_three_sizes_stand_in_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_ckpt.estimate import where
+    from hf_ckpt.estimate import predict as devices_module
 
-    monkeypatch.setattr(where, "this_device", lambda: CPU)
+    monkeypatch.setattr(devices_module, "this_device", lambda: CPU)
     assert [device.name for device in devices_for(None, ())] == ["rtx4090", "a6000", "a100-80gb"]
-    monkeypatch.setattr(where, "this_device", lambda: CARD)
+    monkeypatch.setattr(devices_module, "this_device", lambda: CARD)
     assert devices_for(None, ()) == (CARD,)
 
 

@@ -11,6 +11,8 @@ from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 
+pytestmark = pytest.mark.usefixtures("remembered_simulations")
+
 
 def simulated(*, explains: bool) -> StepMemory:
     with torch.device("meta"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_ckpt import load_recipe
-from hf_ckpt.estimate.overrides import written
+from hf_ckpt.estimate.predict import written
 from hf_ckpt.estimate.subject import Subject
 from hf_ckpt.simulation.step import Step
 from tests import small_recipes

@@ -24,7 +24,7 @@ from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes, twins
 from tests.byte_tokenizer import CHATML
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

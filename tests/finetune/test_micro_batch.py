@@ -12,6 +12,8 @@ from hf_ckpt.errors import BudgetError
 from hf_ckpt.finetune.micro_batch import MicroBatch, Priced, choose_micro_batch
 from tests import small_recipes
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,

@@ -16,13 +16,14 @@ from hf_ckpt import load_recipe
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.failure import Failure, Figures, Part, RunWatch
-from hf_ckpt.finetune.oom_report import explanation
+from hf_ckpt.finetune.oom_report import Failure, Figures, Part, RunWatch, explanation
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.simulation.devices import find_device, reserve
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 from tests import small_recipes
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 MIB, GIB = 2**20, 2**30
 # As torch's allocator says it.

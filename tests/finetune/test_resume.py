@@ -18,7 +18,7 @@ from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
 from tests import small_recipes, twins
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 ROOT = Path(__file__).parents[2]
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

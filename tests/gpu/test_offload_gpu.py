@@ -14,10 +14,9 @@ import hf_ckpt
 from benchmarks import offload
 from benchmarks.journal import FileJournal, ReadJournal
 from benchmarks.offload import disturbed, slow_link
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import Offloader
-from hf_ckpt.regions.offload.cuda import CudaTrip, CudaWire
-from hf_ckpt.regions.offload.pinned import PinnedPages
+from hf_ckpt.regions.offload.cuda import CudaCopy, CudaWire, PinnedPages
 from tests import exactness, zoo
 from tests.gpu.test_exact_on_device import DEVICES, on_device
 
@@ -63,7 +62,7 @@ def test_late_copies_and_reused_memory_change_nothing(case: zoo.Case, mode: str)
 
 @pytest.mark.gpu
 def test_without_the_order_of_streams_the_disturbance_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaTrip, "order", lambda trip: None)
+    monkeypatch.setattr(CudaCopy, "wait_home_stream", lambda copy: None)
     case = on_device("llama", "cuda", num_layers=LAYERS, attn_implementation="eager")
     expected = exactness.step(case)
     with hf_ckpt.apply(case.model, "full", offload=TO_HOST) as applied, disturbed(case.model):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import hf_ckpt
 from hf_ckpt.measure.calibrate import calibrate
-from hf_ckpt.measure.layer_ranges import LayerRanges
-from hf_ckpt.measure.profile import LayerFigures, PhaseFigures, Profile, profile_step
+from hf_ckpt.measure.profile import LayerFigures, LayerRanges, PhaseFigures, Profile, profile_step
 from hf_ckpt.simulation.devices import CPU
 from tests import exactness, zoo
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError, UnsupportedError
-from hf_ckpt.patch.apply import apply
+from hf_ckpt.patch import apply
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.structure.layers import find_layers
@@ -196,7 +196,7 @@ class Stumbled(Exception):  # noqa: N818  # nothing is wrong; it is raised on pu
 
 
 @pytest.mark.parametrize("policy", ["full", "attention", "ffn", "segments_2"])
-@pytest.mark.parametrize(("method", "call"), [("set", 1), ("set", 4), ("settle", 1), ("settle", 2)])
+@pytest.mark.parametrize(("method", "call"), [("set", 1), ("set", 4), ("attach", 1), ("attach", 2)])
 def test_failure_in_the_middle_leaves_the_model_whole(
     method: str, call: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

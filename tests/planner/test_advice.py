@@ -13,8 +13,6 @@ from hf_ckpt.planner.bisect import Limit, largest
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 
-pytestmark = pytest.mark.core
-
 GIB = 2**30
 STEP = Step(batch_size=4, seq_length=2048, gradient_accumulation_steps=2, optim="adamw_torch_fused")
 

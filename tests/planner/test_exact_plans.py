@@ -14,16 +14,17 @@ from torch import nn
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import BudgetError, PolicyError
 from hf_ckpt.planner import search
+from hf_ckpt.planner.advice import CHUNKED_HEAD, TILES, Exactness, inexact_parts
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.exactness import CHUNKED_HEAD, TILES, Exactness, inexact_parts
-from hf_ckpt.planner.offload_costs import offloaded
+from hf_ckpt.planner.layer_costs import offloaded
 from hf_ckpt.planner.peak_formulas import entries_of, predict
-from hf_ckpt.planner.search import Planned, plan_for
-from hf_ckpt.policy.allowances import Allowed, allowed_by, granted_by
-from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.planner.search import Planned, StepPlanner
+from hf_ckpt.policy.allowances import Allowed, allowed_by, allowed_in
+from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, StepTime, Timeline
 
@@ -48,27 +49,30 @@ def made(*, tiles: bool = False, head: HeadMode = HeadMode.PLAIN) -> Chain:
 
 @pytest.fixture(autouse=True)
 def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    def simulated(model: nn.Module, plan: Plan, step: Step, device: Device) -> StepMemory:
+    def simulated(simulator: StepSimulator, asked: Plan | None) -> StepMemory:
+        plan = asked or TEMPLATE
         chain = offloaded(made(tiles=True, head=plan.head), CARD, Offload(fraction=1.0))
         choice = predict(chain, entries_of(chain, plan))
         time, place = StepTime(forward=choice.seconds), Place(Phase.BACKWARD)
         sizes = {Category.SAVED: choice.peak_bytes}
-        return StepMemory("", plan, step.tokens, choice.peak_bytes, place, sizes, Timeline((), {}), time=time)
+        return StepMemory("", plan, simulator.step.tokens, choice.peak_bytes, place, sizes, Timeline((), {}), time=time)
 
-    def tiled(chain: Chain, *given: object, allowed: Allowed) -> Chain:
+    def tiled(chain: Chain, simulator: StepSimulator, allowed: Allowed) -> Chain:
         return chain if allowed.tiles is False else made(tiles=True, head=chain.head)
 
     def chunked(chain: Chain, *given: object) -> Chain:
         return made(tiles=TILED in chain.layers[0].costs, head=HeadMode.CHUNKED)
 
-    monkeypatch.setattr(search, "simulate_step", simulated)
+    monkeypatch.setattr(StepSimulator, "simulate", simulated)
     monkeypatch.setattr(search, "with_tiles", tiled)
     monkeypatch.setattr(search, "with_chunked_head", chunked)
-    monkeypatch.setattr(search, "make_plan", lambda model, policy: TEMPLATE)
+    monkeypatch.setattr(StepSimulator, "plan_of", lambda simulator, policy: TEMPLATE)
 
 
 def plan_within(mib: int, **allowed: Any) -> Planned:
-    return plan_for(nn.Module(), STEP, CARD, mib * MIB, allowed=Allowed(**allowed), chain=made(), compare=True)
+    return StepPlanner(StepSimulator(nn.Module(), STEP, CARD), allowed=Allowed(**allowed), chain=made()).plan_for(
+        mib * MIB, compare=True
+    )
 
 
 # The plan that keeps everything needs 65 MiB and 4 s; all layers recomputed, 29 MiB and 5.2 s; with the head in chunks,
@@ -127,7 +131,7 @@ def test_difference_that_cannot_be_seen_is_not_told() -> None:
 
 
 def test_nothing_is_compared_where_nobody_asks() -> None:
-    assert plan_for(nn.Module(), STEP, CARD, 30 * MIB, chain=made()).exactness is None
+    assert StepPlanner(StepSimulator(nn.Module(), STEP, CARD), chain=made()).plan_for(30 * MIB).exactness is None
 
 
 def test_exact_is_refused_with_what_would_fit() -> None:
@@ -195,7 +199,7 @@ def test_exact_belongs_to_auto() -> None:
 
 def test_plan_of_the_users_grants_what_it_holds() -> None:
     entries = (replace(FULL, offload=Offload()), LayerPlan(Mode.FULL, tiles=4))
-    assert granted_by(Plan("Made", (StackPlan("layers", entries),), HeadMode.CHUNKED)) == Allowed(
+    assert allowed_in(Plan("Made", (StackPlan("layers", entries),), HeadMode.CHUNKED)) == Allowed(
         offload=Offload(), tiles=True, head=True
     )
-    assert granted_by(TEMPLATE) == Allowed()
+    assert allowed_in(TEMPLATE) == Allowed()

@@ -12,10 +12,10 @@ import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.fixed import fixed_choices
-from hf_ckpt.planner.pareto import Planner, choose, frontier, smallest_peak
+from hf_ckpt.planner.pareto import ChainPlanner, choose, frontier, smallest_peak
 from hf_ckpt.planner.peak_formulas import (
     Block,
+    BlockCosts,
     Choice,
     Moment,
     base_bytes,
@@ -26,12 +26,12 @@ from hf_ckpt.planner.peak_formulas import (
     predict,
     to_plan,
 )
-from hf_ckpt.planner.segment_costs import Blocks
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.planner.search import fixed_choices
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.slow
 
 ATTENTION, FFN = LayerPlan(Mode.ATTENTION), LayerPlan(Mode.FFN)
 MODES = (Mode.NONE, Mode.FULL, Mode.ATTENTION, Mode.FFN)
@@ -163,7 +163,7 @@ def test_every_budget_gives_what_brute_force_finds(first_seed: int) -> None:
             for choice, way in zip(found, ways, strict=True)
         ]
         smallest = min(choice.peak_bytes for choice in found)
-        planner = Planner(chain)
+        planner = ChainPlanner(chain)
         assert planner.peaks[0] == smallest
         for budget in range(smallest, max(choice.peak_bytes for choice in found) + 1):
             best = planner.choose(budget)
@@ -314,7 +314,7 @@ def test_choice_is_never_slower_than_a_fixed_policy_that_fits(spread: float) -> 
     fixed = [uniform(chain, mode, every) for mode in MODES for every in (1, 2, 3, 4, 6)]
     fixed += [segments_of(chain, size, nested) for size in (2, 4, 5, 12, 24) for nested in (False, True)]
     found = [predict(chain, entries) for entries in fixed]
-    planner = Planner(chain)
+    planner = ChainPlanner(chain)
     low, high = planner.peaks[0], predict(chain, uniform(chain, Mode.NONE)).peak_bytes
     assert high >= planner.peaks[-1]
     strictly_faster = 0
@@ -357,7 +357,7 @@ def test_equally_fast_modes_are_not_mixed() -> None:
 
 def test_peak_below_that_of_the_optimizer_is_of_no_use() -> None:
     chain = replace(decoder(8), fixed_peak_bytes=12 * 2**30)
-    planner = Planner(chain)
+    planner = ChainPlanner(chain)
     assert planner.peaks[0] == 12 * 2**30
     smallest = planner.smallest_peak()
     assert (smallest.moment, smallest.position, smallest.where()) == (Moment.FIXED, None, "optimizer")
@@ -400,7 +400,7 @@ def test_segments_stay_in_their_stack_and_where_layers_can_join() -> None:
     layers[3] = replace(layers[3], can_join=False)
     layers[8] = only(layers[8], NONE)
     chain = replace(chain, layers=tuple(layers), head_bytes=0)
-    for budget in Planner(chain).peaks:
+    for budget in ChainPlanner(chain).peaks:
         for block in blocks_of(chain, choose(chain, budget).entries):
             inside = range(block.start + 1, block.stop)
             assert not {3, 6, 8, 9} & set(inside)
@@ -433,7 +433,7 @@ def test_plan_has_the_layers_of_the_chain_and_leaves_others_alone() -> None:
 
 def test_frontier_has_the_ends_and_so_many_points_at_most() -> None:
     chain = decoder(16)
-    planner = Planner(chain)
+    planner = ChainPlanner(chain)
     points = planner.frontier(10)
     assert 5 <= len(points) <= 10
     assert [points[0].peak_bytes, points[-1].peak_bytes] == [planner.peaks[0], planner.peaks[-1]]
@@ -443,7 +443,7 @@ def test_frontier_has_the_ends_and_so_many_points_at_most() -> None:
 
 
 def test_equal_chains_get_equal_choices() -> None:
-    first, second = (Planner(decoder(20, 0.2, seed=4)) for _ in range(2))
+    first, second = (ChainPlanner(decoder(20, 0.2, seed=4)) for _ in range(2))
     budget = (first.peaks[0] + first.peaks[-1]) // 2
     chosen: list[Choice] = [first.choose(budget), second.choose(budget), first.choose(budget)]
     assert chosen[0] == chosen[1] == chosen[2]
@@ -453,7 +453,7 @@ def test_equal_chains_get_equal_choices() -> None:
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_the_frontier_of_126_layers_stays_small(spread: float, is_fine: bool) -> None:
     # The planner's time goes with the number of plans that it keeps, which is the same on every machine.
-    planner = Planner(decoder(126, spread, is_fine=is_fine))
+    planner = ChainPlanner(decoder(126, spread, is_fine=is_fine))
     assert len(planner.peaks) < 60_000
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
         budget = int(planner.peaks[0] + share * (planner.peaks[-1] - planner.peaks[0]))
@@ -471,7 +471,7 @@ def test_segments_are_as_long_as_the_next_one_where_that_is_as_good() -> None:
 def test_needs_of_all_segments_at_a_time_are_those_of_each() -> None:
     for seed in range(200):
         chain = replace(random_chain(seed), fixed_peak_bytes=0, head_bytes=-(10**6))
-        blocks = Blocks(chain)
+        blocks = BlockCosts(chain)
         for start in range(len(chain.layers)):
             rest = replace(chain, layers=chain.layers[start:])
             ways = [way for way in every_way(rest) if len(way) == 1 and way[0].is_segment]
@@ -534,7 +534,7 @@ def test_with_casts_choices_fit_and_are_hardly_ever_slower_than_the_best(spread:
     for seed in range(4):
         chain = with_casts(decoder(4, spread, seed), seed)
         found = [predict(chain, entries_from(chain, way)) for way in every_way(chain)]
-        planner = Planner(chain)
+        planner = ChainPlanner(chain)
         for budget in sorted({choice.peak_bytes for choice in found})[::6]:
             best = planner.choose(budget)
             assert best.peak_bytes <= budget
@@ -557,7 +557,7 @@ def test_fixed_choices_are_none_faster_than_the_planners(has_casts: bool) -> Non
     chain = decoder(12)
     if has_casts:
         chain = with_casts(chain, 3)
-    planner, fixed = Planner(chain), fixed_choices(chain)
+    planner, fixed = ChainPlanner(chain), fixed_choices(chain)
     assert [choice.seconds for choice in fixed] == sorted(choice.seconds for choice in fixed)
     assert all(planner.choose(choice.peak_bytes).seconds <= choice.seconds for choice in fixed)
 

@@ -15,17 +15,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import FULL, NONE, Chain, Cost
 from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.pareto import Planner
-from hf_ckpt.planner.save_lists import operator_points
-from hf_ckpt.planner.step_reading import Reading
+from hf_ckpt.planner.pareto import ChainPlanner
+from hf_ckpt.planner.save_lists import save_list_options
+from hf_ckpt.planner.step_reading import StepReading
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.simulation.devices import DEVICES
-from hf_ckpt.simulation.simulator import simulate_step, trace_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Phase
 from tests import zoo
 from tests.following import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 # Without what the host needs beside, which depends on the number of outputs alone (`costs.chain_of` adds it).
 A100 = replace(next(device for device in DEVICES.values() if device.capability == (8, 0)), selective_seconds=0.0)
@@ -50,16 +52,16 @@ def model(name: str) -> nn.Module:
     return built
 
 
-def reading(built: nn.Module, policy: Any, step: Step = STEP, **options: Any) -> Reading:
+def reading(built: nn.Module, policy: Any, step: Step = STEP, **options: Any) -> StepReading:
     plan = make_plan(built, Policy.parse(policy, **options))
-    return Reading(trace_step(built, plan, step, A100).tape, step)
+    return StepReading(StepSimulator(built, step, A100).trace(plan).tape, step)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2-eager"])
 def test_frontier_is_convex_and_monotone_from_full_to_selective(name: str) -> None:
     built = model(name)
     full = reading(built, "full")
-    points = operator_points(full, MIDDLE)
+    points = save_list_options(full, MIDDLE)
     ends = [full.cost(MIDDLE), reading(built, "selective").cost(MIDDLE)]
     costs = sorted([*points.values(), *ends], key=lambda cost: cost.kept_bytes)
     assert len(costs) >= 4
@@ -75,7 +77,7 @@ def test_frontier_is_convex_and_monotone_from_full_to_selective(name: str) -> No
 @pytest.mark.parametrize("name", ["llama-lora", "qwen3_moe"])
 def test_cost_of_a_list_is_that_of_the_step_that_keeps_it(name: str) -> None:
     built, step = model(name), replace(STEP, gradient_accumulation_steps=3)
-    points = operator_points(reading(built, "full", step), MIDDLE)
+    points = save_list_options(reading(built, "full", step), MIDDLE)
     option, told = list(points.items())[len(points) // 2]
     simulated = reading(built, "selective", step, save=list(option.save)).cost(MIDDLE)
     for what in ("kept_bytes", "forward_bytes", "backward_bytes", "seconds"):
@@ -89,7 +91,7 @@ def full_cost(built: nn.Module, step: Step) -> Cost:
 
 def test_every_list_of_a_chain_can_be_applied_and_there_are_few() -> None:
     built = model("llama-lora")
-    chain = chain_of(built, STEP, A100)
+    chain = chain_of(StepSimulator(built, STEP, A100))
     assert [layer.costs.keys() for layer in chain.layers] == [chain.layers[0].costs.keys()] * 3
     lists = [option for option in chain.layers[0].costs if option.save]
     assert 2 <= len(lists) <= 6
@@ -98,7 +100,9 @@ def test_every_list_of_a_chain_can_be_applied_and_there_are_few() -> None:
 
 
 def test_chain_keeps_attention_only_in_the_layers_that_have_it() -> None:
-    chain = chain_of(zoo.build("lfm2_moe", num_layers=2).model, Step(batch_size=1, seq_length=4, optim=None), A100)
+    chain = chain_of(
+        StepSimulator(zoo.build("lfm2_moe", num_layers=2).model, Step(batch_size=1, seq_length=4, optim=None), A100)
+    )
     assert [LayerPlan(Mode.SELECTIVE_ATTENTION) in layer.costs for layer in chain.layers] == [False, True]
     assert [LayerPlan(Mode.FULL) in layer.costs for layer in chain.layers] == [True, True]
 
@@ -107,9 +111,9 @@ def test_planner_moves_in_small_steps_between_full_and_none() -> None:
     built = model("llama").requires_grad_(False)
     # Gradients of weights would come and go beside what is recomputed.
     built.get_submodule("model.embed_tokens").requires_grad_(True)
-    chain = longer(chain_of(built, STEP, A100), 16)
+    chain = longer(chain_of(StepSimulator(built, STEP, A100)), 16)
     coarse = replace(chain, layers=tuple(replace(each, costs=without_selective(each.costs)) for each in chain.layers))
-    fine, few = Planner(chain), Planner(coarse)
+    fine, few = ChainPlanner(chain), ChainPlanner(coarse)
     assert len(fine.peaks) > 1.5 * len(few.peaks)
     budgets = [fine.peaks[0] + (fine.peaks[-1] - fine.peaks[0]) * part // 8 for part in range(1, 8)]
     gains = [few.choose(budget).seconds - fine.choose(budget).seconds for budget in budgets]
@@ -142,7 +146,7 @@ def test_modes_that_the_model_refuses_are_no_options() -> None:
     built = zoo.build("gpt2", num_layers=2).model
     for layer in built.transformer.h:
         layer.ln_1 = nn.Sequential(nn.BatchNorm1d(STEP.seq_length), layer.ln_1)
-    costs = chain_of(built, STEP, A100).layers[0].costs
+    costs = chain_of(StepSimulator(built, STEP, A100)).layers[0].costs
     assert NONE in costs
     assert not {FULL, SELECTIVE} & costs.keys()
 

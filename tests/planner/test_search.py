@@ -12,18 +12,22 @@ from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.layer_costs import chain_of
-from hf_ckpt.planner.pareto import Planner
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import to_plan
-from hf_ckpt.planner.search import plan_for
+from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.modifiers import HeadMode
+from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, find_device
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
+
 TINY = CASES["tiny"]
+# Where the message matters, not the plan.
+SHALLOW = replace(TINY, config={**TINY.config, "num_hidden_layers": 2})
 
 
 def silent(text: str) -> None:
@@ -32,7 +36,7 @@ def silent(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def chain() -> Chain:
-    return chain_of(build(TINY), TINY.step, find_device(TINY.device))
+    return chain_of(StepSimulator(build(TINY), TINY.step, find_device(TINY.device)))
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +59,11 @@ def test_most_budgets_between_the_extremes_have_a_plan_that_beats_every_fixed_po
 
 def test_the_same_question_has_the_same_answer_and_it_survives_json(chain: Chain) -> None:
     model, device = build(TINY), find_device(TINY.device)
-    peaks = Planner(chain).peaks
+    peaks = ChainPlanner(chain).peaks
     budget = peaks[len(peaks) // 2]
-    first, second = (plan_for(model, TINY.step, device, budget, chain=chain) for _ in range(2))
+    first, second = (
+        StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(budget) for _ in range(2)
+    )
     assert first.plan == second.plan == Plan.from_json(first.plan.to_json())
     assert first.memory.peak_bytes <= budget
 
@@ -65,7 +71,7 @@ def test_the_same_question_has_the_same_answer_and_it_survives_json(chain: Chain
 def test_a_budget_below_every_plan_says_what_would_fit() -> None:
     step = replace(TINY.step, batch_size=4, seq_length=512)
     with pytest.raises(BudgetError) as error:
-        plan_for(build(TINY), step, CPU, 272_629_760, allowed=Allowed(head=False))
+        StepPlanner(StepSimulator(build(TINY), step, CPU), allowed=Allowed(head=False)).plan_for(272_629_760)
     message = str(error.value)
     assert "No plan fits memory_budget=260.0 MiB. Lowest predicted peak is" in message
     assert "logits and loss" in message
@@ -76,19 +82,21 @@ def test_a_budget_below_every_plan_says_what_would_fit() -> None:
 
 def test_a_chunked_head_is_chosen_where_nothing_fits_without() -> None:
     step = replace(TINY.step, batch_size=4, seq_length=512)
-    found = plan_for(build(TINY), step, CPU, 272_629_760)
+    found = StepPlanner(StepSimulator(build(TINY), step, CPU)).plan_for(272_629_760)
     assert found.plan.head is HeadMode.CHUNKED
     assert found.memory.peak_bytes <= 272_629_760
 
 
 def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
     with pytest.raises(BudgetError, match="weights"):
-        plan_for(build(TINY), Step(batch_size=1, seq_length=64), CPU, 1_000_000)
+        StepPlanner(StepSimulator(build(SHALLOW), Step(batch_size=1, seq_length=64), CPU)).plan_for(1_000_000)
 
 
 def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     model, device = build(TINY), find_device(TINY.device)
-    choice = Planner(chain).smallest_peak()
+    choice = ChainPlanner(chain).smallest_peak()
     plan = to_plan(choice, chain, make_plan(model, Policy.parse("none")))
     needed = simulate_step(model, plan, TINY.step, device).peak_bytes
-    assert plan_for(model, TINY.step, device, needed, chain=chain).memory.peak_bytes <= needed
+    assert (
+        StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(needed).memory.peak_bytes <= needed
+    )

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, parse, resolve
 from hf_ckpt.policy.policy import Mode, Policy
-
-pytestmark = pytest.mark.core
 
 BOTH = frozenset({"attention", "ffn"})
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_ckpt.errors import HFCkptError, PolicyError
-from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.policy import Mode, Policy, Rule
-
-pytestmark = pytest.mark.core
 
 MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
 KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, save, offload, tiles"

@@ -20,7 +20,7 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.policy import text_file
 from hf_ckpt.recipe.recipe import load_recipe
 
-pytestmark = [pytest.mark.core, pytest.mark.skipif(os.name != "posix", reason="reads devices")]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="reads devices")
 
 RECIPE = "model: {name_or_path: some/model}\ndata: {path: some/data}\ntraining: {output_dir: runs/x}\n"
 

@@ -17,7 +17,7 @@ import yaml
 
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe import document, upstream_fields
+from hf_ckpt.recipe import document, field_types
 from hf_ckpt.recipe.recipe import load_recipe
 
 pytestmark = pytest.mark.core
@@ -28,7 +28,7 @@ SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 MINIMAL = {"model": "{name_or_path: some/model}", "data": "{path: some/data}", "training": "{output_dir: runs/x}"}
 # A name that exists in one of the two and is new or gone in the other.
 CHECKPOINTING = "activation_checkpointing"
-if CHECKPOINTING not in upstream_fields.training_keys():
+if CHECKPOINTING not in field_types.training_keys():
     CHECKPOINTING = "gradient_checkpointing"
 
 
@@ -514,7 +514,7 @@ def test_checkpointing_of_transformers_is_allowed_without_ours(tmp_path: Path) -
 
 
 def test_name_of_the_other_version_is_suggested(tmp_path: Path) -> None:
-    other = {"activation_checkpointing", "gradient_checkpointing"} - set(upstream_fields.training_keys())
+    other = {"activation_checkpointing", "gradient_checkpointing"} - set(field_types.training_keys())
     for name in other:
         (line,) = mistakes_in(write(tmp_path, training(f"{name}: true")))
         assert f'Did you mean "{CHECKPOINTING}"?' in line
@@ -708,7 +708,7 @@ def test_recipes_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
 def test_keys_of_training_are_the_fields_of_training_arguments() -> None:
     from transformers import TrainingArguments
 
-    assert set(upstream_fields.training_keys()) == {
+    assert set(field_types.training_keys()) == {
         field.name for field in dataclasses.fields(TrainingArguments) if field.init
     }
 
@@ -716,14 +716,14 @@ def test_keys_of_training_are_the_fields_of_training_arguments() -> None:
 def test_keys_of_lora_are_the_fields_of_lora_config() -> None:
     from peft import LoraConfig
 
-    assert set(upstream_fields.lora_keys()) == {field.name for field in dataclasses.fields(LoraConfig) if field.init}
+    assert set(field_types.lora_keys()) == {field.name for field in dataclasses.fields(LoraConfig) if field.init}
 
 
 def test_keys_of_quantization_are_the_parameters_of_bits_and_bytes_config() -> None:
     from transformers import BitsAndBytesConfig
 
     parameters = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
-    assert set(upstream_fields.quantization_keys()) == parameters
+    assert set(field_types.quantization_keys()) == parameters
 
 
 def test_defaults_of_training_arguments_are_accepted() -> None:
@@ -731,7 +731,7 @@ def test_defaults_of_training_arguments_are_accepted() -> None:
 
     plain = (bool, int, float, str)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments) if field.init}
-    keys = upstream_fields.training_keys()
+    keys = field_types.training_keys()
     assert [
         n for n, default in defaults.items() if isinstance(default, plain) and not keys[n].type.accepts(default)
     ] == []
@@ -741,7 +741,7 @@ def test_defaults_of_training_arguments_are_accepted() -> None:
 def test_keys_of_a_config_are_those_of_its_class(model_type: str) -> None:
     from transformers import AutoConfig
 
-    found = upstream_fields.config_keys(model_type)
+    found = field_types.config_keys(model_type)
     config = AutoConfig.for_model(model_type)
     assert found is not None
     assert found.class_name == type(config).__name__

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.call import is_in_backward
+from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.module_state import STATE
 from tests import exactness, modes, plain_models, training, zoo
 from tests.exactness import Result

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests import exactness, live_storages, plain_models, zoo
-from tests.exactness import POLICIES, Result, every_policy, every_recomputing_policy
+from tests.exactness import POLICIES, Result, every_core_model, every_policy, every_recomputing_policy
 
 pytestmark = pytest.mark.core
 
@@ -34,7 +34,7 @@ def cases(model_type: str, attn_implementation: str) -> tuple[zoo.Case, Result]:
         *(("eager", policy) for policy in ("full", "attention", "ffn", "nested")),
     ],
 )
-@pytest.mark.parametrize("model_type", zoo.CORE)
+@every_core_model
 def test_loss_and_gradients_are_bitwise_equal(model_type: str, attn_implementation: str, policy: str) -> None:
     case, expected = cases(model_type, attn_implementation)
     with exactness.apply(case.model, policy), exactness.counted_entries(case.model) as (_, backward):
@@ -44,13 +44,13 @@ def test_loss_and_gradients_are_bitwise_equal(model_type: str, attn_implementati
     assert bool(backward) == (policy != "none")
 
 
-@pytest.mark.parametrize("model_type", zoo.CORE)
+@every_core_model
 def test_dropout_is_on_in_the_models_above(model_type: str) -> None:
     case, (loss, _) = cases(model_type, "eager")
     assert not torch.equal(exactness.step(case, seed=1)[0], loss)
 
 
-@pytest.mark.parametrize("model_type", zoo.CORE)
+@every_core_model
 def test_every_parameter_of_the_models_above_gets_a_gradient(model_type: str) -> None:
     _, (_, gradients) = cases(model_type, "eager")
     without = [name for name, gradient in gradients.items() if gradient is None or not gradient.any()]
@@ -113,7 +113,7 @@ def test_bf16_autocast_is_exact(model_type: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "attention", "nested"])
-@pytest.mark.parametrize("model_type", [name for name in zoo.CORE if name != "bert"])
+@pytest.mark.parametrize("model_type", exactness.core_models(without="bert"))
 def test_use_cache_is_exact(model_type: str, policy: str) -> None:
     # sdpa hides a cache that was filled twice; eager with padding fails on its mask.
     case = exactness.build(model_type, attn_implementation="eager")

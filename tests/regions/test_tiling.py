@@ -23,8 +23,7 @@ import hf_ckpt
 from hf_ckpt import UnsupportedError, find_layers
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.regions import tiling
-from hf_ckpt.regions.slices import Cut
-from hf_ckpt.regions.tiling import Tiling, run_tiled
+from hf_ckpt.regions.tiling import Cut, Tiling, run_tiled
 from hf_ckpt.simulation.devices import CPU, DEVICES
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
@@ -34,13 +33,18 @@ from tests import exactness, plain_models, traces, zoo
 from tests.exactness import Result
 
 core = pytest.mark.core
-pytestmark = core
+pytestmark = [pytest.mark.slow, core]
 
 MODES = ["none", "full", "attention", "ffn"]
 every_mode = pytest.mark.parametrize("mode", MODES)
 LENGTH = 16
 # Sums over the sequence are taken slice by slice, and matrix products over fewer rows are blocked otherwise.
 ROUNDING = 1e-6
+
+
+def llama() -> zoo.Case:
+    """Two layers, one of them behind the other: what tiles do to one they do to all."""
+    return exactness.build("llama", num_layers=2)
 
 
 def furthest(expected: Result, got: Result) -> float:
@@ -78,7 +82,7 @@ def without_dropout(case: zoo.Case) -> zoo.Case:
 
 @every_mode
 def test_one_tile_is_bitwise_the_whole(mode: str) -> None:
-    case = exactness.build("llama")
+    case = llama()
     expected = exactness.step(case)
     with hf_ckpt.apply(case.model, mode, tiles=1):
         assert exactness.differences(expected, exactness.step(case)) == []
@@ -88,7 +92,7 @@ def test_one_tile_is_bitwise_the_whole(mode: str) -> None:
 @pytest.mark.parametrize("tiles", [2, 5, 100])
 @every_mode
 def test_tiles_give_the_whole_within_rounding(mode: str, tiles: int) -> None:
-    case = exactness.build("llama")
+    case = llama()
     expected = exactness.step(case)
     with hf_ckpt.apply(case.model, mode, tiles=tiles):
         assert furthest(expected, exactness.step(case)) < ROUNDING
@@ -105,7 +109,7 @@ def test_families_of_models_give_the_whole_within_rounding(name: str) -> None:
 
 
 def test_in_double_precision_the_whole_is_met_to_the_last_digits() -> None:
-    case = exactness.build("llama")
+    case = llama()
     # Its norms compute in float32.
     for module in case.model.modules():
         if type(module).__name__ == "LlamaRMSNorm":
@@ -135,7 +139,7 @@ def test_tiles_are_bitwise_the_slices_put_together_by_hand(recomputes: bool) -> 
 
 @every_mode
 def test_masks_of_dropout_are_drawn_again_in_backward(mode: str) -> None:
-    case = exactness.lora(exactness.build("llama"), lora_dropout=0.3)
+    case = exactness.lora(llama(), lora_dropout=0.3)
     whole = exactness.step(case)
     with tiled(case.model, 3, recomputes=False):
         expected = exactness.step(case)
@@ -145,7 +149,7 @@ def test_masks_of_dropout_are_drawn_again_in_backward(mode: str) -> None:
 
 
 def test_what_backward_recomputes_leaves_the_random_state_alone() -> None:
-    case = exactness.lora(exactness.build("llama"), lora_dropout=0.3)
+    case = exactness.lora(llama(), lora_dropout=0.3)
     with tiled(case.model, 3):
         torch.manual_seed(0)
         loss = zoo.loss(case.model, case.inputs)
@@ -168,7 +172,7 @@ def test_autocast_around_the_whole_step_loses_no_gradient(mode: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return exactness.step(case)
 
-    case = exactness.lora(exactness.build("llama"))
+    case = exactness.lora(llama())
     whole = step(case)
     with tiled(case.model, 3, recomputes=False):
         expected = step(case)
@@ -195,7 +199,7 @@ def test_gradients_in_half_precision_are_added_up_in_float32() -> None:
 
 def test_quantised_weights_give_the_whole_within_rounding() -> None:
     bnb = pytest.importorskip("bitsandbytes")
-    case = exactness.lora(exactness.build("llama"))
+    case = exactness.lora(llama())
     for module in case.model.modules():
         if isinstance(getattr(module, "base_layer", None), nn.Linear):
             base = module.base_layer
@@ -219,7 +223,7 @@ def test_micro_batches_add_up() -> None:
             loss.backward()
         return torch.stack(losses).detach(), exactness.gradients(case.model)
 
-    case = exactness.build("llama")
+    case = llama()
     expected = two(case)
     with hf_ckpt.apply(case.model, "full", tiles=3):
         assert furthest(expected, two(case)) < ROUNDING
@@ -239,7 +243,7 @@ def test_a_retained_graph_can_be_used_again_and_a_freed_one_cannot(recomputes: b
 
 
 def test_hooks_of_a_parameter_see_one_gradient_a_step() -> None:
-    case = exactness.build("llama")
+    case = llama()
     seen: list[nn.Parameter] = []
     for parameter in case.model.parameters():
         parameter.register_post_accumulate_grad_hook(seen.append)
@@ -265,7 +269,7 @@ def test_forwards_that_others_bound_to_instances_run_slice_by_slice() -> None:
         lengths.append(x.shape[1])
         return module.down_proj(torch.tanh(module.gate_proj(x)) * module.up_proj(x))
 
-    case = exactness.build("llama")
+    case = llama()
     mlp = case.model.model.layers[1].mlp
     mlp.forward = MethodType(bound, mlp)
     expected = exactness.step(case)
@@ -380,7 +384,7 @@ def saved(run: Callable[[], Tensor]) -> list[Tensor]:
 
 
 def test_projections_keep_one_copy_of_the_input_that_they_share() -> None:
-    case = exactness.build("llama")
+    case = llama()
     attention, hidden = case.model.model.layers[0].self_attn, torch.randn(2, LENGTH, 64, requires_grad=True)
     with tiled(case.model, 4):
         found = saved(lambda: sum(getattr(attention, f"{name}_proj")(hidden).sum() for name in "qkv"))
@@ -388,7 +392,7 @@ def test_projections_keep_one_copy_of_the_input_that_they_share() -> None:
 
 
 def test_an_ffn_keeps_nothing_but_its_input() -> None:
-    case = exactness.build("llama")
+    case = llama()
     hidden = torch.randn(2, LENGTH, 64, requires_grad=True)
     with tiled(case.model, 4):
         found = saved(lambda: case.model.model.layers[0].mlp(hidden))
@@ -407,7 +411,7 @@ def test_inputs_are_freed_with_the_backward_though_the_loss_is_kept() -> None:
 
 
 def test_a_layer_that_is_recomputed_too_runs_its_ffn_no_third_time() -> None:
-    case = exactness.build("llama")
+    case = llama()
     with hf_ckpt.apply(case.model, "full", tiles=4), exactness.counted_entries(case.model) as (forward, backward):
         # The first call is compared with some tokens alone.
         exactness.step(case)
@@ -644,7 +648,7 @@ def test_a_router_loss_that_is_switched_on_later_is_refused(is_first: bool) -> N
 
 
 def test_a_hook_on_a_projection_that_keeps_its_input_is_refused_from_the_step_in_which_it_comes() -> None:
-    case = exactness.build("llama")
+    case = llama()
     kept: list[Tensor] = []
     with hf_ckpt.apply(case.model, "full", tiles=2):
         exactness.step(case)
@@ -680,8 +684,8 @@ class Switching(plain_models.Mlp):
 
 def walked(monkeypatch: pytest.MonkeyPatch, module: nn.Module, num_steps: int) -> int:
     """Return how many slices of four were looked through for weights in so many steps."""
-    found, count = tiling.used, itertools.count()
-    monkeypatch.setattr(tiling, "used", lambda *given: (next(count), found(*given))[1])
+    found, count = tiling.weights_used, itertools.count()
+    monkeypatch.setattr(tiling, "weights_used", lambda *given: (next(count), found(*given))[1])
     # The question whether slices can stand for the whole is not asked here: it would run the module too.
     settings = Tiling(4)
     settings.is_checked = True
@@ -735,7 +739,7 @@ def test_cycles_of_each_step_are_collected_among_what_is_new() -> None:
 
 
 def test_evaluation_runs_whole() -> None:
-    case = exactness.build("llama")
+    case = llama()
     with hf_ckpt.apply(case.model, "full", tiles=4), exactness.counted_entries(case.model) as (forward, _):
         case.model.eval()
         case.model(**case.inputs)
@@ -749,7 +753,7 @@ def test_evaluation_runs_whole() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_run_in_tiles_with_weights_of_their_own(copied: Callable[[nn.Module], nn.Module]) -> None:
-    case = exactness.build("llama")
+    case = llama()
     with hf_ckpt.apply(case.model, "full", tiles=3):
         exactness.step(case)
         twin = zoo.Case("llama", copied(case.model), case.inputs)
@@ -762,7 +766,7 @@ def test_copies_run_in_tiles_with_weights_of_their_own(copied: Callable[[nn.Modu
 
 
 def test_removal_leaves_no_trace() -> None:
-    case = exactness.build("llama")
+    case = llama()
     found = traces.snapshot(case.model)
     applied = hf_ckpt.apply(case.model, "ffn", tiles=3)
     exactness.step(case)
@@ -782,7 +786,7 @@ def faults(model: nn.Module, run: Callable[[], object], mode: str) -> list[str]:
 @every_mode
 @pytest.mark.parametrize("adapters", [False, True])
 def test_the_first_step_is_as_planned(mode: str, adapters: bool) -> None:
-    case = exactness.build("llama")
+    case = llama()
     case = exactness.lora(case) if adapters else case
     assert faults(case.model, lambda: exactness.step(case), mode) == []
 
@@ -797,7 +801,7 @@ def test_tiles_that_are_not_recomputed_are_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_adapter_in_tiles_that_gets_no_gradient_is_named() -> None:
-    case = exactness.lora(exactness.build("llama"))
+    case = exactness.lora(llama())
     adapter = case.model.base_model.model.model.layers[1].mlp.down_proj
 
     def detached(module: nn.Module, args: Any, output: Tensor) -> Tensor:

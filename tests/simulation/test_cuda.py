@@ -17,12 +17,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from hf_ckpt.simulation.constant_folding import Concrete
-from hf_ckpt.simulation.cuda import as_on_cuda, attention_to_build, restore_attention
+import hf_ckpt
+from hf_ckpt.planner.search import StepPlanner
+from hf_ckpt.policy.allowances import Allowed
+from hf_ckpt.simulation.constant_folding import ConstantFolding
+from hf_ckpt.simulation.cuda import add_workspaces, attention_to_build, emulate_cuda, restore_attention
 from hf_ckpt.simulation.cuda.attention import Kernel, choose_kernel
-from hf_ckpt.simulation.devices import CPU, DEVICES, Device
-from hf_ckpt.simulation.fake_model import fake_twin
+from hf_ckpt.simulation.devices import CPU, DEVICES, Device, find_device, workspace_bytes
+from hf_ckpt.simulation.fake_model import fake_copy
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
+from hf_ckpt.simulation.tape import Event, Tape
+from tests import exactness
 from tests.live_storages import LiveStorages
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -50,7 +57,7 @@ def follow(
     with FakeTensorMode():
         inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
         live = LiveStorages(inputs)
-        with live, as_on_cuda(Step(), device), torch.autocast("cpu", autocast) if autocast else nullcontext():
+        with live, emulate_cuda(Step(), device), torch.autocast("cpu", autocast) if autocast else nullcontext():
             output = function(*inputs)
             kept = live.num_bytes() - output.untyped_storage().nbytes()
             gradient = torch.empty_like(output)
@@ -72,11 +79,11 @@ def kept_by_model(config: PretrainedConfig, attention: str, *, padded: bool = Fa
     """Return what a model keeps for backward on an A100, in bytes."""
     input_ids = torch.zeros(2, 64, dtype=torch.long)
     mask = {"attention_mask": torch.ones(2, 64, dtype=torch.long).tril()} if padded else {}
-    twin, mode = fake_twin(on_meta(config, attention))
+    twin, mode = fake_copy(on_meta(config, attention))
     restore_attention(twin, attention)
-    with mode, Concrete():
+    with mode, ConstantFolding():
         live = LiveStorages([*twin.parameters(), *twin.buffers(), input_ids, *mask.values()])
-        with live, as_on_cuda(Step(is_padded=padded), A100):
+        with live, emulate_cuda(Step(is_padded=padded), A100):
             output = twin(input_ids=input_ids, use_cache=False, **mask)
             return live.num_bytes() - sum(each.untyped_storage().nbytes() for each in (output.logits,))
 
@@ -101,11 +108,11 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(batch: int, length: int, wid
     counted = length * batch * width * (34 + 5 * heads * length / width)
     config = GPT2Config(n_embd=width, n_head=heads, activation_function="gelu", attn_implementation="eager")
     with torch.device("meta"):
-        layer, mode = fake_twin(GPT2Block(config, layer_idx=0).to(BF16).train())
+        layer, mode = fake_copy(GPT2Block(config, layer_idx=0).to(BF16).train())
     with mode:
         inputs = torch.empty(batch, length, width, dtype=BF16, requires_grad=True)
         live = LiveStorages([*layer.parameters(), *layer.buffers()])
-        with live, as_on_cuda(Step(), A100):
+        with live, emulate_cuda(Step(), A100):
             output = layer(inputs.clone())
             output = output[0] if isinstance(output, tuple) else output
             kept = live.num_bytes() - output.untyped_storage().nbytes()
@@ -258,14 +265,14 @@ def test_flash_attention_needs_no_mask_for_sliding_windows() -> None:
 
 def test_other_attention_is_built_as_it_is() -> None:
     assert [attention_to_build(name) for name in ("eager", "sdpa", None)] == ["eager", "sdpa", None]
-    twin, _ = fake_twin(on_meta(llama(), "eager"))
+    twin, _ = fake_copy(on_meta(llama(), "eager"))
     restore_attention(twin, "eager")
     assert twin.config._attn_implementation == "eager"
 
 
 def test_transformers_knows_the_stand_in_while_a_step_is_simulated_and_no_longer() -> None:
     before = list(ALL_ATTENTION_FUNCTIONS)
-    with as_on_cuda(Step(), A100):
+    with emulate_cuda(Step(), A100):
         assert set(ALL_ATTENTION_FUNCTIONS) - set(before) == {"hf_ckpt_flash"}
     assert list(ALL_ATTENTION_FUNCTIONS) == before
 
@@ -348,3 +355,95 @@ def test_scores_are_kept_where_no_kernel_suits() -> None:
     turing = next(device for device in DEVICES.values() if device.capability == TURING)
     kept = follow(attend, *[(1, 2, 64, 64)] * 3, device=turing).kept
     assert kept >= 2 * 64 * 64 * 4
+
+
+# --- The workspaces that torch gives cuBLAS: one for each thread that runs matrix products. ---
+
+A100_80GB, H100 = find_device("a100-80gb"), find_device("h100")
+MIB = 2**20
+SMALL, LARGE = 8 * MIB + 128 * 1024, 32 * MIB
+STEP = Step(batch_size=1, seq_length=16)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    built: nn.Module = exactness.build("llama").model
+    return built
+
+
+def workspaces(memory: StepMemory) -> int:
+    return memory.by_category.get(Category.WORKSPACES, 0)
+
+
+def products(*phases: Phase, operator: str = "aten.mm.default") -> Tape:
+    return Tape(events=[Event(Place(phase, operator=operator)) for phase in phases])
+
+
+@pytest.mark.parametrize(
+    ("phases", "num_threads"),
+    [
+        ((), 0),
+        ((Phase.FORWARD, Phase.FORWARD), 1),
+        ((Phase.FORWARD, Phase.OPTIMIZER), 1),
+        ((Phase.OPTIMIZER,), 1),
+        ((Phase.BACKWARD, Phase.RECOMPUTATION), 1),
+        ((Phase.FORWARD, Phase.RECOMPUTATION), 2),
+        ((Phase.FORWARD, Phase.BACKWARD), 2),
+    ],
+)
+def test_each_thread_that_runs_products_has_one(phases: tuple[Phase, ...], num_threads: int) -> None:
+    tape = products(*phases)
+    add_workspaces(tape, A100_80GB)
+    assert [storage.num_bytes for storage in tape.before] == [SMALL] * num_threads
+
+
+@pytest.mark.parametrize(
+    ("operator", "has_one"),
+    [
+        ("aten.addmm.default", True),
+        ("aten.addmm_.default", True),
+        ("aten.bmm.out", True),
+        ("aten._int_mm.default", True),
+        ("aten.mul.Tensor", False),
+        ("aten._scaled_dot_product_flash_attention.default", False),
+        ("aten._grouped_mm.default", False),
+        ("bitsandbytes.mm.default", False),
+        ("", False),
+    ],
+)
+def test_products_of_cublas_alone_need_one(operator: str, has_one: bool) -> None:
+    tape = products(Phase.FORWARD, operator=operator)
+    add_workspaces(tape, A100_80GB)
+    assert len(tape.before) == has_one
+
+
+def test_a_step_has_two_all_the_time(model: nn.Module) -> None:
+    for device, each in ((A100_80GB, SMALL), (H100, LARGE)):
+        memory = simulate_step(model, None, STEP, device)
+        column = memory.timeline.bytes_by_category[Category.WORKSPACES]
+        assert set(column) == {2 * each}
+        assert workspaces(memory) == 2 * each == 2 * workspace_bytes(device)
+        assert sum(memory.by_category.values()) == memory.peak_bytes
+    assert Category.WORKSPACES not in simulate_step(model, None, STEP, CPU).timeline.bytes_by_category
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "ffn"])
+def test_plans_have_the_same_two_also_where_equal_layers_are_traced_once(model: nn.Module, policy: str) -> None:
+    for traces_all in (False, True):
+        assert workspaces(simulate_step(model, policy, STEP, A100_80GB, traces_all=traces_all)) == 2 * SMALL
+
+
+def test_a_batch_of_evaluation_has_those_of_the_steps_around_it(model: nn.Module) -> None:
+    assert workspaces(StepSimulator(model, STEP, A100_80GB).evaluate().memory) == 2 * SMALL
+
+
+def test_the_planner_counts_them_once(model: nn.Module) -> None:
+    full = simulate_step(model, "full", STEP, A100_80GB)
+    # They are in the least that there is, and so in what the planner compares with a budget.
+    least = StepPlanner(StepSimulator(model, STEP, A100_80GB), allowed=Allowed(exact=True)).plan_for(full.peak_bytes)
+    assert workspaces(least.memory) == 2 * SMALL
+    assert least.memory.peak_bytes <= full.peak_bytes
+    with pytest.raises(hf_ckpt.BudgetError):
+        StepPlanner(StepSimulator(model, STEP, A100_80GB), allowed=Allowed(exact=True)).plan_for(
+            least.memory.peak_bytes - 2 * SMALL
+        )

@@ -24,8 +24,6 @@ from hf_ckpt.simulation.devices import (
     workspace_bytes,
 )
 
-pytestmark = pytest.mark.core
-
 CARDS = [device for device in DEVICES.values() if device.is_cuda]
 # Without what was measured of some.
 DATA_SHEETS = devices._TABLE

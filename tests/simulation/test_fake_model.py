@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_ckpt.simulation.fake_model import fake_twin
+from hf_ckpt.simulation.fake_model import fake_copy
 
 
 class Model(nn.Module):
@@ -54,7 +54,7 @@ def test_a_forward_put_on_an_instance_runs_on_the_copy(put_on: Any) -> None:
     model = Model().train()
     put_on(model)
     found = [vars(module).get("forward") for module in model.modules()]
-    twin, mode = fake_twin(model)
+    twin, mode = fake_copy(model)
     with mode:
         out = twin(torch.ones(2, 4))
         out.sum().backward()

@@ -1,166 +1,136 @@
-"""Copies, pickles and saved files of a model under a plan are as without it."""
+"""Tracing equal layers once changes nothing: neither bytes nor places, neither times nor what is held."""
 
 from __future__ import annotations
 
-import copy
-import json
-import pickle
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel
 
-import hf_ckpt
-from hf_ckpt.patch.apply import apply
-from tests import exactness, traces, zoo
-from tests.exactness import every_kind_of_policy, every_policy
+from hf_ckpt.policy.policy import Policy
+from hf_ckpt.simulation import simulator
+from hf_ckpt.simulation.devices import DEVICES
+from hf_ckpt.simulation.layer_reuse import LayerReuse
+from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
+from tests import zoo
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.slow
 
-
-def llama(**options: object) -> zoo.Case:
-    return exactness.build("llama", **options)
-
-
-# --- Copies and pickles. ---
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-@every_policy
-@pytest.mark.parametrize("model_type", ["llama", "opt"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copy_carries_the_plan_and_runs_its_own_weights(
-    copied: Callable[[nn.Module], nn.Module], model_type: str, policy: str
-) -> None:
-    case = exactness.build(model_type)
-    exactness.apply(case.model, policy)
-    exactness.step(case)
-    other = zoo.Case(model_type, copied(case.model), case.inputs)
-    with torch.no_grad():
-        for parameter in case.model.parameters():
-            parameter.zero_()
-    with exactness.counted_entries(case.model) as (original, _), exactness.counted_entries(other.model) as (_, again):
-        got = exactness.step(other)
-    assert not original
-    assert bool(again) == (policy != "none")
-    hf_ckpt.remove(other.model)
-    assert exactness.differences(exactness.step(other), got) == []
-    assert exactness.differences(exactness.step(exactness.build(model_type)), got) == []
+A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
+STEP = Step(batch_size=2, seq_length=16, optim="sgd")
+MIXED = [
+    {"layers": "0:1", "mode": "ffn"},
+    {"layers": "1:13", "mode": "full", "segment_size": 2, "nested": True},
+    {"layers": "13", "mode": "attention"},
+]
+SMALL = {"to": "cpu", "min_bytes": 1}
+BETWEEN = [{"layers": "2:8", "mode": "full", "offload": SMALL}]
+# Model type, layers, policy and its options, and how many layers need no tracing.
+CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
+    "llama-every-2": ("llama", 8, "full", {"every_n_layers": 2}, 2),
+    "llama-mixed": ("llama", 14, MIXED, {}, 2),
+    "gemma3-full": ("gemma3_text", 8, "full", {}, 2),
+    "qwen3-moe-ffn": ("qwen3_moe", 7, "ffn", {}, 2),
+    "gpt2-range": ("gpt2", 8, [{"layers": "1:7", "mode": "full"}], {}, 1),
+    "gpt-oss-attention": ("gpt_oss", 8, "attention", {}, 2),
+    "bamba-none": ("bamba", 8, None, {}, 2),
+    "llama-selective": ("llama", 7, "selective", {}, 2),
+    "llama-full-offload": ("llama", 9, "full", {"offload": SMALL}, 2),
+    "qwen3-moe-selective-attention-offload": ("qwen3_moe", 9, "selective_attention", {"offload": SMALL}, 2),
+    "llama-offload-between": ("llama", 10, BETWEEN, {}, 1),
+    "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 2),
+}
 
 
-@every_kind_of_policy
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_plans_of_a_model_and_its_copy_are_removed_apart(copied: Callable[[nn.Module], nn.Module], policy: str) -> None:
-    case = llama()
-    exactness.step(case)
-    case.model.zero_grad()
-    found = traces.snapshot(case.model)
-    applied = exactness.apply(case.model, policy)
-    other = copied(case.model)
-    assert hf_ckpt.remove(other) is True
-    assert hf_ckpt.remove(other) is False
-    assert apply.plan_of(case.model) is applied.plan
-    for one, two in zip(case.model.modules(), other.modules(), strict=True):
-        assert "_hf_ckpt_applied" not in two.__dict__
-        assert found[name_of(case.model, one)].keys() == two.__dict__.keys()
-    with exactness.counted_entries(case.model) as (_, backward):
-        exactness.step(case)
-    assert backward
-
-    second = copied(case.model)
-    applied.remove()
-    assert apply.plan_of(second) == applied.plan
-    case.model.zero_grad()
-    assert traces.differences(found, traces.snapshot(case.model)) == []
-    with exactness.counted_entries(second) as (_, backward):
-        exactness.step(zoo.Case("llama", second, case.inputs))
-    assert backward
+def model(model_type: str, num_layers: int, task: str = "causal") -> nn.Module:
+    torch.manual_seed(0)
+    return zoo.build(model_type, task=task, num_layers=num_layers).model
 
 
-def name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, candidate in model.named_modules() if candidate is module)
+def both(built: nn.Module, policy: Any, step: Step = STEP, **options: Any) -> tuple[StepMemory, StepMemory]:
+    """Simulate a step with equal layers traced once, and with all traced."""
+    parsed = None if policy is None else Policy.parse(policy, **options)
+    return simulate_step(built, parsed, step, A100), simulate_step(built, parsed, step, A100, traces_all=True)
 
 
-def test_pickle_of_a_removed_plan_is_that_of_the_model() -> None:
-    model = llama().model
-    before = pickle.dumps(model)
-    hf_ckpt.apply(model, "full").remove()
-    assert pickle.dumps(model) == before
+@contextmanager
+def counted_copies() -> Iterator[list[int]]:
+    """Count the layers that need no tracing, in each try."""
+    counts: list[int] = []
+
+    def chosen(stacks: Any, plan: Any) -> LayerReuse:
+        copies = LayerReuse.choose(stacks, plan)
+        pairs = zip(copies.groups, copies.representatives, strict=True)
+        counts.append(
+            sum(len(groups[number].layers) for groups, representatives in pairs for number in representatives)
+        )
+        return copies
+
+    with mock.patch.object(simulator, "LayerReuse", mock.Mock(choose=chosen)):
+        yield counts
 
 
-# --- Files. ---
+def assert_equal(once: StepMemory, whole: StepMemory) -> None:
+    assert once.timeline.bytes_by_category == whole.timeline.bytes_by_category
+    assert once.timeline.places == whole.timeline.places
+    assert once.ledger == whole.ledger
+    # The same seconds, added up in another order.
+    assert once.timeline.seconds == pytest.approx(whole.timeline.seconds, rel=1e-9)
+    assert replace(once, timeline=whole.timeline) == whole
 
 
-@every_kind_of_policy
-def test_saved_model_is_as_without_the_plan(policy: str, tmp_path: Path) -> None:
-    case = llama()
-    case.model.save_pretrained(tmp_path / "before")
-    with exactness.apply(case.model, policy):
-        exactness.step(case)
-        case.model.save_pretrained(tmp_path / "during")
-    case.model.save_pretrained(tmp_path / "after")
-    files = {folder: contents(tmp_path / folder) for folder in ("before", "during", "after")}
-    assert files["during"] == files["before"]
-    assert files["after"] == files["before"]
-    loaded = type(case.model).from_pretrained(tmp_path / "during", attn_implementation="sdpa").train()
-    expected = exactness.step(case)
-    assert exactness.differences(expected, exactness.step(zoo.Case("llama", loaded, case.inputs))) == []
-    with exactness.apply(loaded, policy):
-        assert exactness.differences(expected, exactness.step(zoo.Case("llama", loaded, case.inputs))) == []
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_traced_once_is_the_step_traced_whole(name: str) -> None:
+    model_type, num_layers, policy, options, count = CASES[name]
+    with counted_copies() as counts:
+        once, whole = both(model(model_type, num_layers), policy, **options)
+    assert counts == [count]
+    assert_equal(once, whole)
 
 
-def contents(folder: Path) -> dict[str, object]:
-    """Read every file of a folder, JSON as what it says."""
-    return {
-        path.name: json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
-        for path in folder.iterdir()
-        if path.name != "README.md"
-    }
+def test_adapters_and_micro_batches_are_traced_once() -> None:
+    settings = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
+    step = replace(STEP, gradient_accumulation_steps=3)
+    with counted_copies() as counts:
+        once, whole = both(get_peft_model(model("llama", 7), settings), "full", step)
+    assert counts == [2]
+    assert_equal(once, whole)
 
 
-@every_kind_of_policy
-def test_saved_adapter_is_as_without_the_plan(policy: str, tmp_path: Path) -> None:
-    case = exactness.lora(llama())
-    case.model.save_pretrained(tmp_path / "before")
-    with exactness.apply(case.model, policy):
-        exactness.step(case)
-        case.model.save_pretrained(tmp_path / "during")
-    assert contents(tmp_path / "during") == contents(tmp_path / "before")
-    tensors = load_file(tmp_path / "during" / "adapter_model.safetensors")
-    assert len(tensors) == 4 * 2 * 2
-    assert "base_model.model.model.layers.3.mlp.down_proj.lora_B.weight" in tensors
-    assert all(tensor.any() for tensor in tensors.values())
+def test_both_stacks_of_an_encoder_and_a_decoder_are_traced_once() -> None:
+    with counted_copies() as counts:
+        once, whole = both(model("t5", 7, "seq2seq"), "full")
+    assert counts == [2]
+    assert_equal(once, whole)
 
 
-@every_kind_of_policy
-def test_adapter_is_loaded_during_the_plan(policy: str, tmp_path: Path) -> None:
-    case = exactness.lora(llama())
-    case.model.save_pretrained(tmp_path)
-    expected = exactness.step(case)
-    other = llama()
-    with exactness.apply(other.model, policy):
-        loaded = PeftModel.from_pretrained(other.model, tmp_path, is_trainable=True)
-        got = exactness.step(zoo.Case("llama", loaded, case.inputs))
-        assert exactness.differences(expected, got) == []
+def test_a_layer_that_is_frozen_in_part_is_told_apart() -> None:
+    built = model("llama", 10)
+    built.model.layers[8].mlp.requires_grad_(False)
+    with counted_copies() as counts:
+        once, whole = both(built, "full")
+    assert counts == [3]
+    assert_equal(once, whole)
 
 
-@every_kind_of_policy
-def test_adapter_is_merged_during_the_plan(policy: str) -> None:
-    merged = exactness.lora(llama()).model.merge_and_unload()
-    expected = exactness.step(zoo.Case("llama", merged.requires_grad_(True), llama().inputs))
-    case = exactness.lora(llama())
-    with exactness.apply(case.model, policy):
-        exactness.step(case)
-        model = case.model.merge_and_unload().requires_grad_(True)
-        assert isinstance(model, PreTrainedModel)
-        assert list(model.state_dict()) == list(merged.state_dict())
-        assert exactness.differences(expected, exactness.step(zoo.Case("llama", model, case.inputs))) == []
-    assert exactness.differences(expected, exactness.step(zoo.Case("llama", model, case.inputs))) == []
+def test_a_parameter_without_gradient_has_none_in_the_layers_that_are_not_traced() -> None:
+    built = model("llama", 6)
+    for layer in built.model.layers:
+        layer.unused = nn.Linear(64, 64)
+    with counted_copies() as counts:
+        once, whole = both(built, None, Step(batch_size=2, seq_length=16))
+    assert counts == [1]
+    assert_equal(once, whole)
+
+
+def test_layers_may_let_go_of_what_a_far_one_has_made() -> None:
+    # Layers of gemma3n read keys and values of a far layer.
+    assert_equal(*both(model("gemma3n_text", 6), None))

@@ -22,6 +22,8 @@ from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
 
+pytestmark = pytest.mark.slow
+
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 BF16 = torch.bfloat16
 BATCH, LENGTH, HIDDEN, HEADS = 2, 256, 256, 4

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.op_costs import (
     FREE,
+    LaunchQueue,
     OperatorCost,
-    Queue,
     attention_efficiency,
+    busy_seconds,
     copy_seconds,
     operator_cost,
-    seconds_of,
 )
 from tests import zoo
 
@@ -226,31 +226,31 @@ H200 = find_device("h200")
 def test_product_takes_the_time_of_its_flops() -> None:
     flops = 2 * 8192**3
     cost = OperatorCost(flops, 3 * 2 * 8192**2, "bfloat16", flops)
-    assert seconds_of(cost, H200) == pytest.approx(flops / (0.8 * 989e12) + 3e-6)
-    assert seconds_of(OperatorCost(flops, 0, "float32", flops), H200) == pytest.approx(flops / (0.8 * 67e12) + 3e-6)
+    assert busy_seconds(cost, H200) == pytest.approx(flops / (0.8 * 989e12) + 3e-6)
+    assert busy_seconds(OperatorCost(flops, 0, "float32", flops), H200) == pytest.approx(flops / (0.8 * 67e12) + 3e-6)
     # Products of eight bits at least as fast as of sixteen, those of unknown dtypes as float32.
-    assert seconds_of(OperatorCost(flops, 0, "int8", flops), H200) == seconds_of(cost, H200)
-    assert seconds_of(OperatorCost(flops, 0, "float64", flops), H200) == pytest.approx(flops / (0.8 * 67e12) + 3e-6)
+    assert busy_seconds(OperatorCost(flops, 0, "int8", flops), H200) == busy_seconds(cost, H200)
+    assert busy_seconds(OperatorCost(flops, 0, "float64", flops), H200) == pytest.approx(flops / (0.8 * 67e12) + 3e-6)
 
 
 def test_everything_else_takes_the_time_of_its_bytes() -> None:
-    assert seconds_of(OperatorCost(0, 2**30), H200) == pytest.approx(2**30 / (0.85 * 4.8e12) + 3e-6)
+    assert busy_seconds(OperatorCost(0, 2**30), H200) == pytest.approx(2**30 / (0.85 * 4.8e12) + 3e-6)
     # A product of one row is no faster than its weights are read.
-    assert seconds_of(OperatorCost(2 * 2**29, 2**30, "bfloat16", 2 * 2**29), H200) == pytest.approx(
+    assert busy_seconds(OperatorCost(2 * 2**29, 2**30, "bfloat16", 2 * 2**29), H200) == pytest.approx(
         2**30 / (0.85 * 4.8e12) + 3e-6
     )
 
 
 def test_small_operators_keep_a_device_busy_for_a_moment_and_free_ones_not() -> None:
-    assert seconds_of(OperatorCost(0, 4), H200) == pytest.approx(3e-6, rel=1e-5)
-    assert seconds_of(FREE, H200) == 0.0
+    assert busy_seconds(OperatorCost(0, 4), H200) == pytest.approx(3e-6, rel=1e-5)
+    assert busy_seconds(FREE, H200) == 0.0
 
 
 def test_fused_attention_has_a_rate_of_its_own() -> None:
     cost = OperatorCost(2 * 10**12, 0, "bfloat16", 10**12, is_attention=True)
-    assert seconds_of(cost, H200) == pytest.approx(1e12 / (0.35 * 989e12) + 3e-6)
+    assert busy_seconds(cost, H200) == pytest.approx(1e12 / (0.35 * 989e12) + 3e-6)
     of_cudnn = OperatorCost(2 * 10**12, 0, "bfloat16", 10**12, is_attention=True, is_cudnn=True)
-    assert seconds_of(of_cudnn, H200) == pytest.approx(1e12 / (0.50 * 989e12) + 3e-6)
+    assert busy_seconds(of_cudnn, H200) == pytest.approx(1e12 / (0.50 * 989e12) + 3e-6)
     for name, share, of_cudnn_share in (("a100-80gb", 0.6, 0.6), ("rtx4090", 0.6, 0.6), ("h100", 0.35, 0.5)):
         device = find_device(name)
         assert attention_efficiency(device, is_cudnn=False) == share
@@ -283,7 +283,7 @@ def test_copies_take_the_time_of_the_link() -> None:
 
 def issued(device: Device, busy: list[float], *, records_graph: bool = True) -> list[float]:
     """Return the microseconds of operators that keep the device busy for so many."""
-    queue = Queue(device)
+    queue = LaunchQueue(device)
     return [round(1e6 * queue.take(1e-6 * us, records_graph=records_graph), 3) for us in busy]
 
 

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.measure.follow import follow_trainer
-from hf_ckpt.planner.search import plan_for
+from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import value_proof
-from hf_ckpt.regions.selective import kernels
-from hf_ckpt.regions.tensor_hashes import are_equal, fingerprint, relative_distance, scratch_bytes
+from hf_ckpt.regions.fingerprints import are_equal, fingerprint, relative_distance, scratch_bytes
+from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.simulation.devices import CPU, DEVICES
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
 from tests import live_storages
 from tests.following import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 # The optimizer keeps no state, which the first step has not.
 SGD = {"optim": "sgd", "max_grad_norm": 0.0}
@@ -57,19 +59,19 @@ def simulated(run: Run, *, is_proven: bool) -> StepMemory:
 @contextmanager
 def _seen() -> Iterator[None]:
     """What `value_proof` keeps from modes, shown to them."""
-    setting = kernels.pause()
+    setting = dispatch.pause_interception()
     try:
         with torch.no_grad():
             yield
     finally:
-        kernels.leave(setting)
+        dispatch.restore_interception(setting)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_first_step_needs_what_is_predicted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS[name]
     predicted = simulated(run, is_proven=True)
-    monkeypatch.setattr(value_proof, "_unseen", _seen)
+    monkeypatch.setattr(value_proof, "_unobserved", _seen)
     first = follow_trainer(run.trainer(tmp_path, run.model()), at_step=1)
     # A fingerprint of what was recomputed records no graph, and so looks like backward.
     for phases in ((Phase.FORWARD,), (Phase.RECOMPUTATION, Phase.BACKWARD)):
@@ -106,7 +108,7 @@ def test_a_plan_for_a_budget_keeps_it_in_the_step_that_is_proven() -> None:
     model, step = run.model(), replace(run.step, is_proven=True)
     none, full = (simulate_step(model, Policy.parse(mode), step, CPU).peak_bytes for mode in ("none", "full"))
     budget = (none + full) // 2
-    found = plan_for(model, step, CPU, budget)
+    found = StepPlanner(StepSimulator(model, step, CPU)).plan_for(budget)
     assert found.memory.peak_bytes <= budget
     assert simulate_step(model, found.plan, step, CPU).peak_bytes == found.memory.peak_bytes
 

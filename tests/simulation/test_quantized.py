@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, L
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation import quantized
-from hf_ckpt.simulation.constant_folding import Concrete
-from hf_ckpt.simulation.cuda import as_on_cuda
+from hf_ckpt.simulation.constant_folding import ConstantFolding
+from hf_ckpt.simulation.cuda import emulate_cuda
 from hf_ckpt.simulation.devices import CPU, DEVICES, Device
 from hf_ckpt.simulation.step import Step
 from tests.live_storages import LiveStorages
@@ -144,7 +144,7 @@ def fake_copy(model: nn.Module, *, is_cuda: bool) -> tuple[nn.Module, FakeTensor
         for tensor in [*model.buffers(), *quantized.constants(model)]:
             memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
         twin = copy.deepcopy(model, memo)
-        quantized.restore(model, twin, is_cuda=is_cuda)
+        quantized.restore_states(model, twin, is_cuda=is_cuda)
     return twin, mode
 
 
@@ -164,7 +164,7 @@ def peaks(options: Mapping[str, Any], device: Device, *, rows: int = 32) -> tupl
     with mode:
         inputs = torch.empty(rows, 64, dtype=BF16, requires_grad=True)
         live = LiveStorages([inputs, *twin.parameters(), *twin.buffers(), *quantized.constants(twin)])
-        with live, as_on_cuda(Step(), device):
+        with live, emulate_cuda(Step(), device):
             output = twin(inputs)
             forward, kept = live.peak_bytes, live.num_bytes()
             live.restart_peak()
@@ -203,7 +203,7 @@ def test_adapters_around_it_get_gradients_in_a_fake_step(options: dict[str, Any]
     assert type(model.base_model.model.model.layers[0].mlp.up_proj).__name__ == kind
 
     twin, mode = fake_copy(model.train(), is_cuda=is_cuda)
-    with mode, as_on_cuda(Step(), A100 if is_cuda else CPU):
+    with mode, emulate_cuda(Step(), A100 if is_cuda else CPU):
         input_ids = torch.zeros(1, 8, dtype=torch.long)
         with torch.autocast("cpu", BF16):
             loss = twin(input_ids=input_ids, labels=input_ids, use_cache=False).loss
@@ -217,7 +217,7 @@ def followed(model: nn.Module) -> tuple[int, int, int]:
     input_ids = torch.zeros(2, 32, dtype=torch.long)
     known = [*model.parameters(), *model.buffers(), *quantized.constants(model)]
     live = LiveStorages([*known, input_ids])
-    with live, as_on_cuda(Step(), CPU):
+    with live, emulate_cuda(Step(), CPU):
         with torch.autocast("cpu", BF16):
             loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         forward, kept = live.peak_bytes, live.num_bytes()
@@ -239,6 +239,6 @@ def test_a_fake_step_needs_what_a_real_one_needs(options: dict[str, Any], tmp_pa
     simulated = []
     for model in (made, real):
         twin, mode = fake_copy(model, is_cuda=False)
-        with mode, Concrete():
+        with mode, ConstantFolding():
             simulated.append(followed(twin))
     assert simulated == [followed(real)] * 2

@@ -10,7 +10,10 @@ from benchmarks.resident import CASES, measure, predict
 
 GIB = 2**30
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells of resident memory")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells of resident memory"),
+]
 
 
 @pytest.mark.parametrize("name", ["none", "full"])

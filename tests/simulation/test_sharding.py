@@ -21,6 +21,8 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.structure.layers import find_layers
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
+
 WORLD_SIZE = 8
 DEVICE = find_device("a100-80gb")
 # Odd sizes: nothing divides evenly among eight ranks. Large enough for the blocks of the allocator not to matter.

@@ -10,6 +10,8 @@ from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
 from tests.following import LENGTH, Run, differences
 
+pytestmark = pytest.mark.slow
+
 # The Trainer has a few numbers of its own, of 4 bytes each: its running loss, the count of tokens, a scaled loss.
 TOLERANCE = 1e-3
 

@@ -15,19 +15,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import FULL, NONE, Chain
-from hf_ckpt.planner.layer_costs import chain_of, with_chunked_head, with_tiles
-from hf_ckpt.planner.offload_costs import offloaded, with_gaps
-from hf_ckpt.planner.pareto import Planner
+from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import predict, to_plan
-from hf_ckpt.planner.search import Plans, plan_for
+from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.policy.modifiers import HeadMode, Offload
+from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.simulation.devices import CPU, DEVICES
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
 A100 = next(device for device in DEVICES.values() if device.capability == (8, 0))
 LAYERS, HIDDEN, LENGTH, VOCAB = 4, 256, 4096, 2048
@@ -37,19 +38,23 @@ CPU_OFFLOAD = Offload(fraction=1.0)
 FULL_OFFLOAD = replace(FULL, offload=CPU_OFFLOAD)
 
 
-def llama(*, dropout: float | None = None, vocab: int = VOCAB) -> nn.Module:
+# Where the planner has nothing to do with it: each adapter adds a tenth to what a step takes to simulate.
+FEW = ["q_proj", "down_proj"]
+
+
+def llama(*, dropout: float | None = None, vocab: int = VOCAB, adapted: Any = "all-linear") -> nn.Module:
     """A small Llama in bfloat16 without data, whose layers have adapters, with dropout or not."""
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 4}
     with torch.device("meta"):
         built = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=LAYERS, vocab_size=vocab)).to(torch.bfloat16)
-    settings = LoraConfig(r=2, target_modules="all-linear", lora_dropout=dropout or 0.0)
+    settings = LoraConfig(r=2, target_modules=adapted, lora_dropout=dropout or 0.0)
     return get_peft_model(built, settings, low_cpu_mem_usage=True)
 
 
 def simulated(
     policy: str, step: Step = STEP, device: Any = A100, built: nn.Module | None = None, **options: Any
 ) -> StepMemory:
-    return simulate_step(built or llama(), Policy.parse(policy, **options), step, device)
+    return simulate_step(built or llama(adapted=FEW), Policy.parse(policy, **options), step, device)
 
 
 # --- Simulated steps. ---
@@ -89,7 +94,9 @@ def test_kept_outputs_go_to_the_host_too() -> None:
 
 def test_logits_are_never_held_with_a_chunked_head() -> None:
     vocab = 32768
-    plain, chunked = (simulated("full", built=llama(vocab=vocab), head=head) for head in ("plain", "chunked"))
+    plain, chunked = (
+        simulated("full", built=llama(vocab=vocab, adapted=FEW), head=head) for head in ("plain", "chunked")
+    )
     logits = LENGTH * vocab * 4
     assert plain.by_category[Category.LOSS] > logits
     assert chunked.peak_bytes < plain.peak_bytes - logits
@@ -122,7 +129,7 @@ def test_selective_modes_take_time_on_the_host_for_each_operator_of_their_layers
 
 @pytest.fixture(scope="module")
 def chain() -> Chain:
-    return chain_of(llama(), STEP, A100, allowed=Allowed(offload=Offload()))
+    return chain_of(StepSimulator(llama(), STEP, A100), Allowed(offload=Offload()))
 
 
 def test_the_last_layer_does_not_offload(chain: Chain) -> None:
@@ -189,20 +196,20 @@ def test_a_gap_hides_the_copy_that_one_layer_does_not(chain: Chain) -> None:
 
 def test_plans_for_one_budget_after_the_other_are_those_for_each_by_itself(chain: Chain) -> None:
     built, allowed = llama(), Allowed(offload=Offload(), tiles=False, head=False)
-    plans = Plans(built, STEP, A100, allowed=allowed, chain=chain)
-    least, most = Planner(chain).smallest_peak().peak_bytes, predict(chain, [NONE] * LAYERS).peak_bytes
+    plans = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain)
+    least, most = ChainPlanner(chain).smallest_peak().peak_bytes, predict(chain, [NONE] * LAYERS).peak_bytes
     for budget in (least + (most - least) // 2, most):
-        found = plan_for(built, STEP, A100, budget, allowed=allowed, chain=chain)
-        assert plans.within(budget).plan == found.plan
+        found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(budget)
+        assert plans.plan_for(budget).plan == found.plan
 
 
 def test_tiles_are_no_option_where_dropout_lies_inside_unless_they_are_allowed() -> None:
-    built = llama(dropout=0.1)
-    base = chain_of(built, STEP, A100)
+    built = llama(dropout=0.1, adapted=FEW)
+    base = chain_of(StepSimulator(built, STEP, A100))
     asked = {
         allowed: any(
             option.tiles
-            for layer in with_tiles(base, built, STEP, A100, allowed=allowed).layers
+            for layer in with_tiles(base, StepSimulator(built, STEP, A100), allowed).layers
             for option in layer.costs
         )
         for allowed in (Allowed(), Allowed(tiles=False), Allowed(tiles=True))
@@ -211,13 +218,13 @@ def test_tiles_are_no_option_where_dropout_lies_inside_unless_they_are_allowed()
 
 
 def test_chunked_head_is_cheaper_in_bytes_and_no_layer_changes(chain: Chain) -> None:
-    chunked = with_chunked_head(chain, llama(), STEP, A100)
+    chunked = with_chunked_head(chain, StepSimulator(llama(), STEP, A100))
     assert chunked is not None
     assert chunked.head is HeadMode.CHUNKED
     assert chunked.head_bytes < chain.head_bytes / 2
     assert chunked.layers == chain.layers
     headless = llama().get_base_model().model
-    assert with_chunked_head(chain, headless, STEP, A100) is None
+    assert with_chunked_head(chain, StepSimulator(headless, STEP, A100)) is None
 
 
 # --- What is chosen. ---
@@ -231,13 +238,15 @@ def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_f
     )
     without = replace(chain, layers=tuple(layers))
     budget = simulate_step(built, Policy.parse("full", offload="cpu"), STEP, A100).peak_bytes + INPUT_BYTES // 2
-    assert budget < Planner(without).smallest_peak().peak_bytes
-    found = plan_for(built, STEP, A100, budget, allowed=allowed, chain=chain)
+    assert budget < ChainPlanner(without).smallest_peak().peak_bytes
+    found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(budget)
     assert any(entry.offload for entry in found.plan.stacks[0].layers)
     assert found.memory.peak_bytes <= budget
     assert found.memory.host_bytes > 0
     with pytest.raises(BudgetError) as error:
-        plan_for(built, STEP, A100, budget, allowed=replace(allowed, offload=None), chain=without)
+        StepPlanner(StepSimulator(built, STEP, A100), allowed=replace(allowed, offload=None), chain=without).plan_for(
+            budget
+        )
     assert re.search(r"\n  offload=\"cpu\" +# [\d.]+ MiB, with [\d.]+ MiB of host memory", str(error.value))
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_ckpt.simulation.reading import read
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-from hf_ckpt.simulation.tape import settle
+from hf_ckpt.simulation.tape import read_tape, sort_frees
 from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 
 KIB = 1024
@@ -20,7 +19,7 @@ def told(tracker: Tracker) -> list[tuple[str, int]]:
 
 
 def memory_of(tracker: Tracker) -> StepMemory:
-    return read(tracker.tape, device="cpu", plan=None, tokens=1)
+    return read_tape(tracker.tape, device="cpu", plan=None, tokens=1)
 
 
 def test_a_storage_counts_once_however_many_views_it_has() -> None:
@@ -43,7 +42,7 @@ def test_blocks_are_rounded_up_as_the_allocator_does() -> None:
 def test_what_was_there_before_is_no_event() -> None:
     model = nn.Linear(16, 16, bias=False)
     with Tracker() as tracker:
-        tracker.know(parameters_and_buffers(model), Category.PARAMETERS)
+        tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
         view = model.weight.t()
         assert told(tracker) == []
     assert [(storage.num_bytes, storage.parameter) for storage in tracker.tape.before] == [(KIB, "weight")]
@@ -63,7 +62,7 @@ def test_phases_are_told_apart_by_what_autograd_does() -> None:
 
     inputs = torch.zeros(256, requires_grad=True)
     with Tracker() as tracker:
-        tracker.know([("inputs", inputs)], Category.TEMPORARY)
+        tracker.record_existing([("inputs", inputs)], Category.TEMPORARY)
         loss = checkpoint(region, inputs, use_reentrant=False).sum()
         loss.backward()
     made = [(event.place.phase, event.place.operator) for event in tracker.tape.events if event.change == "allocate"]
@@ -75,7 +74,7 @@ def test_phases_are_told_apart_by_what_autograd_does() -> None:
 def test_held_for_backward_is_saved_and_what_is_let_go_is_temporary() -> None:
     inputs = torch.zeros(256, requires_grad=True)
     with Tracker() as tracker:
-        tracker.know([("inputs", inputs)], Category.TEMPORARY)
+        tracker.record_existing([("inputs", inputs)], Category.TEMPORARY)
         held = inputs.exp()
         loss = (held + 1.0).sum()
         del held
@@ -88,9 +87,9 @@ def test_held_for_backward_is_saved_and_what_is_let_go_is_temporary() -> None:
 def test_state_of_a_parameter_without_gradient_is_forgotten() -> None:
     used, unused = torch.zeros(2), torch.zeros(4)
     tracker = Tracker()
-    tracker.know([("used", used), ("unused", unused)], Category.OPTIMIZER)
+    tracker.record_existing([("used", used), ("unused", unused)], Category.OPTIMIZER)
     tracker.name_gradient("used", torch.zeros(2))
-    tracker.forget_unused_state()
+    tracker.drop_unused_state()
     assert [storage.parameter for storage in tracker.tape.before] == ["used"]
 
 
@@ -101,5 +100,5 @@ def test_what_is_let_go_at_once_is_put_in_the_order_in_which_it_was_made() -> No
         while held:
             held.pop(0)
     assert [size for change, size in told(tracker) if change == "free"] == [12, 8, 4]
-    settle(tracker.tape)
+    sort_frees(tracker.tape)
     assert [size for change, size in told(tracker) if change == "free"] == [4, 8, 12]

@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.regions.offload.plain import PlainWire
+from hf_ckpt.regions.offload.wire import SynchronousWire
 from hf_ckpt.trainer.metrics import recomputed_share
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
@@ -305,8 +305,8 @@ def test_figures_of_offload_are_reported(tmp_path: Path, kind: str) -> None:
 
 def test_buffers_are_made_for_the_longest_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    found = PlainWire.allocate
-    monkeypatch.setattr(PlainWire, "allocate", lambda wire, size: (made.append(size), found(wire, size))[1])
+    found = SynchronousWire.allocate
+    monkeypatch.setattr(SynchronousWire, "allocate", lambda wire, size: (made.append(size), found(wire, size))[1])
     used = HFCkptCallback("full", offload=OFFLOAD)
     run = trainer(llama(), tmp_path, used, max_steps=6, per_device_train_batch_size=1)
     run.train_dataset = [{"input_ids": [1] * length, "labels": [1] * length} for length in (4, 5, 6, 7, 8, 16)]
@@ -523,6 +523,7 @@ def test_plan_put_on_by_hand_gives_way_to_the_callback(tmp_path: Path, caplog: p
 
 
 # torch looks at the attribute while it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_model_has_the_losses_of_one_without_the_callback(tmp_path: Path) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

@@ -19,7 +19,7 @@ from hf_ckpt import HFCkptCallback, PlanMismatchError, find_layers
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.trainer.first_step import FirstStep
 from tests import plain_models, zoo
-from tests.exactness import POLICIES
+from tests.exactness import POLICIES, every_core_model
 from tests.training import During, llama, lora, losses, rows, trainer
 
 pytestmark = pytest.mark.core
@@ -212,7 +212,7 @@ def test_buffer_that_recomputation_writes_to_is_named(policy: str, is_fault: boo
 # --- No false alarm. ---
 
 
-@pytest.mark.parametrize("model_type", zoo.CORE)
+@every_core_model
 def test_no_policy_gives_a_fault(model_type: str) -> None:
     torch.manual_seed(0)
     case = _build(model_type)
@@ -221,7 +221,7 @@ def test_no_policy_gives_a_fault(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "attention"])
-@pytest.mark.parametrize("model_type", zoo.CORE)
+@every_core_model
 def test_every_layer_is_named_when_none_is_recomputed(
     model_type: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

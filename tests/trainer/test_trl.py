@@ -22,7 +22,10 @@ from tests.training import arguments, changed, counted, llama, losses, weights
 
 trl = pytest.importorskip("trl")
 # trl 1.16 uses the names that transformers 5.23 gives up.
-pytestmark = pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
+]
 
 GOVERNS = "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
 TOKENIZER = byte_tokenizer(pad_token="<pad>")

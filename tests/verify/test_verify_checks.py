@@ -14,35 +14,37 @@ from peft import LoraModel
 from safetensors.torch import load_file, save_file
 
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify import compare, processes, run, saved, state_checks
-from hf_ckpt.verify.check import Check, Report
-from hf_ckpt.verify.counts import check_counts, check_in_force
+from hf_ckpt.verify import compare, launch, run, saved, state_checks
+from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, StateChange, UserHook
+from hf_ckpt.verify.report import Check, Report
 from hf_ckpt.verify.run import _Verification
-from hf_ckpt.verify.subject import Subject
-from hf_ckpt.verify.trials import Trials
+from hf_ckpt.verify.state_checks import check_counts, check_in_force
+from hf_ckpt.verify.trial import TrialInputs
 from tests import small_recipes
+
+pytestmark = pytest.mark.slow
 
 LAYERS = "base_model.model.model.layers"
 Change = Callable[[Record], object]
 
 
 @pytest.fixture(scope="module")
-def proven(tmp_path_factory: pytest.TempPathFactory) -> tuple[Subject, Trials, Record]:
+def proven(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialInputs, Trials, Record]:
     """A recipe with adapters, its three trials and a resumed one, as `verify` makes them."""
     folder = tmp_path_factory.mktemp("proven")
     recipe = load_recipe(small_recipes.write(folder, lora=small_recipes.LORA, checkpointing={"policy": "full"}))
-    small = run.reduced(recipe, folder / "model", is_full=False).recipe
-    subject = run._subject(small, folder, 2, None)
-    runs = _Verification(subject, folder, 2, lambda line: None, saves_model_only=False)
+    small = run.reduce_recipe(recipe, folder / "model", is_full=False).recipe
+    inputs = run._trial_inputs(small, folder, 2, None)
+    runs = _Verification(inputs, folder, 2, lambda line: None, saves_model_only=False)
     reference, repeated = runs._run("without", ""), runs._run("repeated", "")
     planned = runs._run("planned", "", is_planned=True, save_at=1)
     resumed = runs._run("resumed", "", is_planned=True, resume_from=planned.saved / "checkpoint-1")
-    return subject, Trials(reference, repeated, planned), resumed
+    return inputs, Trials(reference, repeated, planned), resumed
 
 
 @pytest.fixture
-def trials(proven: tuple[Subject, Trials, Record], tmp_path: Path) -> Trials:
+def trials(proven: tuple[TrialInputs, Trials, Record], tmp_path: Path) -> Trials:
     """The three trials, the planned one with files of its own that a test may change."""
     found = proven[1]
     shutil.copytree(found.planned.folder, tmp_path / "planned")
@@ -84,7 +86,7 @@ def with_name(when: str) -> Change:
 
 
 def count_again(path: str, number: int) -> Change:
-    return lambda record: record.entries.__setitem__((path, True), number)
+    return lambda record: record.forward_counts.__setitem__((path, True), number)
 
 
 def draw(record: Record) -> None:
@@ -220,14 +222,14 @@ def test_hook_is_judged_by_what_it_leaves_behind(trials: Trials) -> None:
     assert hooks(4, 5, 6, 4).verdict == "pass"
 
 
-def test_adapter_file_without_a_tensor_fails(proven: tuple[Subject, Trials, Record], trials: Trials) -> None:
-    subject = proven[0]
-    assert next(saved.check_saved(subject, trials)).verdict == "pass"
+def test_adapter_file_without_a_tensor_fails(proven: tuple[TrialInputs, Trials, Record], trials: Trials) -> None:
+    inputs = proven[0]
+    assert next(saved.check_saved(inputs, trials)).verdict == "pass"
     file = trials.planned.saved / "adapter_model.safetensors"
     tensors = load_file(file)
     name = sorted(tensors)[0]
     save_file({key: value for key, value in tensors.items() if key != name}, file)
-    lacking = list(saved.check_saved(subject, trials))
+    lacking = list(saved.check_saved(inputs, trials))
     assert [(check.name, check.verdict) for check in lacking] == [
         ("adapter file", "fail"),
         ("reload", "skip"),
@@ -236,7 +238,7 @@ def test_adapter_file_without_a_tensor_fails(proven: tuple[Subject, Trials, Reco
     assert "has 27 tensors, and of 28 trained ones it lacks 1" in lacking[0].detail
 
 
-def test_adapter_file_under_other_keys_fails(proven: tuple[Subject, Trials, Record], trials: Trials) -> None:
+def test_adapter_file_under_other_keys_fails(proven: tuple[TrialInputs, Trials, Record], trials: Trials) -> None:
     file = trials.planned.saved / "adapter_model.safetensors"
     save_file({f"wrapper.{key}": value for key, value in load_file(file).items()}, file)
     found = next(saved.check_saved(proven[0], trials))
@@ -244,7 +246,7 @@ def test_adapter_file_under_other_keys_fails(proven: tuple[Subject, Trials, Reco
     assert "Its keys are not those of a run without the plan" in found.detail
 
 
-def test_other_logits_after_loading_fail(proven: tuple[Subject, Trials, Record], trials: Trials) -> None:
+def test_other_logits_after_loading_fail(proven: tuple[TrialInputs, Trials, Record], trials: Trials) -> None:
     def other(record: Record) -> None:
         assert record.logits is not None
         record.logits[0, 0, 0] += 1e-3
@@ -255,7 +257,7 @@ def test_other_logits_after_loading_fail(proven: tuple[Subject, Trials, Record],
 
 
 def test_merge_that_does_nothing_fails(
-    proven: tuple[Subject, Trials, Record], trials: Trials, monkeypatch: pytest.MonkeyPatch
+    proven: tuple[TrialInputs, Trials, Record], trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())
     merge = list(saved.check_saved(proven[0], trials))[2]
@@ -263,7 +265,9 @@ def test_merge_that_does_nothing_fails(
     assert merge.figures["relative_error"] == pytest.approx(merge.figures["relative_effect_of_adapter"])
 
 
-def test_resumed_run_with_another_loss_or_weight_fails(proven: tuple[Subject, Trials, Record], trials: Trials) -> None:
+def test_resumed_run_with_another_loss_or_weight_fails(
+    proven: tuple[TrialInputs, Trials, Record], trials: Trials
+) -> None:
     resumed = proven[2]
     assert saved.check_resume(trials, resumed, 1).verdict == "pass"
     other = copy.deepcopy(resumed)
@@ -278,8 +282,8 @@ def test_check_of_several_processes_fails_where_one_does(monkeypatch: pytest.Mon
     good = Check(name="loss", verdict="pass", detail="equal", figures={"max_error": 0.0, "min_cosine": 1.0})
     bad = Check(name="loss", verdict="fail", detail="not equal", figures={"max_error": 0.5, "min_cosine": 0.9})
     only_first = Check(name="merge", verdict="pass", detail="the same")
-    monkeypatch.setattr(processes, "gathered", lambda value: [{"loss": good, "merge": only_first}, {"loss": bad}])
-    loss, merge = processes.combined([])
+    monkeypatch.setattr(launch, "gather", lambda value: [{"loss": good, "merge": only_first}, {"loss": bad}])
+    loss, merge = launch.combine_checks([])
     assert (loss.verdict, loss.detail) == ("fail", "[process 1] not equal")
     assert loss.figures == {"max_error": 0.5, "min_cosine": 0.9}
     assert merge == only_first

@@ -19,15 +19,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.patch.apply import apply
+from hf_ckpt.patch import apply
 from hf_ckpt.regions import recompute, segments, tiling
-from hf_ckpt.regions.call import is_in_backward
-from hf_ckpt.regions.head import chunks
-from hf_ckpt.regions.rng_state import AutocastState
-from hf_ckpt.verify import causes
-from hf_ckpt.verify.tolerance import HALF
+from hf_ckpt.regions.execution_state import AutocastState, is_in_backward
+from hf_ckpt.regions.head import chunked_loss
+from hf_ckpt.verify import localize
+from hf_ckpt.verify.compare import HALF_TOLERANCE
 from tests import small_recipes, verifying, zoo
 from tests.verifying import failed
+
+pytestmark = pytest.mark.slow
 
 # A fault shows in the first step.
 report = partial(verifying.report, num_steps=1)
@@ -78,7 +79,7 @@ def test_random_state_that_is_not_preserved(monkeypatch: pytest.MonkeyPatch, tmp
     assert "the torch generator is in another state" in details["random numbers"]
     assert "layers.1 is the first layer" in details["first difference"]
     assert "aten.bernoulli_.float in base_model.model.model.layers.1.self_attn.q_proj" in details["first difference"]
-    assert causes.RANDOM in details["first difference"]
+    assert localize.RANDOM in details["first difference"]
 
 
 def test_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     details = failed(report(tmp_path, lora=small_recipes.LORA, checkpointing=policy))
     assert details["gradients"].startswith("14 parameters lost the gradient (base_model.model.model.layers.0.")
     assert "Without the plan they get one: recomputation loses the gradient." in details["trainable parameters"]
-    assert causes.CUT_OFF in details["first difference"]
+    assert localize.NO_OUTPUT_GRADIENT in details["first difference"]
 
 
 def test_gradients_that_are_all_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_in_place_write_behind_a_kept_matmul(monkeypatch: pytest.MonkeyPatch, tm
         "aten._unsafe_view.default in model.layers.1.mlp.gate_proj, behind aten.mm.default"
         in (details["first difference"])
     )
-    assert causes.IN_PLACE in details["first difference"]
+    assert localize.IN_PLACE in details["first difference"]
 
 
 def test_selective_checkpointing_without_such_a_write_is_not_blamed(
@@ -217,7 +218,7 @@ def test_reentrant_checkpoint_with_shared_keys_and_values(
     model = {"config": {**fields, **vocabulary, "model_type": model_type}}
     details = failed(report(tmp_path, model=model, **FULL))
     assert details.keys() >= {"gradients", "first difference"}
-    assert causes.REENTRANT in details["first difference"]
+    assert localize.REENTRANT in details["first difference"]
 
 
 def test_router_that_routes_differently(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_router_that_routes_differently(tmp_path: Path) -> None:
             layer.mlp.gate.register_forward_pre_hook(partial(turn, layer))
 
     details = failed(report(tmp_path, setup=turn_about, model={"config": MOE}, **FULL))
-    assert causes.ROUTER in details["first difference"]
+    assert localize.ROUTER in details["first difference"]
     assert "aten.mul.Tensor in model.layers.1.mlp" in details["first difference"]
 
 
@@ -251,7 +252,7 @@ def test_branch_that_is_taken_differently(tmp_path: Path) -> None:
         "With the plan the run ends after 0 steps while recomputing model.layers.1: Checkpoint"
     )
     assert "Recomputation left out aten.sin.default" in details["first difference"]
-    assert causes.BRANCH in details["first difference"]
+    assert localize.BRANCH in details["first difference"]
 
 
 def test_branch_that_saves_as_much(tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_branch_that_saves_as_much(tmp_path: Path) -> None:
 
     details = failed(report(tmp_path, setup=alternate, **FULL))
     assert "the forward ran aten.sin.default in model.layers.1.mlp" in details["first difference"].replace("The", "the")
-    assert causes.BRANCH in details["first difference"]
+    assert localize.BRANCH in details["first difference"]
 
 
 def test_autocast_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_autocast_that_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     policy = {"policy": "full", "segment_size": 2}
     details = failed(report(tmp_path, training={"bf16": True}, checkpointing=policy))
     assert details["autocast"].startswith("Autocast was lost in recomputation: cpu torch.bfloat16 in the forward of")
-    assert causes.AUTOCAST in details["first difference"]
+    assert localize.AUTOCAST in details["first difference"]
 
 
 # --- Whatever recomputation does otherwise, in float32 and in half precision. ---
@@ -341,13 +342,13 @@ def test_loss_of_chunks_that_is_off(
     def scaled(*args: Any) -> Any:
         return found(*args) * factor
 
-    found = chunks._run
-    monkeypatch.setattr(chunks, "_run", scaled)
+    found = chunked_loss._run
+    monkeypatch.setattr(chunked_loss, "_run", scaled)
     section = {**HEAD["checkpointing"], "prove": "off"}
     details = failed(report(tmp_path, training={"bf16": is_half}, checkpointing=section))
     if is_half:
         # In half precision as much is allowed for rounding.
-        assert ("loss" in details) == (factor - 1 > HALF)
+        assert ("loss" in details) == (factor - 1 > HALF_TOLERANCE)
         assert details["in float32"].startswith(f"The loss of the first step is off by {factor - 1:.2g}")
     else:
         assert {"loss", "gradients"} <= details.keys()
@@ -357,8 +358,8 @@ def test_loss_of_chunks_that_is_off(
 def test_run_would_stop_for_a_loss_of_chunks_that_is_off(
     is_half: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = chunks._run
-    monkeypatch.setattr(chunks, "_run", lambda *args: found(*args) * 1.001)
+    found = chunked_loss._run
+    monkeypatch.setattr(chunked_loss, "_run", lambda *args: found(*args) * 1.001)
     details = failed(report(tmp_path, training={"bf16": is_half}, **HEAD))
     assert details["plan in force"].startswith(
         "The run itself would stop in its first step: lm_head: its loss over rows"

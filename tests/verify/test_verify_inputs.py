@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.loading.tokenizer import train_tokenizer
 from hf_ckpt.loading.training_args import training_arguments
+from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.verify.batches import NUM_TOKENS, Batches, dataset
-from hf_ckpt.verify.this_machine import on_this_machine
-from hf_ckpt.verify.trial_engine import engine_of, with_engine
+from hf_ckpt.verify.launch import with_engine
+from hf_ckpt.verify.reduce_model import adapt_to_machine
+from hf_ckpt.verify.run import NUM_TOKENS, SampleRows, sample_rows
+from hf_ckpt.verify.trial import engine_of
 from tests.byte_tokenizer import byte_tokenizer
 
 FSDP1 = {"fsdp": True, "fsdp_config": {"fsdp_version": 1, "reshard_after_forward": "shard_grad_op"}}
@@ -27,14 +29,14 @@ def recipe_of(data: dict[str, Any] | None = None, model: dict[str, Any] | None =
         model={"name_or_path": "nowhere", **(model or {})},
         data={"path": "nowhere", **(data or {})},
         training={"output_dir": "run", "use_cpu": True, **training},
-        checkpointing={"policy": "full"},
+        checkpointing=Checkpointing({"policy": "full"}),
         path=Path("recipe.yaml"),
     )
 
 
-def drawn(data: dict[str, Any] | None = None, *, num_steps: int = 3, **training: Any) -> Batches:
+def drawn(data: dict[str, Any] | None = None, *, num_steps: int = 3, **training: Any) -> SampleRows:
     recipe = recipe_of(data, per_device_train_batch_size=2, gradient_accumulation_steps=4, **training)
-    return dataset(recipe, byte_tokenizer(pad_token="<pad>"), training_arguments(recipe), num_steps=num_steps)
+    return sample_rows(recipe, byte_tokenizer(pad_token="<pad>"), training_arguments(recipe), num_steps=num_steps)
 
 
 # --- Rows. ---
@@ -96,27 +98,27 @@ needs_no_gpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="is a
 @needs_no_gpu
 def test_a_recipe_for_gpus_runs_on_the_cpu_with_its_own_numbers() -> None:
     own = {"bf16": True, "optim": "paged_adamw_8bit", "learning_rate": 1e-3, "seed": 7, "max_grad_norm": 0.5}
-    made, notes = on_this_machine(recipe_of(**own, tf32=True, use_cpu=False))
+    made, notes = adapt_to_machine(recipe_of(**own, tf32=True, use_cpu=False))
     assert {key: made.training[key] for key in own} == own
     assert (made.training["use_cpu"], "tf32" in made.training, notes) == (True, False, [])
 
 
 @needs_no_gpu
 def test_float16_becomes_bfloat16_and_says_so() -> None:
-    made, notes = on_this_machine(recipe_of(fp16=True))
+    made, notes = adapt_to_machine(recipe_of(fp16=True))
     assert (made.training["fp16"], made.training["bf16"]) == (False, True)
     assert notes == ["training.bf16 in place of training.fp16, whose scaled gradients need a GPU"]
 
 
 @needs_no_gpu
 def test_attention_that_needs_a_gpu_becomes_sdpa_and_says_so() -> None:
-    made, notes = on_this_machine(recipe_of(model={"attn_implementation": "flash_attention_2"}))
+    made, notes = adapt_to_machine(recipe_of(model={"attn_implementation": "flash_attention_2"}))
     assert made.model["attn_implementation"] == "sdpa"
     assert notes == ["attention sdpa in place of flash_attention_2, which needs a GPU"]
 
 
 def test_nothing_is_reported_pushed_evaluated_or_kept() -> None:
-    made, _ = on_this_machine(
+    made, _ = adapt_to_machine(
         recipe_of(report_to="wandb", push_to_hub=True, hub_model_id="me/mine", eval_strategy="steps", warmup_steps=9)
     )
     kept = {"output_dir", "use_cpu", "push_to_hub", "report_to", "save_strategy", "per_device_train_batch_size"}
@@ -125,21 +127,21 @@ def test_nothing_is_reported_pushed_evaluated_or_kept() -> None:
 
 
 def test_one_process_leaves_fsdp_out_and_says_so() -> None:
-    made, notes = on_this_machine(recipe_of(**FSDP1))
+    made, notes = adapt_to_machine(recipe_of(**FSDP1))
     assert made.training.keys().isdisjoint(FSDP1)
     assert notes == ["training.fsdp left out on one process (--processes 2 runs it)"]
 
 
 def test_several_processes_keep_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    made, notes = on_this_machine(recipe_of(fsdp=True))
+    made, notes = adapt_to_machine(recipe_of(fsdp=True))
     assert (made.training["fsdp"], notes) == (True, [])
 
 
 @pytest.mark.parametrize("num_processes", ["1", "2"])
 def test_deepspeed_is_left_out_and_says_so(num_processes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", num_processes)
-    made, notes = on_this_machine(recipe_of(deepspeed={"zero_optimization": {"stage": 3}}))
+    made, notes = adapt_to_machine(recipe_of(deepspeed={"zero_optimization": {"stage": 3}}))
     assert "deepspeed" not in made.training
     assert notes == ["training.deepspeed left out (DDP and FSDP are what verify runs)"]
 
@@ -186,6 +188,6 @@ def test_engine_is_told_by_type() -> None:
 def test_recipe_is_left_as_it_was() -> None:
     recipe = recipe_of(**FSDP1, warmup_steps=3)
     before = dict(recipe.training)
-    on_this_machine(recipe)
+    adapt_to_machine(recipe)
     with_engine(replace(recipe), "ddp")
     assert dict(recipe.training) == before

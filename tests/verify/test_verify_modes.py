@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.regions.call import is_in_backward
-from hf_ckpt.verify.gradients import between_gradients
-from hf_ckpt.verify.record import Record
-from hf_ckpt.verify.tolerance import FLOAT32, HALF, Leeway
-from hf_ckpt.verify.trials import Trials
+from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.verify.compare import FLOAT32_TOLERANCE, HALF_TOLERANCE, Trials, compare_gradients
+from hf_ckpt.verify.record import Record, Tolerance
 from tests import small_recipes
 from tests.verifying import failed, of, report
+
+pytestmark = pytest.mark.slow
 
 EXACT = "gradients equal bit by bit."
 
@@ -62,42 +62,42 @@ def shifted(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 1.01 if is_in_backward() else output
 
 
-def test_wrong_gradient_is_found_in_spite_of_the_leeway(tmp_path: Path) -> None:
+def test_wrong_gradient_is_found_in_spite_of_the_tolerance(tmp_path: Path) -> None:
     found = report(tmp_path, setup=falsify, checkpointing={"policy": "full", "head": "chunked"})
     assert "gradients" in failed(found)
     assert "got another gradient, from step 1 on" in failed(found)["gradients"]
 
 
 @pytest.mark.parametrize(
-    ("error", "step", "leeway", "is_within"),
+    ("error", "step", "tolerance", "is_within"),
     [
-        (5e-7, 0, FLOAT32, True),
-        (2e-6, 0, FLOAT32, False),
-        (2e-6, 1, FLOAT32, True),
-        (2e-3, 1, FLOAT32, False),
-        (1e-2, 0, HALF, True),
-        (2e-2, 0, HALF, False),
+        (5e-7, 0, FLOAT32_TOLERANCE, True),
+        (2e-6, 0, FLOAT32_TOLERANCE, False),
+        (2e-6, 1, FLOAT32_TOLERANCE, True),
+        (2e-3, 1, FLOAT32_TOLERANCE, False),
+        (1e-2, 0, HALF_TOLERANCE, True),
+        (2e-2, 0, HALF_TOLERANCE, False),
         (1e-7, 0, None, False),
     ],
 )
-def test_leeway_is_that_of_the_first_step_and_then_of_half_the_digits(
-    error: float, step: int, leeway: float | None, is_within: bool, tmp_path: Path
+def test_tolerance_is_that_of_the_first_step_and_then_of_half_the_digits(
+    error: float, step: int, tolerance: float | None, is_within: bool, tmp_path: Path
 ) -> None:
     reference, planned = Record(tmp_path / "reference"), Record(tmp_path / "planned")
-    planned.leeway = None if leeway is None else Leeway(leeway, "tiles")
+    planned.tolerance = None if tolerance is None else Tolerance(tolerance, "tiles")
     gradient = torch.linspace(0.5, 1, 8, dtype=torch.float64)
     for record in (reference, planned):
         record.num_steps = 2
         for number in range(2):
             is_off = record is planned and number == step
             record.keep_gradients(number, {"weight": gradient + error * is_off, "frozen": None})
-    assert Trials(reference, reference, planned).is_within_leeway is is_within
+    assert Trials(reference, reference, planned).is_within_tolerance is is_within
 
 
 def test_small_gradients_are_measured_by_a_tenth_of_the_largest(tmp_path: Path) -> None:
     records = [Record(tmp_path / name, num_steps=1) for name in ("first", "second")]
     for record, small in zip(records, (1e-6, 2e-6), strict=True):
         record.keep_gradients(0, {"large": torch.ones(2), "small": torch.full((2,), small)})
-    spread = between_gradients(*records)
-    assert spread.max_relative_error == pytest.approx(1.0)
-    assert spread.max_scaled_error == pytest.approx(1e-5)
+    diff = compare_gradients(*records)
+    assert diff.max_relative_error == pytest.approx(1.0)
+    assert diff.max_scaled_error == pytest.approx(1e-5)

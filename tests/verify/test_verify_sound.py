@@ -11,10 +11,12 @@ from torch import nn
 
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify.check import Report
+from hf_ckpt.verify.report import Report
 from hf_ckpt.verify.run import verify
 from tests import small_recipes, verifying
 from tests.verifying import ALL, OF_ADAPTER, OF_FULL, failed, of, report
+
+pytestmark = pytest.mark.slow
 
 GEMMA3 = {
     "model_type": "gemma3_text",

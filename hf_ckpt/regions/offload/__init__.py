@@ -1,13 +1,11 @@
 """Offload: what regions save of their inputs waits in host memory, or on disk, for backward.
 
-`engine` sends and brings back; `schedule` says what and in which order; a link (`host`, `disk`) keeps the bytes in
-buffers (`pool`, `limits`) that a wire (`plain`, `cuda`) copies to and from.
+`offloader` sends tensors and brings them back; `pacing` says which layers send, and in which order tensors come back. A
+`Link` (`host_buffers`, `disk`) keeps the bytes; a `Wire` (`wire`, `cuda`) copies them between device and host.
 """
 
-from hf_ckpt.regions.offload.engine import Offloader, announced, offloaded
-from hf_ckpt.regions.offload.files import check_path
-from hf_ckpt.regions.offload.handles import Keeper
-from hf_ckpt.regions.offload.link import Link
-from hf_ckpt.regions.offload.stats import Stats
+from hf_ckpt.regions.offload.disk import check_path
+from hf_ckpt.regions.offload.offloader import Offloader, OffloadStats, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.offload.wire import Link
 
-__all__ = ["Keeper", "Link", "Offloader", "Stats", "announced", "check_path", "offloaded"]
+__all__ = ["Link", "OffloadStats", "Offloader", "check_path", "run_offloaded", "run_with_prefetch_hook"]

@@ -1,25 +1,30 @@
-"""Copies on streams of their own, into pinned memory of exact size, beside what the device computes.
+"""Copies on streams of their own, into pinned memory of exact size, while the device computes.
 
 Note on memory and streams. The caching allocator hands freed memory out again at once, to the stream that it was
 allocated on: what that stream is given later comes after what it was given before, and the allocator knows of no other
 stream. So
+
 1. a copy away starts behind everything the compute stream has been given, and its source is let go only after the
-   compute stream has been told to wait for the copy (`CudaTrip.order`);
-2. what is copied back is allocated on the compute stream, the copy starts behind everything that stream has been
-   given (which may still use the memory's former content), and nobody touches the tensor before the stream it is used
-   on has been told to wait (`CudaArrival.take`); one that is never used is let go in the same way (`drop`);
+   compute stream waits for the copy (`CudaCopy.wait_home_stream`);
+2. what is copied back is allocated on the compute stream. The copy starts behind everything that stream has been given
+   (which may still use the memory's former content), and nobody touches the tensor before the stream it is used on
+   waits for the copy (`CudaIncomingTensor.take`); one that is never used is let go in the same way (`drop`);
 3. a buffer on the host carries its last copy, and the next one, either way, starts behind it.
+
 No thread waits in any of this, and no tensor is kept alive for a guessed time.
 
-Note on CUDA graphs. A graph replays copies from and into the same addresses. What is sent here goes to whichever buffer
-is free, by Python, which a replay does not run: the buffers of one step would be handed to another while the graph
-still writes them. So nothing is sent while a stream is captured.
+Note on CUDA graphs. A graph replays copies from and into the same addresses. Here Python chooses a free buffer for each
+tensor, and a replay does not run Python: the buffers of one step would be handed to another while the graph still
+writes them. So nothing is sent while a stream is captured.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 import warnings
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -27,16 +32,14 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.offload.link import Buffer, DeviceMemory, Memory
-from hf_ckpt.regions.offload.pinned import PinnedByTorch, PinnedPages, PinningError
-from hf_ckpt.regions.offload.tensors import Layout
+from hf_ckpt.regions.offload.wire import Buffer, DeviceMemory, HostAllocation, TensorLayout
 
 
-class Device(Protocol):
-    """What is asked of a device: `Cuda`, or something that tests put in its place."""
+class StreamDevice(Protocol):
+    """What the wire needs of a device: `CudaDevice`, or something that tests put in its place."""
 
     def is_capturing(self, device: torch.device) -> bool:
-        """Whether the stream in force is being captured into a graph."""
+        """Whether the current stream is being captured into a graph."""
 
     def current_stream(self, device: torch.device) -> Any:
         """Return the stream that work for the device is given to in this thread."""
@@ -45,51 +48,51 @@ class Device(Protocol):
         """Make a stream."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Give work to a stream for a while."""
+        """Make a stream the current one for a while."""
 
-    def mark(self, stream: Any) -> Any:
+    def record_event(self, stream: Any) -> Any:
         """Return an event that is reached when a stream has done what it was given."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Give a copy to the stream in force, and return at once."""
+        """Give a copy to the current stream, and return at once."""
 
-    def lend(self, tensor: Tensor, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Give a tensor's memory back, when it is freed, only behind what a stream has been given by then."""
 
-    def allocate(self, num_bytes: int) -> Memory:
-        """Make pinned memory."""
+    def allocate(self, num_bytes: int) -> HostAllocation:
+        """Allocate pinned memory."""
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        """Return what the device has, what is allocated, and the most that was."""
+        """Return how full the device is."""
 
-    def forget_peak(self, device: torch.device) -> None:
-        """Let the peak that `memory` returns begin anew."""
+    def reset_peak(self, device: torch.device) -> None:
+        """Restart the peak of `memory`."""
 
 
-class Cuda:
-    """A `Device` that is one."""
+class CudaDevice:
+    """The `StreamDevice` of torch.cuda."""
 
     def __init__(self) -> None:
         self._pins_pages = sys.platform == "linux"
 
     def is_capturing(self, device: torch.device) -> bool:
-        """Ask the runtime."""
+        """See `StreamDevice`."""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream in force."""
+        """See `StreamDevice`."""
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Make a stream."""
+        """See `StreamDevice`."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Put a stream in force."""
+        """See `StreamDevice`."""
         return torch.cuda.stream(stream)
 
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Record an event whose time can be read."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
@@ -99,12 +102,12 @@ class Cuda:
         """Copy without waiting; the host's side is pinned."""
         target.copy_(source, non_blocking=True)
 
-    def lend(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator."""
+    def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """See `StreamDevice`."""
         tensor.record_stream(stream)
 
-    def allocate(self, num_bytes: int) -> Memory:
-        """Make pinned memory: pages of our own where the system lets us, else what torch gives (a power of two).
+    def allocate(self, num_bytes: int) -> HostAllocation:
+        """Allocate pinned memory: pages of our own where the system lets us, else what torch gives (a power of two).
 
         Raises:
             RuntimeError: neither can be had.
@@ -121,32 +124,28 @@ class Cuda:
         return PinnedByTorch(num_bytes)
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        """Return what torch may use of the device (its own cap and other processes considered), and what it uses."""
+        """Return what torch may use of the device, given its own cap and other processes, and what it uses."""
         free, total = torch.cuda.mem_get_info(device)
         cap = int(total * torch.cuda.get_per_process_memory_fraction(device))
         capacity = min(cap, free + torch.cuda.memory_reserved(device))
         return DeviceMemory(capacity, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
-    def forget_peak(self, device: torch.device) -> None:
-        """Let torch count its peaks anew."""
+    def reset_peak(self, device: torch.device) -> None:
+        """Restart torch's peaks."""
         torch.cuda.reset_peak_memory_stats(device)
 
 
 class CudaWire:
-    """A `Wire` between CUDA devices and pinned memory.
-
-    Args:
-        device: replaced in tests.
-    """
+    """A `Wire` between CUDA devices and pinned memory."""
 
     # CUDA cannot be used there, and pinned pages are not shared with it.
     survives_fork = False
 
-    def __init__(self, device: Device | None = None) -> None:
-        self._device = device or Cuda()
+    def __init__(self, device: StreamDevice | None = None) -> None:
+        self._device = device or CudaDevice()
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
-    def _both(self, device: torch.device) -> tuple[Any, Any]:
+    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
         """Return the streams of a device for copies out of it and into it."""
         if device not in self._streams:
             self._streams[device] = (self._device.new_stream(device), self._device.new_stream(device))
@@ -161,128 +160,190 @@ class CudaWire:
                 'the step (torch.cuda.graph, make_graphed_callables, torch.compile with mode="reduce-overhead").'
             )
 
-    def send(self, source: Tensor, buffer: Buffer) -> CudaTrip:
+    def send(self, source: Tensor, buffer: Buffer) -> CudaCopy:
         """Start copying bytes into a buffer."""
-        home = self._device.current_stream(source.device)
-        out, _ = self._both(source.device)
-        return self._copy(buffer.first(source.numel()), source, buffer, home, out)
+        home_stream = self._device.current_stream(source.device)
+        out, _ = self._streams_of(source.device)
+        return self._copy(buffer.first(source.numel()), source, buffer, home_stream, out)
 
-    def fetch(self, buffer: Buffer, layout: Layout) -> CudaArrival:
+    def fetch(self, buffer: Buffer, layout: TensorLayout) -> CudaIncomingTensor:
         """Make a tensor and start filling it from a buffer."""
         self.check(layout.device)
-        home = self._device.current_stream(layout.device)
-        _, into = self._both(layout.device)
+        home_stream = self._device.current_stream(layout.device)
+        _, into = self._streams_of(layout.device)
         tensor, content = layout.empty()
-        trip = self._copy(content, buffer.first(content.numel()), buffer, home, into)
-        return CudaArrival(self._device, tensor, layout, trip)
+        copy = self._copy(content, buffer.first(content.numel()), buffer, home_stream, into)
+        return CudaIncomingTensor(self._device, tensor, layout, copy)
 
-    def _copy(self, target: Tensor, source: Tensor, buffer: Buffer, home: Any, lane: Any) -> CudaTrip:
-        lane.wait_stream(home)
-        if buffer.trip is not None:
-            buffer.trip.order_before(lane)
-        began = self._device.mark(lane)
-        with self._device.on(lane):
+    def _copy(self, target: Tensor, source: Tensor, buffer: Buffer, home_stream: Any, copy_stream: Any) -> CudaCopy:
+        copy_stream.wait_stream(home_stream)
+        if buffer.last_copy is not None:
+            buffer.last_copy.wait_stream(copy_stream)
+        began = self._device.record_event(copy_stream)
+        with self._device.on(copy_stream):
             self._device.copy(target, source)
-        buffer.trip = trip = CudaTrip(home, began, self._device.mark(lane))
-        return trip
+        buffer.last_copy = copy = CudaCopy(home_stream, began, self._device.record_event(copy_stream))
+        return copy
 
-    def allocate(self, num_bytes: int) -> Memory:
-        """Make pinned memory: pages of our own where the system lets us, else what torch gives (a power of two).
-
-        Raises:
-            RuntimeError: neither can be had.
-        """
+    def allocate(self, num_bytes: int) -> HostAllocation:
+        """See `CudaDevice.allocate`."""
         return self._device.allocate(num_bytes)
 
-    def mark(self, device: torch.device) -> CudaMark:
-        """Return a mark of where the stream in force is now."""
-        return CudaMark(self._device.mark(self._device.current_stream(device)))
+    def record_event(self, device: torch.device) -> CudaTimedEvent:
+        """Record an event on the current stream."""
+        return CudaTimedEvent(self._device.record_event(self._device.current_stream(device)))
 
     def memory(self, device: torch.device) -> DeviceMemory:
-        """Return what the device has, what is allocated, and the most that was."""
+        """See `CudaDevice.memory`."""
         return self._device.memory(device)
 
-    def forget_peak(self, device: torch.device) -> None:
-        """Let the peak begin anew."""
-        self._device.forget_peak(device)
+    def reset_peak(self, device: torch.device) -> None:
+        """Restart torch's peaks."""
+        self._device.reset_peak(device)
 
 
-class CudaMark:
-    """A point in what a stream does.
-
-    Args:
-        event: recorded there.
-    """
+class CudaTimedEvent:
+    """A point in what a stream does."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def seconds_to(self, later: Any) -> float:
-        """Return the seconds from here to there, and wait until both have been reached."""
+        """Return the seconds from here to there. Waits until both have been reached."""
         later._event.synchronize()
         milliseconds: float = self._event.elapsed_time(later._event)
         return milliseconds / 1000
 
 
-class CudaTrip:
-    """A copy on a stream of its own.
+class CudaCopy:
+    """A copy on a stream of its own, asked for by `home_stream`, between the events `began` and `ended`."""
 
-    Args:
-        home: the stream that asked for it.
-        began: event before the copy.
-        ended: event behind it.
-    """
-
-    def __init__(self, home: Any, began: Any, ended: Any) -> None:
-        self.home = home
+    def __init__(self, home_stream: Any, began: Any, ended: Any) -> None:
+        self.home_stream = home_stream
         self._began = began
         self._ended = ended
 
-    def wait(self) -> None:
-        """Let the calling thread wait."""
+    def synchronize(self) -> None:
+        """Make the calling thread wait."""
         self._ended.synchronize()
 
-    def order(self) -> None:
-        """Let the stream that asked for it wait, with all that it is given from now on."""
-        self.order_before(self.home)
+    def wait_home_stream(self) -> None:
+        """Make the stream that asked for the copy wait, with all that it is given from now on."""
+        self.wait_stream(self.home_stream)
 
-    def order_before(self, stream: Any) -> None:
-        """Let a stream wait, with all that it is given from now on."""
+    def wait_stream(self, stream: Any) -> None:
+        """Make a stream wait, with all that it is given from now on."""
         stream.wait_event(self._ended)
 
-    def marks(self) -> tuple[CudaMark, CudaMark]:
-        """Return where it began and ended."""
-        return CudaMark(self._began), CudaMark(self._ended)
+    def events(self) -> tuple[CudaTimedEvent, CudaTimedEvent]:
+        """Return where the copy began and ended."""
+        return CudaTimedEvent(self._began), CudaTimedEvent(self._ended)
 
 
-class CudaArrival:
-    """A tensor that is being filled.
+class CudaIncomingTensor:
+    """A tensor that is being filled; its memory belongs to the stream that asked for it."""
 
-    Args:
-        device: gives streams.
-        tensor: it; its memory belongs to the stream that asked for it.
-        layout: what it has to look like in the end.
-        trip: the copy.
-    """
-
-    def __init__(self, device: Device, tensor: Tensor, layout: Layout, trip: CudaTrip) -> None:
+    def __init__(self, device: StreamDevice, tensor: Tensor, layout: TensorLayout, copy: CudaCopy) -> None:
         self._device = device
         self._tensor: Tensor | None = tensor
         self._layout = layout
-        self._trip = trip
+        self._async_copy = copy
 
     def take(self) -> Tensor:
-        """Return the tensor; the stream in force waits for it."""
+        """Return the tensor; the current stream waits for it."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None, "an arrival is taken once"
         stream = self._device.current_stream(self._layout.device)
-        self._trip.order_before(stream)
-        if stream != self._trip.home:
+        self._async_copy.wait_stream(stream)
+        if stream != self._async_copy.home_stream:
             # Its memory must not go back to the stream that asked for it while this one uses it.
-            self._device.lend(tensor, stream)
+            self._device.record_stream(tensor, stream)
         return self._layout.finish(tensor)
 
     def drop(self) -> None:
         """Let go of the tensor: what uses its memory next comes after the copy."""
-        self._trip.order()
+        self._async_copy.wait_home_stream()
         self._tensor = None
+
+
+class PinningError(Exception):
+    """The driver does not pin the pages that it was given."""
+
+
+class PinnedPages:
+    """Whole pages of this process, pinned by the driver, which raises a `PinningError` where it does not.
+
+    `pin_memory` of torch rounds up to a power of two (1.2 GiB take 2). Pages are not shared with forked processes (data
+    loaders), whose copy-on-write would move them away from where the device writes.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(pages)
+        self.bytes = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+        address = self.bytes.data_ptr()
+        # 1: cudaHostRegisterPortable, pinned for all devices.
+        status = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # type: ignore[no-untyped-call]
+        if status:
+            _clear_pending_error()
+            raise PinningError(f"cudaHostRegister returned error {status}")
+        # Also when the model is dropped with nobody calling `free`; at the end of the process the system does it.
+        self._lost = weakref.finalize(self, _unpin_lost, address, pages, os.getpid())
+        self._lost.atexit = False
+
+    def free(self) -> None:
+        """Unpin the pages; they go back to the system with the last reference to `bytes`."""
+        if self._lost.detach() is not None:
+            _unpin(self.bytes.data_ptr())
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _unpin_lost(address: int, pages: mmap.mmap, process: int) -> None:
+    """Unpin pages that nobody freed, after whatever may still be copying. A forked process has none of them."""
+    if os.getpid() == process:
+        _wait_for_devices()
+        _unpin(address)
+    del pages
+
+
+def _wait_for_devices() -> None:
+    """Wait for every device that this process uses: the pages are pinned for all, and any could be copying."""
+    for index in range(torch.cuda.device_count()):
+        # Asking a device that is not used would start a context there, which takes memory of it.
+        if torch.cuda.memory_reserved(index) or index == torch.cuda.current_device():
+            torch.cuda.synchronize(index)
+
+
+def _advise(pages: mmap.mmap) -> None:
+    # Large pages are pinned faster; where the kernel has none of either, nothing is lost.
+    for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        advice = getattr(mmap, name, None)
+        if advice is not None:
+            try:
+                pages.madvise(advice)
+            except OSError:
+                continue
+
+
+def _clear_pending_error() -> None:
+    """Run a trivial kernel, to report the error that the refused call has left for the next one."""
+    try:
+        torch.zeros(1, device="cuda").add_(1)
+    except RuntimeError:
+        return
+
+
+class PinnedByTorch:
+    """Pinned memory of torch, which rounds up to a power of two."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def free(self) -> None:
+        """Give it back to torch."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)

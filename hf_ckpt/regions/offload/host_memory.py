@@ -1,4 +1,4 @@
-"""Host memory that a process can still take: what the machine has free, and what its control groups allow.
+"""Host memory: what this process can still take of the machine and its control groups, and how much offload may take.
 
 Reads `/proc` and `/sys/fs/cgroup`; pure Python, and says "unknown" where there is neither (macOS, Windows).
 """
@@ -6,31 +6,36 @@ Reads `/proc` and `/sys/fs/cgroup`; pure Python, and says "unknown" where there 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from hf_ckpt.errors import HostMemoryError
 from hf_ckpt.units import format_bytes
 
 _UNLIMITED = 2**60
 """Version 1 writes "no limit" as a number near 2**63."""
 
+_LEFT_OVER = 2**29
+"""Bytes of the machine's memory that are left to everything else; below that a machine starts to swap or to kill."""
+_OTHERWISE = (
+    ", lower fraction, shorten the sequence, offload fewer layers, or write to disk with "
+    "offload: {to: disk, path: /scratch}."
+)
+
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What can still be taken, in bytes; None where it cannot be told.
-
-    Attributes:
-        machine_bytes: `MemAvailable` of the machine: free, or used for what can be dropped.
-        group_bytes: the least that a control group above this process leaves, None where none has a limit.
-        total_bytes: all there is, used or not: memory of the machine, or the least limit of a control group.
-        group_total_bytes: the least limit of a control group, None where none has one.
-    """
+    """What can still be taken, in bytes; None where that is not known."""
 
     machine_bytes: int | None
+    """`MemAvailable` of the machine: free, or used for what can be dropped."""
     group_bytes: int | None
+    """The smallest rest that a control group above this process leaves; None if none has a limit."""
     total_bytes: int | None = None
+    """All there is, used or not: memory of the machine, or the lowest limit of a control group."""
     group_total_bytes: int | None = None
+    """The lowest limit of a control group; None if none has one."""
 
     def of_groups(self) -> HostMemory:
         """Return what the control groups alone say: a virtual machine may be given more memory when it is touched."""
@@ -50,38 +55,104 @@ class HostMemory:
         return f"{format_bytes(self.available_bytes)} are free ({where})"
 
 
-def num_processes() -> int:
+def num_local_processes() -> int:
     """Return how many processes the launcher (torchrun, accelerate) has started on this machine: they share it."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() else 1
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdigit() else 1
 
 
 def available_bytes(*, trusts: bool = False) -> int | None:
-    """Return the bytes of host memory that this process can still take, or None where that cannot be told.
+    """Return the bytes of host memory that this process can still take, or None if that is not known.
 
-    Args:
-        trusts: look at the limits of control groups only, and trust the machine to have what it says it has not.
+    With `trusts` only the limits of control groups count: the machine may have more than it says.
 
     Example:
         >>> free = available_bytes()
         >>> free is None or free > 0
         True
     """
-    found = now()
+    found = read_host_memory()
     return (found.of_groups() if trusts else found).available_bytes
 
 
-def now(root: Path = Path("/")) -> HostMemory:
-    """Read what can be taken at this moment.
-
-    Args:
-        root: directory that holds `proc` and `sys`.
-    """
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read what can be taken at this moment; `root` holds `proc` and `sys`."""
     groups = list(_groups(root))
     left = min((max(limit - used, 0) for limit, used in groups), default=None)
     group_total = min((limit for limit, _ in groups), default=None)
-    total = min((told for told in (_machine(root, "MemTotal"), group_total) if told is not None), default=None)
+    total = min((limit for limit in (_machine(root, "MemTotal"), group_total) if limit is not None), default=None)
     return HostMemory(_machine(root, "MemAvailable"), left, total, group_total)
+
+
+class HostLimits:
+    """Refuses memory before it runs out: beyond the user's cap, or beyond what the machine has."""
+
+    def __init__(
+        self,
+        cap: int | None,
+        machine: Callable[[], HostMemory] = read_host_memory,
+        num_processes: int | None = None,
+        *,
+        trusts: bool = False,
+    ) -> None:
+        # The cap is for this process. `trusts` leaves out the figures of the machine, as those of virtual machines may
+        # grow when memory is touched; limits of control groups hold all the same.
+        self._cap = cap
+        self._trusts = trusts
+        self._machine = machine
+        self._num_processes = num_processes or num_local_processes()
+
+    def check(self, num_bytes: int, held_bytes: int) -> None:
+        """Check that `num_bytes` more can be taken by a process that holds `held_bytes` already.
+
+        Raises:
+            HostMemoryError: the cap or the machine forbids it.
+        """
+        if num_bytes <= 0:
+            return
+        total = num_bytes + held_bytes
+        if self._cap is not None and total > self._cap:
+            raise HostMemoryError(
+                f"Offloading to the host needs {format_bytes(total)} of host memory, but host_memory allows "
+                f"{format_bytes(self._cap)}. Raise host_memory{_OTHERWISE}"
+            )
+        found = self._machine()
+        groups = found.of_groups()
+        machine = groups if self._trusts else found
+        if machine.available_bytes is not None and num_bytes > machine.available_bytes - _LEFT_OVER:
+            raise HostMemoryError(
+                f"Offloading to the host needs {format_bytes(num_bytes)} more of host memory, but {machine}. "
+                f"Free some{_OTHERWISE}{_trust(machine.available_bytes, groups.available_bytes)}"
+            )
+        # What is free says nothing of what the other processes are about to take, or have taken for the same.
+        if machine.total_bytes is not None and self._num_processes * total > machine.total_bytes:
+            raise HostMemoryError(
+                f"Offloading to the host needs {format_bytes(total)} in each of {self._num_processes} processes, "
+                f"but this machine has {format_bytes(machine.total_bytes)} in all. Start fewer{_OTHERWISE}"
+                f"{_trust(machine.total_bytes, groups.total_bytes)}"
+            )
+
+    def allocation_error(self, num_bytes: int, held_bytes: int, error: Exception) -> HostMemoryError:
+        """Return the error for bytes that were allowed, but that the system does not give or does not pin."""
+        trusted = ", which trust_host_memory says not to look at" if self._trusts else ""
+        return HostMemoryError(
+            f"Offloading to the host needs {format_bytes(num_bytes)} more of host memory beside the "
+            f"{format_bytes(held_bytes)} that it holds, which the system does not give: {error}; "
+            f"{self._machine()}{trusted}. Raise the limit of locked memory (ulimit -l), set host_memory to what there "
+            f"is{_OTHERWISE}"
+        )
+
+
+def _trust(bound: int, of_groups: int | None) -> str:
+    if bound == of_groups:
+        return ""
+    return (
+        " Where the machine's figures are too low (a virtual machine that is given memory when it is touched), set "
+        "trust_host_memory: true."
+    )
+
+
+# --- Reading /proc and /sys. ---
 
 
 def _machine(root: Path, field: str) -> int | None:
@@ -93,7 +164,7 @@ def _machine(root: Path, field: str) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and usage of each control group above this process that has a limit; both versions, in bytes.
+    """Yield limit and usage, in bytes, of each control group above this process that has a limit; both versions.
 
     Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of the kernel.
     """
@@ -136,7 +207,7 @@ def _mounted(root: Path, kind: str, option: str | None) -> tuple[Path, str] | No
 
 
 def _reclaimable(folder: Path, name: str) -> int:
-    """Return the bytes of files that were read and can be dropped: they count as used, and stand in nobody's way."""
+    """Return the bytes of files that were read and can be dropped: they count as used, but can be taken."""
     for line in _lines(folder / "memory.stat"):
         words = line.split()
         if words[:1] == [name]:

@@ -1,7 +1,7 @@
-"""Linear layers, and those that PEFT has adapted: which can be taken as a whole, and the hooks that tell of them.
+"""Linear layers, and those that PEFT has adapted: which can be taken as a whole, and the hooks that report them.
 
 Knows them by the names of their classes, so that no library has to be there. See Note [Linear layers] and Note [Sums of
-adapted layers] in `kept`.
+adapted layers] in `kept_outputs`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.regions.selective.operators import NARROW, Kind
-from hf_ckpt.regions.selective.running import RUNNING
+from hf_ckpt.regions.selective.dispatch import ACTIVE
+from hf_ckpt.regions.selective.save_rules import NARROW, OperatorKind
 
 _LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"})
 """Their forward is one product and a bias, and their output the product in another shape."""
@@ -28,11 +28,7 @@ _OURS = __name__.partition(".")[0] + "."
 
 
 def watch_linears(layer: nn.Module) -> Iterator[RemovableHandle]:
-    """Place hooks that tell a region of the linear and adapted layers inside; yield the handles, to be removed.
-
-    Args:
-        layer: whose modules are meant.
-    """
+    """Place hooks that tell a region of the linear and adapted layers inside `layer`; yield their handles."""
     inside = {id(part) for module in layer.modules() if is_adapted(module) for part in _wide_parts(module)}
     for module in layer.modules():
         if is_adapted(module) or (_is_one_of(module, _LINEARS) and id(module) not in inside):
@@ -49,14 +45,14 @@ def _wide_parts(module: Any) -> Iterator[nn.Module]:
 
 def _enter(module: nn.Module, args: Any) -> None:
     """Forward pre-hook of a linear or adapted layer."""
-    if not torch.compiler.is_compiling() and RUNNING.run is not None:
-        RUNNING.run.enter(module, args)
+    if not torch.compiler.is_compiling() and ACTIVE.run is not None:
+        ACTIVE.run.enter_module(module, args)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> Tensor | None:
     """Forward hook of a linear or adapted layer."""
-    if not torch.compiler.is_compiling() and RUNNING.run is not None:
-        replaced: Tensor | None = RUNNING.run.leave(module, output)
+    if not torch.compiler.is_compiling() and ACTIVE.run is not None:
+        replaced: Tensor | None = ACTIVE.run.leave_module(module, output)
         return replaced
     return None
 
@@ -70,12 +66,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def is_linear(module: Any, hidden: Any) -> bool:
-    """Whether a module runs one product, and returns what that returned.
-
-    Args:
-        module: the module.
-        hidden: what it is given.
-    """
+    """Whether a module runs one product on `hidden`, and returns what that returned."""
     attributes = module.__dict__
     parameters = attributes["_parameters"]
     return (
@@ -93,7 +84,7 @@ def _is_flat(hidden: Tensor) -> bool:
     return hidden.dim() == 3 and hidden.is_contiguous()
 
 
-def is_sum(module: Any, args: Any) -> bool:
+def is_adapter_sum(module: Any, args: Any) -> bool:
     """Whether an adapted layer returns the sum of its base's product and one adapter's, by PEFT's own forward."""
     modules = module.__dict__["_modules"]
     if module.disable_adapters or module.merged or "forward" in module.__dict__ or len(args) != 1:
@@ -120,7 +111,7 @@ def _is_as_wide(base: Any, hidden: Tensor) -> bool:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether nobody but us looks at what a module is given and returns."""
+    """Whether only we see what a module is given and returns."""
     attributes = module.__dict__
     for name in _HOOKS:
         hooks = attributes[name]
@@ -151,7 +142,7 @@ def _name_of(cls: Any) -> str:
 
 
 def is_worth_keeping(module: Any, output: Any) -> bool:
-    """Whether what a linear or adapted layer returned is to be kept, where all is; see `operators.is_narrow`."""
+    """Whether what a linear or adapted layer returned is to be kept, where all is; see `save_rules.is_narrow`."""
     if type(output) not in (Tensor, FakeTensor):
         return False
     if is_adapted(module):
@@ -161,23 +152,17 @@ def is_worth_keeping(module: Any, output: Any) -> bool:
     return bool(inner * NARROW > outer)
 
 
-def is_output(module: Any, kind: Kind) -> bool:
+def is_output(module: Any, kind: OperatorKind) -> bool:
     """Whether what a linear layer returns is what its operator does, and not that with a bias on it."""
     return module.bias is None or kind.packet in ("aten.addmm", "aten.linear")
 
 
-def shape_of_product(kind: Kind, args: Any, outer: int) -> tuple[int, ...]:
-    """Return the shape of a linear layer's product.
-
-    Args:
-        kind: of its operator.
-        args: what that is given.
-        outer: its columns.
-    """
+def shape_of_product(kind: OperatorKind, args: Any, outer: int) -> tuple[int, ...]:
+    """Return the shape of a linear layer's product of `outer` columns, by what its operator is given."""
     return (*_rows(kind, args).shape[:-1], outer)
 
 
-def placeholder(kind: Kind, args: Any, outer: int) -> Tensor:
+def placeholder(kind: OperatorKind, args: Any, outer: int) -> Tensor:
     """Return a tensor without memory for a linear layer's product. See `shape_of_product`."""
     return Placeholder.of(shape_of_product(kind, args, outer), _rows(kind, args).dtype)
 
@@ -233,6 +218,6 @@ def _stand_in(tensor: Tensor) -> Tensor:
     return Placeholder.of(tensor.shape, tensor.dtype)
 
 
-def _rows(kind: Kind, args: Any) -> Tensor:
+def _rows(kind: OperatorKind, args: Any) -> Tensor:
     rows: Tensor = args[1] if kind.packet in ("aten.addmm", "aten.baddbmm") else args[0]
     return rows

@@ -1,23 +1,24 @@
 """What CUDA does differently from the CPU: the one place where a simulated step on fake CPU tensors is corrected.
 
-- Attention (`attention`): CUDA's own kernels, chosen as torch chooses them, with the memory that they need inside.
-- Flash attention of other packages (`flash`): stands in where the package is not installed.
+- Attention (`attention`): CUDA's own kernels, chosen as torch chooses them, with the memory that they need inside; and
+  flash attention of other packages, also where the package is not installed.
 - Dropout: CUDA keeps a mask of one byte per element, the CPU one in the dtype of its input.
 - Root-mean-square norms: `torch.rms_norm` is one kernel on CUDA, and several operators on the CPU.
 - Autocast (`autocast`): CUDA's runs more operators in float32.
-- Memory that kernels allocate for themselves: no operator returns it, and so nobody who follows storages sees it.
+- Memory that kernels allocate for themselves: no operator returns it, and so the tracker does not see it.
+- cuBLAS workspaces (`add_workspaces`).
 
 What needs nothing: python code of transformers (its norms, rotary embeddings and activations, eager attention, the
 loss) runs the same operators on both; `gelu`, `silu`, layer norms and the cross entropy keep the same tensors. Left
-out, since they are small beside activations: the statistics per row that CUDA's layer norm keeps in float32, what
-sorting needs in the backward of embeddings and of indexing, and the partial sums of `foreach` norms.
+out, as small compared with activations: the statistics per row that CUDA's layer norm keeps in float32, what sorting
+needs in the backward of embeddings and of indexing, and the partial sums of `foreach` norms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,44 +28,43 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.simulation import quantized
-from hf_ckpt.simulation.cuda import attention, autocast, flash, norms
-from hf_ckpt.simulation.cuda.flash import attention_to_build, restore_attention
-from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.cuda import attention, autocast
+from hf_ckpt.simulation.cuda.attention import attention_to_build, restore_attention
+from hf_ckpt.simulation.devices import Device, workspace_bytes
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import Storage, Tape
+from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
-__all__ = ["as_on_cuda", "attention_to_build", "restore_attention"]
+__all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
 _OLDEST = (8, 0)
-"""The compute capability that is assumed where a device's is not known."""
+"""The compute capability that is assumed where that of a device is not known."""
 
 
 @contextmanager
-def as_on_cuda(step: Step, device: Device) -> Iterator[None]:
+def emulate_cuda(step: Step, device: Device) -> Iterator[None]:
     """Let what runs inside keep and need the memory that it would on a CUDA device.
 
-    To be entered around forward and backward on fake CPU tensors, inside of the fake mode and of whoever follows
-    storages, so that both see what is done here. For a CPU, where it may be entered with real tensors too, it only
-    shows what operators of bitsandbytes hide.
-
-    Args:
-        step: the step that runs.
-        device: what it is simulated for.
+    To be entered around forward and backward on fake CPU tensors, inside of the fake mode and of the tracker, so that
+    both see what is done here. For a CPU, where it may be entered with real tensors too, it only shows the memory that
+    operators of bitsandbytes hide.
     """
     with ExitStack() as stack:
-        stack.enter_context(flash.stand_in(is_padded=step.is_padded))
-        stack.enter_context(_Workspaces(attention.WORKSPACES if device.is_cuda else {}))
+        stack.enter_context(attention.registered_flash_attention(is_padded=step.is_padded))
+        stack.enter_context(_KernelWorkspaces(attention.WORKSPACES if device.is_cuda else {}))
         if device.is_cuda:
-            stack.enter_context(_Functions(device.capability or _OLDEST, device.tries_cudnn_first))
+            stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
         yield
 
 
-class _Functions(TorchFunctionMode):
-    """Replaces functions of torch before autograd sees them: what is kept for backward is decided there."""
+class _FunctionReplacements(TorchFunctionMode):
+    """Replaces functions of torch before autograd sees them, which decides there what is kept for backward."""
 
     def __init__(self, capability: tuple[int, int], prefers_cudnn: bool) -> None:
         super().__init__()
         self._replacements: dict[Callable[..., Any], Callable[..., Any]] = {
-            functional.scaled_dot_product_attention: partial(_attend, capability, prefers_cudnn),
+            functional.scaled_dot_product_attention: partial(_scaled_dot_product_attention, capability, prefers_cudnn),
             functional.dropout: _dropout,
             torch.dropout: _dropout_of_torch,
             functional.rms_norm: partial(_rms_norm, functional.rms_norm),
@@ -76,33 +76,35 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         run = self._replacements.get(function, function)
         if autocast.is_on():
-            return autocast.call(run, getattr(function, "__name__", ""), args, kwargs or {})
+            return autocast.call_with_autocast(run, getattr(function, "__name__", ""), args, kwargs or {})
         return run(*args, **(kwargs or {}))
 
 
-class _Workspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstream
-    """Allocates what kernels allocate for themselves, for as long as they run."""
+class _KernelWorkspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstream
+    """Allocates what kernels allocate for themselves, while they run."""
 
-    def __init__(self, known: Mapping[Callable[..., Any], Callable[..., list[attention.Block]]]) -> None:
+    def __init__(self, known: Mapping[Callable[..., Any], Callable[..., list[quantized.Workspace]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # upstream
         self._known = known
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._needed(function, args, kwargs or {})]
+        held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._workspaces_of(function, args, kwargs or {})]
         output = function(*args, **(kwargs or {}))
         del held
         return output
 
-    def _needed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> list[attention.Block]:
+    def _workspaces_of(self, function: Any, args: Any, kwargs: dict[str, Any]) -> list[quantized.Workspace]:
         known = self._known.get(function)
         if known is not None:
             return known(*args)
         return quantized.workspace(function, args, kwargs) if function.namespace == "bitsandbytes" else []
 
 
-def _attend(capability: tuple[int, int], prefers_cudnn: bool, *args: Any, **kwargs: Any) -> Tensor:
+def _scaled_dot_product_attention(
+    capability: tuple[int, int], prefers_cudnn: bool, *args: Any, **kwargs: Any
+) -> Tensor:
     if not autocast.is_on():
         return attention.attend(capability, prefers_cudnn, *args, **kwargs)
     args, kwargs = autocast.in_lower_precision((args, kwargs))
@@ -132,4 +134,59 @@ def _rms_norm(
     if weight is not None and weight.dtype != input.dtype:
         # Several operators on CUDA too.
         return function(input, normalized_shape, weight, eps)
-    return norms.rms_norm(input, tuple(normalized_shape), weight)
+    return rms_norm(input, tuple(normalized_shape), weight)
+
+
+def rms_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+    """Return a tensor like the norm's output.
+
+    CUDA has one kernel for it, which keeps its input, and a number per row.
+    """
+    output: Tensor = _RMSNorm.apply(input, normalized_shape, weight)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        rows = input.shape[: input.dim() - len(normalized_shape)]
+        ctx.save_for_backward(input, weight, torch.empty(rows, dtype=torch.float32))
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, _ = ctx.saved_tensors
+        of_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_weight
+
+
+# --- cuBLAS. ---
+
+_PRODUCTS = frozenset("mm addmm bmm baddbmm mv addmv dot vdot addbmm _addmm_activation _scaled_mm _int_mm".split())
+_OF_AUTOGRAD = (Phase.BACKWARD, Phase.RECOMPUTATION)
+
+
+def add_workspaces(tape: Tape, device: Device, *, has_trained: bool = False) -> None:
+    """Add to the tape the workspaces that torch gives cuBLAS, as existing before the step: it is not the first one.
+
+    There is one for each thread that has run a matrix product on its stream, for good. They come from the caching
+    allocator, so that `torch.cuda.max_memory_allocated` counts them, and no operator returns them. A step has two
+    threads: the one that calls forward and the optimizer, and autograd's own, which runs backward and recomputes.
+    cuBLASLt shares the workspace of its thread (`TORCH_CUBLASLT_UNIFIED_WORKSPACE`, on by default). With `has_trained`
+    a backward of the same model ran before the tape.
+
+    Source: `setWorkspaceForHandle` and `getCUDABlasLtWorkspace` in `aten/src/ATen/cuda/CublasHandlePool.cpp`.
+    """
+    num_bytes = -(-workspace_bytes(device) // BLOCK_BYTES) * BLOCK_BYTES
+    if not num_bytes:
+        return
+    threads = {event.place.phase in _OF_AUTOGRAD for event in tape.events if _is_product(event.place.operator)}
+    num_threads = 2 if has_trained and threads else len(threads)
+    tape.before += [Storage(num_bytes, category=Category.WORKSPACES) for _ in range(num_threads)]
+
+
+@cache
+def _is_product(operator: str) -> bool:
+    namespace, _, name = operator.partition(".")
+    return namespace == "aten" and name.partition(".")[0].rstrip("_") in _PRODUCTS

@@ -1,24 +1,29 @@
 """Attention as torch's CUDA dispatcher would run it, with what its kernels keep for backward and need meanwhile.
 
-Read off torch 2.13: `sdp_utils.cpp` (which kernel), `attention.cpp` (what happens to masks and head sizes before it),
+Taken from torch 2.13: `sdp_utils.cpp` (which kernel), `attention.cpp` (what happens to masks and head sizes before it),
 and the kernels' own allocations (`flash_api.cpp`, `attention_backward.cu`, `kernel_forward.h`, `kernel_backward.h`).
 The CUDA operators themselves run on fake CPU tensors, with their own autograd formulas.
+
+At the end: flash attention as transformers runs it from a package of its own, also where that is not installed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Shape = tuple[int, ...]
-Block = tuple[Shape, torch.dtype]
-"""Shape and dtype of memory that a kernel allocates for itself."""
+from hf_ckpt.simulation.cuda import autocast
+from hf_ckpt.simulation.quantized import Workspace
 
 _HALF = (torch.float16, torch.bfloat16)
 _MASK_ALIGNMENT = 8
@@ -49,18 +54,10 @@ def choose_kernel(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Kernel:
-    """Return the kernel that a device of this compute capability runs.
+    """Return the kernel that a device of this compute capability runs. Query, key and value are [B, H, S, D].
 
-    Args:
-        capability: major and minor.
-        query: [B, H, S, D].
-        key: likewise; with `enable_gqa` it may have fewer heads.
-        value: as `key`; its heads may have another size.
-        mask: boolean or additive.
-        prefers_cudnn: whether torch tries cuDNN before flash attention; otherwise it never comes to it.
-        dropout: probability.
-        is_causal: whether positions see only those before them.
-        enable_gqa: whether heads of the query share keys and values.
+    With `enable_gqa` heads of the query share keys and values. `prefers_cudnn` is whether torch tries cuDNN before
+    flash attention; otherwise it never gets to it.
     """
     inputs = (query, key, value)
     if any(each.dim() != 4 or each.stride(-1) != 1 or each.shape[0] != query.shape[0] for each in inputs):
@@ -138,7 +135,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Do what `scaled_dot_product_attention` does on CUDA; its arguments, after what is asked of the device."""
+    """Do what `scaled_dot_product_attention` does on CUDA; its arguments follow the two properties of the device."""
     mask = attn_mask
     kernel = choose_kernel(
         *(capability, query, key, value, mask),
@@ -149,7 +146,7 @@ def attend(
     )
     aten = torch.ops.aten
     if kernel is Kernel.FLASH:
-        return flash(query, key, value, dropout_p, is_causal, scale)
+        return flash_attention(query, key, value, dropout_p, is_causal, scale)
     if mask is not None and mask.dtype is torch.bool:
         # Each call makes an additive mask of its own, and its backward keeps it.
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
@@ -171,21 +168,12 @@ def attend(
     return output
 
 
-def flash(
+def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """Run flash attention: dropout and grouped heads cost it no memory.
 
-    Args:
-        query: [B, H, S, D].
-        key: likewise; it may have fewer heads.
-        value: as `key`.
-        dropout: probability.
-        is_causal: whether positions see only those before them.
-        scale: of the scores; by default one over the root of D.
-
-    Returns:
-        [B, H, S, D], laid out as [B, S, H, D].
+    Takes [B, H, S, D], where keys and values may have fewer heads. Returns [B, H, S, D], laid out as [B, S, H, D].
     """
     head_dim = query.shape[-1]
     missing = -head_dim % 8
@@ -213,10 +201,10 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Block]:
+def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Workspace]:
     batch, heads, rows, head_dim = query.shape
     rows = _up(rows, _FLASH_ROWS)
-    needed: list[Block] = [
+    needed: list[Workspace] = [
         # The query's gradient is added up in float32 by all blocks of keys, delta is a number per row.
         ((batch, rows, heads, _up(head_dim, 32 if head_dim <= 128 else 64)), torch.float32),
         ((batch, heads, rows), torch.float32),
@@ -227,14 +215,14 @@ def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return needed
 
 
-def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Block]:
+def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Workspace]:
     if value.shape[-1] <= _EFFICIENT_VALUE_DIM or query.dtype is torch.float32:
         return []
     # Wide heads do not stay in registers: the output is added up in float32.
     return [((*query.shape[:3], value.shape[-1]), torch.float32)]
 
 
-def _efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Block]:
+def _efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Workspace]:
     batch, heads, rows, head_dim = query.shape
     return [
         ((batch, heads, _up(rows, 64), _up(head_dim, 64)), torch.float32),
@@ -242,11 +230,107 @@ def _efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
     ]
 
 
-WORKSPACES: dict[Callable[..., Any], Callable[..., list[Block]]] = {
+WORKSPACES: dict[Callable[..., Any], Callable[..., list[Workspace]]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    # cuDNN does not tell what its plans allocate; they add up the query's gradient in float32 too.
+    # What cuDNN's plans allocate is not known; they add up the query's gradient in float32 too.
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
 """For each kernel, a function that returns what it allocates for itself from its arguments."""
+
+
+# --- Flash attention of other packages. ---
+
+NAME = "hf_ckpt_flash"
+"""The name under which transformers finds it while a step is simulated."""
+
+
+def attention_to_build(name: str | None) -> str | None:
+    """Return the `attn_implementation` to build a model with: `sdpa` where the user's `name` is a flash attention."""
+    return "sdpa" if _is_flash(name) else name
+
+
+def restore_attention(model: nn.Module, name: str | None) -> None:
+    """Let a model that was built with `attention_to_build(name)` run flash attention where that was asked for.
+
+    It changes the model's configs. The model then runs only inside of `emulate_cuda`.
+    """
+    if not _is_flash(name):
+        return
+    configs = {id(config): config for module in model.modules() for config in _configs(module)}
+    for config in configs.values():
+        config._attn_implementation_internal = NAME
+
+
+@contextmanager
+def registered_flash_attention(*, is_padded: bool) -> Iterator[None]:
+    """Register the attention with transformers while this is entered.
+
+    It keeps what torch's flash kernel keeps. It takes no mask, and transformers makes none for an attention that it
+    knows no masks of: sliding windows and packed documents are arguments of the kernel, and padding is taken out of its
+    inputs, which then are copies. `is_padded` is whether rows of a batch differ in length.
+    """
+    ALL_ATTENTION_FUNCTIONS[NAME] = partial(_flash_attention_forward, is_padded)
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS.pop(NAME)
+
+
+def _is_flash(name: str | None) -> bool:
+    return name is not None and ("flash" in name or name == "flex_attention")
+
+
+def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
+    config = getattr(module, "config", None)
+    if isinstance(config, PretrainedConfig):
+        yield config
+        yield from (part for part in vars(config).values() if isinstance(part, PretrainedConfig))
+
+
+def _flash_attention_forward(
+    is_padded: bool,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if value_dim != head_dim:
+        value = functional.pad(value, (0, head_dim - value_dim))
+    if query.dtype is torch.float32:
+        dtype = torch.get_autocast_dtype("cpu") if autocast.is_on() else _dtype_of(module)
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and query.shape[2] == key.shape[2]
+    batch, _, length, _ = query.shape
+    if not is_padded or batch == 1 or key.shape[2] != length:
+        output = flash_attention(query, key, value, dropout, causal, scaling).transpose(1, 2)
+    else:
+        # At most all positions are left.
+        positions = torch.arange(batch * length)
+        query, key, value = (_taken(each, positions) for each in (query, key, value))
+        taken = flash_attention(query, key, value, dropout, causal, scaling).transpose(1, 2).flatten(0, 1)
+        output = torch.zeros_like(taken)
+        output[positions] = taken
+        output = output.view(batch, length, *taken.shape[1:])
+    return output[..., :value_dim], None
+
+
+def _taken(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Take positions out of [B, H, S, D], and return the result in the same shape."""
+    batch, heads, length, head_dim = tensor.shape
+    taken = tensor.transpose(1, 2).flatten(0, 1)[positions]
+    return taken.view(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    linear = next(each for each in module.modules() if isinstance(each, nn.Linear))
+    dtype = linear.weight.dtype
+    return dtype if dtype.is_floating_point and dtype is not torch.float32 else torch.bfloat16

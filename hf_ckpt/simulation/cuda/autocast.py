@@ -28,7 +28,7 @@ _IN_FLOAT32 = frozenset(
 _WITH_FLOAT32_OUTPUT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"]
 )
-"""They are asked for float32 where they are asked for no dtype."""
+"""They return float32 where the call names no dtype."""
 
 
 def is_on() -> bool:
@@ -42,15 +42,8 @@ def in_lower_precision(tensors: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, tensors)
 
 
-def call(function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch as CUDA's autocast does; only while autocast is on.
-
-    Args:
-        function: any function of torch.
-        name: its name.
-        args: its arguments.
-        kwargs: likewise.
-    """
+def call_with_autocast(function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call the function of torch with this name as CUDA's autocast does. Only while autocast is on."""
     if "out" in kwargs or not (name in _IN_FLOAT32 or name in _WITH_FLOAT32_OUTPUT):
         return function(*args, **kwargs)
     if name in _IN_FLOAT32:

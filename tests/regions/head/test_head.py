@@ -29,7 +29,7 @@ import hf_ckpt
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.regions.head import Chunking, DeferredLogits
-from hf_ckpt.regions.head.gradients import InParts
+from hf_ckpt.regions.head.chunked_loss import InParts
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
@@ -522,7 +522,7 @@ def test_step_leaves_nothing_alive() -> None:
     model = llama()
     with chunked(model):
         output = model(input_ids=ids(), labels=labels())
-        held = [weakref.ref(output.logits), weakref.ref(output.logits.state.source)]
+        held = [weakref.ref(output.logits), weakref.ref(output.logits.state.head_call)]
         output.loss.backward()
         del output
     assert [reference() for reference in held] == [None, None]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import PlanMismatchError
-from hf_ckpt.regions.head import Chunking, chunks, gradients, losses, run_head
+from hf_ckpt.regions.head import Chunking, chunked_loss, run_head
 from hf_ckpt.regions.value_proof import ValueProof
 from tests import training
 
@@ -70,7 +70,7 @@ def scale_loss(factor: float, number: int | None = None) -> Plant:
         value = found(head, source, steps, function, weights, which, *args)
         return value * factor if number in (None, which) else value
 
-    return in_place_of(chunks, "_run", scaled)
+    return in_place_of(chunked_loss, "_run", scaled)
 
 
 def skip_chunk(found: Any, compute: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,14 +112,14 @@ PLANTED: dict[str, Plant] = {
     "losses times 1.001": scale_loss(1.001),
     "losses times 1.01": scale_loss(1.01),
     "last loss times 1.001": scale_loss(1.001, 7),
-    "loss of a chunk missing": in_place_of(losses, "in_chunks_of", skip_chunk),
-    "loss of a chunk left out of the sum": in_place_of(losses, "in_chunks_of", leave_out_of_sum),
-    "labels shifted": in_place_of(losses, "in_chunks_of", shift_labels),
-    "rows shifted": in_place_of(gradients._Rows, "part_of", shift_rows),
-    "divisor off by one": in_place_of(losses, "_divisor", lambda found, *args: found(*args) + 1),
-    "gradient put elsewhere": in_place_of(gradients._Rows, "add", put_elsewhere),
-    "gradient of a chunk lost": in_place_of(gradients._Sum, "add", drop_gradient),
-    "gradients scaled": in_place_of(gradients._Part, "backward", scale_gradient),
+    "loss of a chunk missing": in_place_of(chunked_loss, "loss_in_chunks", skip_chunk),
+    "loss of a chunk left out of the sum": in_place_of(chunked_loss, "loss_in_chunks", leave_out_of_sum),
+    "labels shifted": in_place_of(chunked_loss, "loss_in_chunks", shift_labels),
+    "rows shifted": in_place_of(chunked_loss._Rows, "part_of", shift_rows),
+    "divisor off by one": in_place_of(chunked_loss, "_divisor", lambda found, *args: found(*args) + 1),
+    "gradient put elsewhere": in_place_of(chunked_loss._Rows, "add", put_elsewhere),
+    "gradient of a chunk lost": in_place_of(chunked_loss._Sum, "add", drop_gradient),
+    "gradients scaled": in_place_of(chunked_loss._Part, "backward", scale_gradient),
 }
 
 
@@ -163,7 +163,7 @@ def test_random_numbers_stay_where_they_are() -> None:
     proven = torch.get_rng_state()
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ValueProof, "look_at", lambda self, *call: None)
+        patched.setattr(ValueProof, "call_proof", lambda self, *call: None)
         with pytest.raises(AssertionError):
             step(dropout=0.3)
     # The step ended in its last lines, behind its backward.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt.auto.budgets import free_host_bytes
-from hf_ckpt.policy.modifiers import Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.regions.offload.host_memory import HostMemory
 
@@ -27,11 +27,11 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_a_machine_without_limits(tmp_path: Path) -> None:
-    assert host_memory.now(machine(tmp_path, {})) == HostMemory(48 * GIB, None, 64 * GIB)
+    assert host_memory.read_host_memory(machine(tmp_path, {})) == HostMemory(48 * GIB, None, 64 * GIB)
 
 
 def test_an_unknown_system_says_nothing(tmp_path: Path) -> None:
-    found = host_memory.now(tmp_path)
+    found = host_memory.read_host_memory(tmp_path)
     assert found == HostMemory(None, None)
     assert found.available_bytes is None
     assert str(found) == "what is free cannot be told"
@@ -52,7 +52,7 @@ def test_version_2_takes_the_tightest_group_above(tmp_path: Path) -> None:
         "sys/fs/cgroup/user/memory.max": f"{40 * GIB}\n",
         "sys/fs/cgroup/user/memory.current": f"{20 * GIB}\n",
     }
-    found = host_memory.now(machine(tmp_path, files))
+    found = host_memory.read_host_memory(machine(tmp_path, files))
     # 16 less the 10 in use, of which 2 are files that can be dropped.
     assert found == HostMemory(48 * GIB, 8 * GIB, 16 * GIB, 16 * GIB)
     assert str(found) == "8.0 GiB are free (limit of the control group less its usage)"
@@ -71,7 +71,7 @@ def test_version_1_reads_the_hierarchy_of_memory(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{5 * GIB}\n",
         "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
     }
-    assert host_memory.now(machine(tmp_path, files)) == HostMemory(48 * GIB, 4 * GIB, 8 * GIB, 8 * GIB)
+    assert host_memory.read_host_memory(machine(tmp_path, files)) == HostMemory(48 * GIB, 4 * GIB, 8 * GIB, 8 * GIB)
 
 
 def test_in_a_container_the_group_lies_below_the_mount(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_in_a_container_the_group_lies_below_the_mount(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
     }
-    assert host_memory.now(machine(tmp_path, files)) == HostMemory(48 * GIB, 3 * GIB, 4 * GIB, 4 * GIB)
+    assert host_memory.read_host_memory(machine(tmp_path, files)) == HostMemory(48 * GIB, 3 * GIB, 4 * GIB, 4 * GIB)
 
 
 def test_a_group_that_cannot_be_seen_falls_back_to_what_can(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_group_that_cannot_be_seen_falls_back_to_what_can(tmp_path: Path) -> N
         "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
     }
     # A group over its limit has nothing left, and not less than that.
-    assert host_memory.now(machine(tmp_path, files)) == HostMemory(48 * GIB, 0, 2 * GIB, 2 * GIB)
+    assert host_memory.read_host_memory(machine(tmp_path, files)) == HostMemory(48 * GIB, 0, 2 * GIB, 2 * GIB)
 
 
 def test_a_machine_that_is_trusted_is_bound_by_its_groups_alone(
@@ -100,15 +100,15 @@ def test_a_machine_that_is_trusted_is_bound_by_its_groups_alone(
 ) -> None:
     found = HostMemory(48 * GIB, 4 * GIB, 8 * GIB, 16 * GIB)
     assert found.of_groups() == HostMemory(None, 4 * GIB, 16 * GIB, 16 * GIB)
-    without = host_memory.now(machine(tmp_path, {}))
+    without = host_memory.read_host_memory(machine(tmp_path, {}))
     assert without.of_groups() == HostMemory(None, None)
     for told, free, trusted in ((found, 4 * GIB, 4 * GIB), (without, 48 * GIB, None)):
-        monkeypatch.setattr(host_memory, "now", lambda told=told: told)
+        monkeypatch.setattr(host_memory, "read_host_memory", lambda told=told: told)
         assert (host_memory.available_bytes(), host_memory.available_bytes(trusts=True)) == (free, trusted)
 
 
 def test_plans_are_made_for_what_a_trusted_machine_may_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "now", lambda: HostMemory(2 * GIB, 9 * GIB, 4 * GIB, 16 * GIB))
+    monkeypatch.setattr(host_memory, "read_host_memory", lambda: HostMemory(2 * GIB, 9 * GIB, 4 * GIB, 16 * GIB))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert free_host_bytes(None) == free_host_bytes(Offload()) == GIB // 2
     assert free_host_bytes(Offload(trust_host_memory=True)) == 4 * GIB

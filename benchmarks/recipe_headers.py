@@ -1,0 +1,130 @@
+"""The line of a shipped recipe's header that says what it needs: predicted, and written by a command.
+
+The header's own words say for what: the memory of the GPUs that `Hardware` names, and the configuration of accelerate
+that `Launch` names.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.estimate.estimate import budget_of
+from hf_ckpt.estimate.launch_sharding import Launch
+from hf_ckpt.estimate.limits import longest_row, longest_row_of_all
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.subject import is_auto, subject_of
+from hf_ckpt.recipe.recipe import load_recipe
+from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
+from hf_ckpt.units import format_bytes
+
+CARDS = {24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
+"""The card that stands for each size that `Hardware` names, in GB."""
+
+_TOLD_FROM = 2**30
+"""Bytes of host memory that are worth a word: paged optimizers take some MiB in any case."""
+
+_KEY = "Memory"
+_WIDTH = 120
+_ITEM = re.compile(r"^# (?P<key>\w+): +(?P<text>.*(?:\n#  +.*)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a recipe needs on its hardware.
+
+    Args:
+        device: that the header names.
+        peak_bytes: of the recipe as it stands.
+        longest: tokens of the longest row that fits.
+        is_bound: whether the model has no more positions.
+        host_bytes: of the recipe as it stands, on the host.
+    """
+
+    device: Device
+    peak_bytes: int
+    longest: int
+    is_bound: bool
+    host_bytes: int = 0
+
+    def describe(self) -> str:
+        """Return the text of the header's line."""
+        if self.device.is_cuda:
+            free = format_bytes(reserve(self.device).high_bytes)
+            fits = f" fit ({self.device.title}, {format_bytes(self.device.memory_bytes)}, {free} of it left free)"
+        else:
+            fits = ""
+        limit = f"rows of up to {self.longest:,} tokens{fits}" if self.longest else "no row fits"
+        bound = ", all that the model has positions for" if self.is_bound else ""
+        host = f" and {format_bytes(self.host_bytes)} of host memory" if self.host_bytes >= _TOLD_FROM else ""
+        return f"predicted peak {format_bytes(self.peak_bytes)}{host}; {limit}{bound}."
+
+
+def needs_of(path: Path) -> Needs:
+    """Predict what a recipe needs on the hardware that its header names.
+
+    Args:
+        path: the recipe, with a header; the files that it is launched with are found from the folder above its own.
+
+    Raises:
+        RecipeError: the header names no hardware that is known; or see `subject_of`.
+    """
+    predictor = on_hardware(path)
+    subject, device = predictor.subject, predictor.device
+    budget = budget_of(subject, device)
+    if is_auto(subject.recipe):
+        memory = predictor.planned(budget).memory
+        limit = longest_row_of_all(predictor, budget).limit
+    else:
+        memory, limit = predictor.memory(subject.plan), longest_row(predictor, subject.plan, budget)
+    return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
+
+
+def on_hardware(path: Path) -> Predictor:
+    """Return what predicts a recipe's steps on the hardware that its header names. See `needs_of`."""
+    said = _items(path.read_text(encoding="utf-8"))
+    device = _device(path, said.get("Hardware", ""))
+    return Predictor(subject_of(load_recipe(path), _launch(path, said.get("Launch", ""))), device)
+
+
+def with_needs(text: str, needs: Needs) -> str:
+    """Return a recipe's text with the line in its header, in the place of an earlier one or below `Hardware`."""
+    label = f"# {_KEY}:".ljust(12)
+    line = textwrap.fill(
+        needs.describe(), _WIDTH, initial_indent=label, subsequent_indent="#".ljust(12), break_on_hyphens=False
+    )
+    items = {found["key"]: found for found in _ITEM.finditer(text)}
+    if _KEY in items:
+        return text[: items[_KEY].start()] + line + text[items[_KEY].end() :]
+    end = items["Hardware"].end()
+    return f"{text[:end]}\n{line}{text[end:]}"
+
+
+def written_needs(text: str) -> str | None:
+    """Return what a recipe's header says that it needs, on one line; None where it says nothing."""
+    return _items(text).get(_KEY)
+
+
+def _items(text: str) -> dict[str, str]:
+    """Return what a header says, by key, each on one line."""
+    return {found["key"]: " ".join(found["text"].replace("\n#", " ").split()) for found in _ITEM.finditer(text)}
+
+
+def _device(path: Path, hardware: str) -> Device:
+    size = re.search(r"with (\d+) GB", hardware)
+    if size is None and "CPU" in hardware:
+        return CPU
+    if size is None or int(size[1]) not in CARDS:
+        raise RecipeError(
+            f'{path}: the header\'s Hardware is "{hardware}", which names no known size of GPUs. Write "with 24 GB"; '
+            f"known are {', '.join(map(str, CARDS))} GB and CPU."
+        )
+    return find_device(CARDS[int(size[1])])
+
+
+def _launch(path: Path, launch: str) -> Launch:
+    config = re.search(r"--config_file (\S+)", launch)
+    return Launch(config=path.parent.parent / config[1]) if config else Launch()

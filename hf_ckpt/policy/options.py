@@ -1,0 +1,376 @@
+"""The options of a policy: their names and types, spelled once, and what reads the values that users write.
+
+Everything that takes options derives from the `TypedDict`s here: `Policy.parse`, `hf_ckpt.apply`, `HFCkptCallback`, and
+the keys of a recipe's `checkpointing` section, which accepts what the annotations say. Knows no model and imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Literal, TypedDict, TypeVar, cast
+
+from hf_ckpt.errors import PolicyError, as_written, did_you_mean
+from hf_ckpt.units import ADDRESSABLE_BYTES, parse_budget
+
+Tiles = int | Literal["auto"]
+"""Slices of the sequence that the position-wise half of a layer runs in; `auto` chooses by the length."""
+
+Prove = Literal["first_step", "off"] | int
+"""`"first_step"`, `"off"`, or n: steps 1, 1 + n, 1 + 2n and so on."""
+
+TO_CPU, TO_DISK = "cpu", "disk"
+
+_MIN_BYTES = 2**20
+_MIN_HOST_MEMORY = 4096
+
+
+class RuleOptions(TypedDict, total=False):
+    """What a mode name may be completed with to a rule. `Rule` tells what they mean."""
+
+    every_n_layers: int | None
+    segment_size: int | Literal["sqrt"] | None
+    nested: bool | None
+    save: str | Sequence[str] | None
+    offload: str | Mapping[str, Any] | None
+    tiles: int | Literal["auto"] | None
+
+
+class PolicyOptions(RuleOptions, total=False):
+    """What `Policy.parse` takes beside the policy."""
+
+    head: Literal["plain", "chunked"] | None
+    skip_frozen: bool
+
+
+class StructureOptions(TypedDict, total=False):
+    """What `find_layers` looks for where structure does not tell."""
+
+    layers: str | Sequence[str] | None
+    attention: str | None
+    ffn: str | None
+
+
+class ProofOptions(TypedDict, total=False):
+    """Which steps are proven, bit by bit."""
+
+    prove: int | Literal["first_step", "off"]
+
+
+class AutoOptions(TypedDict, total=False):
+    """What only policy `auto` takes."""
+
+    memory_budget: str | float | None
+    max_length: int | None
+    exact: bool | Literal["prefer"] | None
+
+
+class RunOptions(TypedDict, total=False):
+    """What a run of the Trainer takes beside its policy."""
+
+    input_require_grads: bool | None
+    on_mismatch: Literal["error", "warn"]
+    strict_resume: bool
+
+
+class ApplyOptions(PolicyOptions, StructureOptions, ProofOptions, total=False):
+    """What `hf_ckpt.apply` takes."""
+
+
+class CallbackOptions(AutoOptions, PolicyOptions, StructureOptions, RunOptions, ProofOptions, total=False):
+    """What `HFCkptCallback` takes, and a recipe's `checkpointing` section."""
+
+
+DEFAULTS: CallbackOptions = {
+    "skip_frozen": False,
+    "on_mismatch": "error",
+    "strict_resume": False,
+    "prove": "first_step",
+}
+"""Of the options whose default is not None."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def types_of(options: type) -> dict[str, str]:
+    """Return the names of options in order, each with its annotation as text.
+
+    Args:
+        options: one of the `TypedDict`s above.
+    """
+    return {name: hint.__forward_arg__ for name, hint in options.__annotations__.items()}
+
+
+POLICY_OPTIONS = tuple(types_of(PolicyOptions))
+"""The names of the options that `Policy.parse` takes beside the policy."""
+
+
+def select(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return those of the options that are of one kind, in its order.
+
+    Args:
+        options: all that a function with `takes` was given.
+        kind: one of the `TypedDict`s above.
+    """
+    return {name: options[name] for name in types_of(kind)}
+
+
+def takes(kind: type) -> Callable[[Function], Function]:
+    """Give a function with `**options: Unpack[kind]` the signature that spells the options out.
+
+    `inspect.signature` and `help` show each option with its default, the function gets all of them, and another keyword
+    is refused in Python's own words.
+
+    Args:
+        kind: one of the `TypedDict`s above.
+    """
+    defaults: dict[str, Any] = {name: DEFAULTS.get(name) for name in types_of(kind)}
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        known = {*defaults, *(each.name for each in own)}
+
+        @functools.wraps(function)
+        def with_defaults(*args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in known:
+                    raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument '{name}'")
+            return function(*args, **{**defaults, **given})
+
+        spelled = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+            for name, annotation in types_of(kind).items()
+        ]
+        with_defaults.__signature__ = signature.replace(parameters=[*own, *spelled])  # type: ignore[attr-defined]
+        return cast("Function", with_defaults)
+
+    return decorate
+
+
+class HeadMode(StrEnum):
+    """How the language-model head and the loss run."""
+
+    PLAIN = "plain"
+    """As the model does it: all logits at once."""
+    CHUNKED = "chunked"
+    """Some tokens at a time, each chunk computed again in backward: the logits are never held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where what a layer keeps waits for its backward.
+
+    Args:
+        to: `cpu` (host memory) or `disk`.
+        path: directory for `disk`, which must be writable; a private one is made in it.
+        fraction: share of the layers that do so, spread evenly. None takes as many as can be copied while others
+            compute, as measured in the first step; all where nothing can be measured.
+        host_memory: bytes of host memory that may be used in all. None takes what the machine has free.
+        trust_host_memory: do not ask how much the machine has free, only the limits of control groups.
+        min_bytes: smaller tensors stay on the device.
+    """
+
+    to: str = TO_CPU
+    path: str | None = None
+    fraction: float | None = None
+    host_memory: int | None = None
+    trust_host_memory: bool = False
+    min_bytes: int = _MIN_BYTES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, and `to`, as JSON types."""
+        return to_json_types(self, always="to")
+
+    def describe(self) -> str:
+        """Return what is asked for as one short phrase, such as `offload to cpu`."""
+        share = "" if self.fraction is None else f", fraction {self.fraction:g}"
+        return f"offload to {self.to}{share}"
+
+
+def to_json_types(entry: Any, *, always: str) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults as JSON types.
+
+    Args:
+        entry: a rule, an entry of a plan, or an `Offload`.
+        always: name of the field that is returned whatever its value is.
+    """
+    return {
+        field.name: _plain(getattr(entry, field.name))
+        for field in fields(entry)
+        if field.name == always or getattr(entry, field.name) != field.default
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Offload):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def parse_offload(value: object) -> Offload | None:
+    """Read what a user writes for `offload`: `cpu`, or a mapping with the fields of `Offload`.
+
+    Raises:
+        PolicyError: names the key, the value, and the nearest valid word.
+    """
+    if value is None or isinstance(value, Offload):
+        return value
+    if isinstance(value, str):
+        value = {"to": value}
+    if not isinstance(value, Mapping):
+        raise PolicyError(
+            f"offload is {as_written(value)}. Use cpu, or a mapping such as {{to: disk, path: /scratch}}."
+        )
+    check_keys("offload", value, [field.name for field in fields(Offload)])
+    min_bytes = _parse_amount("min_bytes", value.get("min_bytes"))
+    parsed = Offload(
+        to=_parse_to(value.get("to", TO_CPU)),
+        path=_parse_path(value.get("path")),
+        fraction=_parse_fraction(value.get("fraction")),
+        host_memory=_parse_host_memory(value.get("host_memory")),
+        trust_host_memory=_parse_trust(value.get("trust_host_memory")),
+        min_bytes=_MIN_BYTES if min_bytes is None else min_bytes,
+    )
+    _check_path(parsed, value)
+    return parsed
+
+
+def check_keys(what: str, value: Mapping[Any, Any], known: Sequence[str]) -> None:
+    """Refuse a mapping with a key that is not known.
+
+    Args:
+        what: the mapping's name, for messages.
+        value: the mapping.
+        known: the keys that it may have.
+
+    Raises:
+        PolicyError: names the key, and the nearest known one.
+    """
+    for key in value:
+        if key not in known:
+            raise PolicyError(
+                f'Unknown key "{key}" in {what} {as_written(value)}. Keys are {", ".join(known)}.'
+                f"{did_you_mean(key, known)}"
+            )
+
+
+def parse_tiles(value: object) -> Tiles | None:
+    """Read what a user writes for `tiles`: a whole number of 1 or more, or `auto`.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    if value == "auto":
+        return "auto"
+    raise PolicyError(
+        f'tiles is {as_written(value)}. Use a whole number of 1 or more, or "auto".{did_you_mean(value, ["auto"])}'
+    )
+
+
+def parse_save(value: object) -> tuple[str, ...]:
+    """Read what a user writes for `save`: names of operators, and globs of modules below the layer.
+
+    Raises:
+        PolicyError: it is no list of names.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, Sequence) and names and all(isinstance(name, str) and name.strip() for name in names):
+        return tuple(dict.fromkeys(names))
+    raise PolicyError(
+        f"save is {as_written(value)}. Use a list of operators (aten.mm) and of modules below the layer "
+        "(mlp.down_proj, *.q_proj)."
+    )
+
+
+def parse_prove(value: Prove) -> Prove:
+    """Return what says which steps are proven.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if value in ("first_step", "off") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise PolicyError(
+        f'prove is {value!r}. Use "first_step", "off", or a number n for steps 1, 1 + n, 1 + 2n and so on.'
+    )
+
+
+def parse_head(value: object) -> HeadMode | None:
+    """Read what a user writes for `head`.
+
+    Raises:
+        PolicyError: it is no `HeadMode`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value in set(HeadMode):
+        return HeadMode(value)
+    names = ", ".join(f'"{mode}"' for mode in HeadMode)
+    raise PolicyError(f"head is {as_written(value)}. Use one of {names}.{did_you_mean(value, HeadMode)}")
+
+
+def _parse_to(value: object) -> str:
+    if value in (TO_CPU, TO_DISK):
+        return str(value)
+    raise PolicyError(
+        f'offload goes to {as_written(value)}. Use "cpu" (host memory) or "disk".{did_you_mean(value, ["cpu", "disk"])}'
+    )
+
+
+def _parse_path(value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise PolicyError(f"path of offload is {as_written(value)}. Use the name of a directory.")
+
+
+def _check_path(offload: Offload, value: Mapping[str, Any]) -> None:
+    if offload.to == TO_DISK and offload.path is None:
+        raise PolicyError(
+            f"offload {as_written(value)} has no path. Name a directory on a fast local disk: "
+            "{to: disk, path: /scratch}."
+        )
+    if offload.to == TO_CPU and offload.path is not None:
+        raise PolicyError(
+            f"offload {as_written(value)} has a path, which only disk uses. Write to: disk, or leave it out."
+        )
+
+
+def _parse_fraction(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    raise PolicyError(f"fraction of offload is {as_written(value)}. Use a number above 0 and at most 1.")
+
+
+def _parse_host_memory(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value < _MIN_HOST_MEMORY:
+        # A few bytes are an amount that lacks its unit.
+        return parse_budget(value, key="host_memory").num_bytes
+    return _parse_amount("host_memory", value)
+
+
+def _parse_trust(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise PolicyError(f"trust_host_memory of offload is {as_written(value)}. Use true or false.")
+
+
+def _parse_amount(key: str, value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= ADDRESSABLE_BYTES):
+        return value
+    is_too_much = isinstance(value, int) and value > ADDRESSABLE_BYTES
+    amount = None if isinstance(value, float) or is_too_much else parse_budget(value, key=key).num_bytes
+    if amount is None:
+        shown = "more than any machine has" if is_too_much else as_written(value)
+        raise PolicyError(f'{key} of offload is {shown}. Write an amount, such as "64GiB".')
+    return amount

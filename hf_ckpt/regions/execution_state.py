@@ -1,0 +1,271 @@
+"""What a run of a region depends on apart from its tensors and modules: generators, autocast, threads, transforms.
+
+The state of the generators and of autocast is read and restored. Threads that run regions at the same time, and
+transforms of torch.func, are refused where a recomputation could not give what the forward gave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from hf_ckpt.errors import UnsupportedError
+
+Function = Callable[..., Any]
+"""The forward of a region: a function, or a `partial` that carries keyword arguments."""
+
+
+def keeps_activations(module: nn.Module) -> bool:
+    """Whether a forward of this module keeps activations for a backward of training."""
+    return module.training and torch.is_grad_enabled()
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward: whatever forward runs now is recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
+    """Stops a recomputation once the last tensor that backward needs is there."""
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in an argument or an output of a layer: itself, or those in its tuple or list."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple | list) else []
+
+
+def module_of(function: Any) -> nn.Module | None:
+    """Return the module whose forward a region calls."""
+    while isinstance(function, partial):
+        if function.args and isinstance(function.args[0], nn.Module):
+            return function.args[0]
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def modules_inside(module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside, except for compiled ones."""
+    for name, child in () if module is None else module.named_children():
+        if not is_compiled(child):
+            yield name, child
+            yield from ((f"{name}.{inner}", found) for inner, found in modules_inside(child))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a compiler runs a module."""
+    # By name, as importing the class takes seconds.
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+# --- Random numbers and autocast. ---
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of the CPU's generator and of those of the devices that tensors of a call lie on."""
+
+    cpu: Tensor
+    devices: tuple[int, ...]
+    device_states: tuple[Tensor, ...]
+    device_type: str
+
+    @classmethod
+    def of(cls, *values: Any) -> RandomState:
+        """Read the state of the CPU's generator, and of the devices on which tensors in `values` lie."""
+        device_type = _accelerator_type()
+        on_device = {tensor.device: tensor for value in values for tensor in tensors_of(value) if not tensor.is_cpu}
+        # A device that has not been used yet has no state to read; MPS has none that could be read by device.
+        if not on_device or not getattr(torch.get_device_module(device_type), "_initialized", False):
+            return cls(torch.get_rng_state(), (), (), device_type)
+        devices, states = get_device_states(*on_device.values())
+        return cls(torch.get_rng_state(), tuple(devices), tuple(states), device_type)
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(list(self.devices), list(self.device_states), device_type=self.device_type)
+
+    def is_same(self, other: RandomState) -> bool:
+        """Whether no random number was drawn between this state and another one of the same devices."""
+        ours, theirs = (self.cpu, *self.device_states), (other.cpu, *other.device_states)
+        return all(map(torch.equal, ours, theirs))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the generators, on leaving the block, to what they were on entering it."""
+        with torch.random.fork_rng(devices=list(self.devices), device_type=self.device_type, enabled=True):
+            yield
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Whether and how autocast is on, for the CPU and for the accelerator."""
+
+    settings: tuple[tuple[str, bool, torch.dtype, bool], ...]
+
+    @classmethod
+    def now(cls) -> AutocastState:
+        """Read the state."""
+        types = dict.fromkeys(("cpu", _accelerator_type()))
+        return cls(
+            tuple(
+                (
+                    kind,
+                    torch.is_autocast_enabled(kind),
+                    torch.get_autocast_dtype(kind),
+                    torch.is_autocast_cache_enabled(),
+                )
+                for kind in types
+            )
+        )
+
+    def without_cache(self) -> AutocastState:
+        """Return the same state in which casts of weights are not kept for the next use."""
+        return AutocastState(tuple((kind, enabled, dtype, False) for kind, enabled, dtype, _ in self.settings))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set autocast to this state while the block runs."""
+        with ExitStack() as stack:
+            for device_type, enabled, dtype, cache in self.settings:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+
+def _accelerator_type() -> str:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if device is None else device.type
+
+
+# --- Threads. ---
+
+
+class ConcurrentRun:
+    """A run of a region, forward or recomputation, while other threads may run regions too. A context manager.
+
+    All state of a region belongs to its call or to its thread, except for torch's generators, which belong to the
+    process. If another thread draws while a region runs, the region draws other numbers in backward, and nothing else
+    would show it. So runs in several threads are exact while no random number is drawn, and leaving the block raises
+    `UnsupportedError` if the state of a generator has moved while another thread was in a region. Costs one check of
+    the list of runs while there is no other thread.
+    """
+
+    __slots__ = ("_random_state", "_task", "_thread")
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._task = torch._C._current_graph_task_id()
+        self._random_state: list[Tensor] | None = None
+        with _LOCK:
+            others = [run for run in _RUNS if not self._belongs_to(run)]
+            _RUNS.append(self)
+            if others:
+                now = _random_state()
+                for run in (self, *others):
+                    run._random_state = run._random_state or now
+
+    def __exit__(self, *raised: object) -> None:
+        with _LOCK:
+            _RUNS.remove(self)
+        before, self._random_state = self._random_state, None
+        if before is not None and not all(map(torch.equal, before, _random_state())):
+            raise UnsupportedError(
+                "Two threads ran layers under a plan at the same time, and random numbers were drawn or brought back "
+                "meanwhile. Their generator is the whole process's, so that recomputation could not draw the same ones "
+                "again. Let the threads take turns (a lock around forward and backward), or use processes."
+            )
+
+    def _belongs_to(self, other: ConcurrentRun) -> bool:
+        """Whether this is a part of the same forward or backward: one backward may run in a thread for each device."""
+        return self._thread == other._thread or (self._task == other._task and self._task != _NO_TASK)
+
+
+_NO_TASK = -1
+_LOCK = threading.Lock()
+_RUNS: list[ConcurrentRun] = []
+"""The runs that go on now, of all models, as all of them share the generators."""
+
+
+def _random_state() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    devices: Any = torch.get_device_module()
+    if getattr(devices, "_initialized", False) and hasattr(devices, "get_rng_state_all"):
+        states.extend(devices.get_rng_state_all())
+    return states
+
+
+# --- Transforms: ways to differentiate that a region cannot go through. ---
+#
+# A region's backward runs its forward again. What torch.func and forward-mode derivatives attach to the tensors of the
+# first run is gone by then: torch raises from somewhere inside, and outputs that are kept would lose their tangents
+# without a word. A backward of the backward (`create_graph=True`) goes through all regions but tiles.
+
+_BATCHED_BACKWARD = torch._C._dispatch_key_parse("VmapMode")
+"""Set in a thread while `is_grads_batched=True` vectorizes a backward there; `torch.vmap` has an interpreter."""
+
+
+def refuse_transforms() -> None:
+    """Refuse to begin a region while torch.func or forward-mode derivatives are at work."""
+    if is_transformed():
+        inside = "a transform of torch.func (grad, vjp, jvp, jacrev, hessian, vmap)"
+    elif forward_ad._current_level >= 0:
+        inside = "forward-mode derivatives (torch.autograd.forward_ad)"
+    else:
+        return
+    raise UnsupportedError(
+        f"A model under a plan is called inside of {inside}, and what is recomputed in backward cannot go through "
+        "that. Use backward() or torch.autograd.grad, with create_graph=True for second derivatives, or take the plan "
+        "off the model meanwhile: remove()."
+    )
+
+
+def refuse_in_tiles() -> None:
+    """Refuse a backward of tiles that is to be differentiated again, or that runs for several gradients at once."""
+    if torch.is_grad_enabled():
+        wish = "create_graph=True asks for a backward that can be differentiated again"
+    elif is_transformed():
+        wish = "is_grads_batched=True, vectorize=True or torch.vmap asks for a backward of several gradients at once"
+    else:
+        return
+    raise UnsupportedError(
+        f"{wish}, and tiles compute one backward, slice by slice, without a graph. Leave tiles out: everything else "
+        "in a plan can be differentiated so."
+    )
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Let a recomputation run outside of the transform that its backward runs in.
+
+    Where torch vectorizes a backward over several gradients, the recomputation is the same for all of them, and inside
+    of the transform it could not draw random numbers.
+    """
+    return _outside() if is_transformed() else nullcontext()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    batched = torch._C.DispatchKeySet(_BATCHED_BACKWARD)
+    with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(batched):
+        yield
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work, or a backward of several gradients at once."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or (
+        bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED_BACKWARD))
+        and not torch._C._dispatch_tls_is_dispatch_key_excluded(_BATCHED_BACKWARD)
+    )

@@ -1,0 +1,260 @@
+"""The loss of deferred logits, and other functions of their rows, in chunks that are recomputed in backward.
+
+The gradients of the chunks are summed here, where torch's engine would need more memory or round more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_ckpt.regions.head.head_call import HeadCall, RowOperation, compute_logits
+from hf_ckpt.regions.recompute import recompute
+
+Compute = Callable[..., list[Any]]
+"""Computes a function of some logits in chunks, from the function and its operands."""
+
+HIDDEN_STATES = ""
+"""Stands for the hidden states among the names of weights."""
+
+
+def loss_in_chunks(
+    compute: Compute,
+    function: Callable[..., Tensor],
+    target: Tensor,
+    *,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    **options: Any,
+) -> Tensor:
+    """Return what `cross_entropy` or `nll_loss` of torch does: a scalar, or [T] without reduction.
+
+    The sums over the chunks are added up in another order than the one sum over all tokens: equal within a few
+    roundings of their dtype (1e-6 in float32), not bit by bit. `target` are class indices, [T]; `weight` is [V].
+    """
+    of_rows = "none" if reduction == "none" else "sum"
+    loss = partial(_loss, function, weight=weight, ignore_index=ignore_index, reduction=of_rows, **options)
+    losses = compute(loss, target)
+    if reduction == "none":
+        return torch.cat(losses)
+    total: Tensor = losses[0]
+    for other in losses[1:]:
+        total = total + other
+    return total if reduction == "sum" else total / _divisor(target, weight, ignore_index, total.dtype)
+
+
+def _loss(function: Callable[..., Tensor], logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return function(logits, target, **options)
+
+
+def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """Return the divisor of the mean. If every token is ignored it is 0, and the mean nan, as in torch."""
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum().to(dtype)
+    return weight[target.where(counts, 0)].where(counts, 0).sum()
+
+
+def in_chunks(
+    head_call: HeadCall,
+    operations: Sequence[RowOperation],
+    hidden: Tensor,
+    lengths: Sequence[int],
+    function: Callable[..., Any],
+    *operands: Tensor,
+    watch: Watch | None = None,
+) -> list[Any]:
+    """Return what `function` returns for each chunk: it takes the logits [n, V], and the chunk's rows of the operands.
+
+    `hidden` is [T, H], the operands have T rows, and `lengths` are the rows of each chunk. Only `hidden` is held for
+    backward, which costs one more forward of the head for each chunk.
+    """
+    rows = [torch.split(each, list(lengths)) for each in operands]
+    if not torch.is_grad_enabled():
+        chunks = zip(torch.split(hidden, list(lengths)), *rows, strict=True)
+        return [function(compute_logits(head_call, operations, chunk), *others) for chunk, *others in chunks]
+    weights = {
+        name: InParts.repeated(weight, None if watch is None else partial(watch, name))
+        for name, weight in head_call.trainable_weights().items()
+    }
+    chunks = zip(_slices(hidden, lengths, watch), *rows, strict=True)
+    return [
+        recompute(partial(_run, head_call.head, head_call, tuple(operations), function, weights, number), *chunk)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def _run(
+    head: nn.Module,
+    head_call: HeadCall,
+    operations: tuple[RowOperation, ...],
+    function: Callable[..., Any],
+    weights: Mapping[str, InParts],
+    number: int,
+    hidden: Tensor,
+    *operands: Tensor,
+) -> Any:
+    """Return what `function` returns for a chunk. `head` comes first, so that `CallState` finds the module."""
+    parts = {name: weight(number) for name, weight in weights.items()}
+    return function(compute_logits(head_call, operations, hidden, parts), *operands)
+
+
+def _slices(hidden: Tensor, lengths: Sequence[int], watch: Watch | None) -> Sequence[Tensor]:
+    if not hidden.requires_grad:
+        return torch.split(hidden, list(lengths))
+    rows = InParts.by_rows(hidden, lengths, None if watch is None else partial(watch, HIDDEN_STATES))
+    return [rows(number) for number in range(len(lengths))]
+
+
+# --- Gradients of chunks. ---
+
+
+class Parts(Protocol):
+    """Gives chunks their parts of a tensor, and collects the gradients of the parts."""
+
+    def part_of(self, tensor: Tensor, number: int) -> Tensor:
+        """Return the part of a tensor that a chunk uses."""
+
+    def add(self, gradient: Tensor, number: int) -> None:
+        """Collect the gradient of that part."""
+
+    def total(self) -> Tensor | None:
+        """Return the gradient of the tensor, and start again; None if no part had one."""
+
+    def spread(self, gradient: Tensor, number: int) -> Tensor:
+        """Return the gradient of the tensor that comes from that part alone."""
+
+
+Watch = Callable[[str, Parts], Parts]
+"""Wraps what collects the gradients of a weight, by its name, or of `HIDDEN_STATES`."""
+
+
+class InParts:
+    """A tensor whose parts are used by chunks, with the gradients of the parts collected in one buffer.
+
+    The engine would sum the gradients of a tensor that is used several times two by two, in the tensor's dtype, and
+    `split` would keep all parts until the last one is there. Here the tensor goes through `_Whole` once and through
+    `_Part` for each chunk; the backward of `_Whole`, which comes last, returns the buffer.
+    """
+
+    def __init__(self, tensor: Tensor, parts: Parts) -> None:
+        self._parts = parts
+        self._whole: Tensor = _Whole.apply(tensor, parts)  # type: ignore[no-untyped-call]  # upstream
+
+    @classmethod
+    def by_rows(cls, tensor: Tensor, lengths: Sequence[int], watch: Callable[[Parts], Parts] | None = None) -> InParts:
+        """Use some rows of a tensor in each chunk; `lengths` are those of the chunks."""
+        parts = _Rows(lengths)
+        return cls(tensor, parts if watch is None else watch(parts))
+
+    @classmethod
+    def repeated(cls, tensor: Tensor, watch: Callable[[Parts], Parts] | None = None) -> InParts:
+        """Use all of a tensor in each chunk."""
+        parts = _Sum(tensor.dtype)
+        return cls(tensor, parts if watch is None else watch(parts))
+
+    def __call__(self, number: int) -> Tensor:
+        """Return what chunk `number`, counted from 0, uses."""
+        part: Tensor = _Part.apply(self._whole, self._parts, number)  # type: ignore[no-untyped-call]  # upstream
+        return part
+
+
+class _Rows:
+    """Some rows for each chunk: their gradients are put side by side."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        ends = list(accumulate(lengths))
+        self._slices = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+        self._num_rows = ends[-1]
+        self._missing = set(range(len(lengths)))
+        self._gradient: Tensor | None = None
+
+    def part_of(self, tensor: Tensor, number: int) -> Tensor:
+        return tensor[self._slices[number]]
+
+    def add(self, gradient: Tensor, number: int) -> None:
+        if self._gradient is None:
+            self._gradient = gradient.new_empty(self._num_rows, *gradient.shape[1:])
+        self._gradient[self._slices[number]] = gradient
+        self._missing.discard(number)
+
+    def total(self) -> Tensor | None:
+        gradient, self._gradient = self._gradient, None
+        if gradient is not None:
+            for number in self._missing:
+                gradient[self._slices[number]] = 0
+        self._missing = set(range(len(self._slices)))
+        return gradient
+
+    def spread(self, gradient: Tensor, number: int) -> Tensor:
+        rows = self._slices[number]
+        around = [0, 0] * (gradient.dim() - 1)
+        return functional.pad(gradient, [*around, rows.start, self._num_rows - rows.stop])
+
+
+class _Sum:
+    """The whole tensor for each chunk: the gradients are summed, in float32 at least.
+
+    In bf16 a sum over a hundred chunks is several times further off than the one product of the whole batch, which the
+    kernel sums in float32.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._gradient: Tensor | None = None
+
+    def part_of(self, tensor: Tensor, number: int) -> Tensor:
+        return tensor
+
+    def add(self, gradient: Tensor, number: int) -> None:
+        if self._gradient is None:
+            self._gradient = gradient.to(torch.promote_types(self._dtype, torch.float32), copy=True)
+        else:
+            self._gradient += gradient
+
+    def total(self) -> Tensor | None:
+        gradient, self._gradient = self._gradient, None
+        return None if gradient is None else gradient.to(self._dtype)
+
+    def spread(self, gradient: Tensor, number: int) -> Tensor:
+        return gradient
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor of which only parts are used: its backward comes after theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, parts: Parts) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.parts = parts
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return (gradient if torch.is_grad_enabled() else ctx.parts.total()), None
+
+
+class _Part(torch.autograd.Function):
+    """What one chunk uses of a tensor. Its backward returns nothing, so that the engine sums nothing.
+
+    Except under `create_graph=True`: a buffer is in no graph that could be differentiated again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, parts: Parts, number: int) -> Tensor:
+        ctx.parts, ctx.number = parts, number
+        return parts.part_of(tensor, number).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            return ctx.parts.spread(gradient, ctx.number), None, None
+        ctx.parts.add(gradient, ctx.number)
+        return None, None, None

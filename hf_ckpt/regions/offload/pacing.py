@@ -1,0 +1,277 @@
+"""Which layers send away what they save, as many as can be copied in time, and in which order it comes back.
+
+Note on the measured share. A layer's forward has to be as long as the copy of what it sends, or the device waits for
+the link; backward, which recomputes as well, is longer. Where copies take longer, only so many layers send that the
+time of all of them suffices. The others keep what they save on the device, so the share is lowered only as far as
+memory was left there when all were sending. When more comes to be sent than was measured (a longer batch), all send
+again and are measured again.
+
+Note on the peak. Torch counts one peak, since the process started or somebody reset it, and it may be older than what
+is measured: loading a model can take more than a step. The peak is everybody's, so it is reset only where it did not
+rise in the measured step and would cost layers their place; its value from before is kept for reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_ckpt.regions.offload.wire import DeviceMemory, Link, StorageKey, TimedEvent
+
+_NUM_WARM_UP = 1
+"""Forwards that are not measured: kernels are chosen and memory is allocated in the first."""
+_MARGIN = 0.95
+"""Share of a layer's time that its copy may take; of the device's memory that may be used."""
+_LONGER = 1.1
+"""Times the bytes that were measured, from which on the measurement no longer holds."""
+
+
+def is_offloaded(position: int, num_layers: int, fraction: float | None) -> bool:
+    """Whether the layer at this position (0 to `num_layers - 1`, in the order of the forward) sends away what it saves.
+
+    The layers that do are spread evenly, beginning with the first. So each copy has as much time as the others, and the
+    last layers stay where their backward needs them first.
+    """
+    count = num_offloaded(num_layers, fraction)
+    return _before(position + 1, count, num_layers) > _before(position, count, num_layers)
+
+
+def num_offloaded(num_layers: int, fraction: float | None) -> int:
+    """Return how many layers send away what they save: at least one, unless the fraction is 0; all for None."""
+    if fraction is None or fraction >= 1 or not num_layers:
+        return num_layers
+    return 0 if fraction <= 0 else max(1, int(num_layers * fraction + 0.5))
+
+
+def _before(position: int, count: int, num_layers: int) -> int:
+    """Return how many of `count` evenly spread layers come before a position, rounded up."""
+    return -(-position * count // num_layers) if num_layers else 0
+
+
+@dataclass
+class _RegionTiming:
+    """What was recorded of one region, from the first tensor that it sent."""
+
+    began: TimedEvent
+    copies: list[tuple[TimedEvent, TimedEvent]] = field(default_factory=list)
+    ended: TimedEvent | None = None
+
+
+class FractionTuner:
+    """Decides on the share of layers that send: the user's `fraction`, or what measurements allow if that is None."""
+
+    def __init__(self, fraction: float | None, num_layers: int) -> None:
+        self.fraction = 1.0 if fraction is None else fraction
+        # Bytes of the device that were allocated at most before its peak was reset; 0 if it was not.
+        self.peak_before_reset = 0
+        self._is_measuring = fraction is None
+        self._is_fixed = fraction is not None
+        self._num_layers = num_layers
+        self._num_forwards = 0
+        self._regions: list[_RegionTiming] = []
+        self._bytes = 0
+        self._measured: float | None = None
+        self._before: DeviceMemory | None = None
+        self._growth = 0
+        self._remeasures_growth = False
+        self._device: torch.device | None = None
+
+    def begin_forward(self, link: Link | None) -> None:
+        """Note that a forward begins, and decide on its share."""
+        regions, self._regions = self._regions, []
+        if self._is_fixed or link is None or self._device is None:
+            return
+        memory = link.memory(self._device)
+        if memory is None:
+            return
+        if self._is_measuring:
+            self._num_forwards += 1
+            if self._num_forwards > _NUM_WARM_UP:
+                self._measured = _fraction_in_time(regions)
+                self._is_measuring = False
+                self._remeasures_growth = self._note_growth(memory) and self._min_fraction(memory) > self._measured
+                if self._remeasures_growth:
+                    self.peak_before_reset = max(self.peak_before_reset, memory.peak)
+                    link.reset_peak(self._device)
+            self._before = memory
+        elif self._remeasures_growth:
+            self._note_growth(memory)
+            self._remeasures_growth = False
+        if self._measured is not None and not self._remeasures_growth:
+            self.fraction = max(self._measured, self._min_fraction(memory))
+
+    def _note_growth(self, memory: DeviceMemory) -> bool:
+        """Note how much the forward that ends grew; return whether that is only a bound: see the note on the peak."""
+        assert self._before is not None, "the first pass is not measured"
+        self._growth = memory.peak - self._before.allocated
+        return memory.peak == self._before.peak
+
+    def note_sent(self, link: Link, handle: object, device: torch.device, num_bytes: int, *, is_first: bool) -> None:
+        """Note that a region sends a tensor; `num_bytes` is what the region has sent so far, this tensor included."""
+        if self._is_fixed:
+            return
+        if self._device is None:
+            self._device = device
+        if not self._is_measuring and num_bytes > _LONGER * self._bytes:
+            self._measure_again()
+        self._bytes = max(self._bytes, num_bytes)
+        if not self._is_measuring:
+            return
+        if is_first:
+            event = link.record_event(device)
+            if event is not None:
+                self._regions.append(_RegionTiming(event))
+        events = link.copy_events(handle)
+        if events is not None and self._regions:
+            self._regions[-1].copies.append(events)
+
+    def end_region(self, link: Link | None, device: torch.device | None) -> None:
+        """Note the end of a region that has sent something."""
+        if self._is_measuring and link is not None and device is not None and self._regions:
+            self._regions[-1].ended = link.record_event(device)
+
+    def _measure_again(self) -> None:
+        self.fraction = 1.0
+        self._is_measuring = True
+        self._remeasures_growth = False
+        self._num_forwards = 0
+        self._regions = []
+        self._measured = self._before = None
+        self._growth = 0
+
+    def _min_fraction(self, memory: DeviceMemory) -> float:
+        """Return the smallest share with which a forward that grows as the measured ones fits on the device."""
+        room = _MARGIN * memory.capacity - memory.allocated - self._growth
+        return 1 - min(1.0, max(0.0, room) / max(1, self._bytes * self._num_layers))
+
+
+def _fraction_in_time(regions: list[_RegionTiming]) -> float:
+    """Return the share of the regions whose copies take no longer than all regions do."""
+    whole = [region for region in regions if region.ended is not None and region.copies]
+    if not whole:
+        return 1.0
+    computing = median(region.began.seconds_to(region.ended) for region in whole)
+    copying = median(sum(began.seconds_to(ended) for began, ended in region.copies) for region in whole)
+    return min(1.0, _MARGIN * computing / copying) if copying > 0 else 1.0
+
+
+# --- What has been sent, and the order in which it comes back. ---
+
+
+class SentTensor:
+    """A tensor that was sent away; all who saved it share this.
+
+    `start_pid` is the process in which the offloader had started, `handle` the link's.
+    """
+
+    __slots__ = ("__weakref__", "handle", "num_bytes", "start_pid")
+
+    def __init__(self, handle: Any, num_bytes: int, start_pid: int) -> None:
+        self.handle = handle
+        self.num_bytes = num_bytes
+        self.start_pid = start_pid
+
+
+@dataclass(slots=True, eq=False)
+class PendingCopy:
+    """A tensor that is being copied. Nobody may write to it before the copy is done."""
+
+    handle: Any
+    tensor: Tensor
+    version: int
+    """Autograd's count of writes to the tensor when it was sent."""
+    made_in: object | None
+    """The `OffloadScope` that made the tensor; None if the region was given it."""
+
+
+@dataclass(slots=True, frozen=True)
+class ReleasedTensor:
+    """What is left of a tensor that nobody needs any more."""
+
+    handle: Any
+    num_bytes: int
+    start_pid: int
+    key: StorageKey
+    storage: StorageWeakRef
+    """Keeps the key from being given to another tensor."""
+
+
+class SentGroup:
+    """What one call of a region sent away, in that order. Lives as long as one of its tensors is needed.
+
+    `number` counts the calls that sent something away.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._items: list[weakref.ref[SentTensor]] = []
+
+    def add(self, item: SentTensor) -> None:
+        """Add what was just sent away."""
+        self._items.append(weakref.ref(item))
+
+    def items(self) -> list[SentTensor]:
+        """Return the tensors that are still needed."""
+        return [item for item in (reference() for reference in self._items) if item is not None]
+
+    def after(self, item: SentTensor) -> list[SentTensor]:
+        """Return the tensors that are still needed and come after this one."""
+        items = self.items()
+        return items[next((number + 1 for number, other in enumerate(items) if other is item), 0) :]
+
+
+class PrefetchOrder:
+    """The groups of one device that are still needed, in the order of the forward. Backward runs the other way.
+
+    Counts and weak references only.
+    """
+
+    def __init__(self) -> None:
+        self.num_groups = 0
+        self._groups: list[weakref.ref[SentGroup]] = []
+        self._ahead: list[weakref.ref[SentTensor]] = []
+
+    def new_group(self) -> SentGroup:
+        """Begin a group, after all others."""
+        self._groups = [reference for reference in self._groups if reference() is not None]
+        group = SentGroup(self.num_groups)
+        self.num_groups += 1
+        self._groups.append(weakref.ref(group))
+        return group
+
+    def next_items(self, item: SentTensor, group: SentGroup, num_ahead: int) -> list[SentTensor]:
+        """Return what backward asks for next after `item` of `group`, in that order, up to `num_ahead` groups further.
+
+        A region asks for what it saved in the order of its forward; the regions follow each other the other way.
+        """
+        return group.after(item) + self.last_items(group.number, num_ahead)
+
+    def last_items(self, number: int, num_groups: int) -> list[SentTensor]:
+        """Return the items of the last groups before a number, in the order in which backward asks for them."""
+        return [item for group in itertools.islice(self._before(number), num_groups) for item in group.items()]
+
+    def update_prefetched(
+        self, received: SentTensor | None, wanted: list[SentTensor]
+    ) -> tuple[list[SentTensor], list[SentTensor]]:
+        """Set what is to be on its way from now on; return what has to be cancelled and what has to be started.
+
+        `received` was on its way and has been asked for; `wanted` is what backward asks for next.
+        """
+        alive = (reference() for reference in self._ahead)
+        started = [item for item in alive if item is not None and item is not received]
+        self._ahead = [weakref.ref(item) for item in wanted]
+        return [item for item in started if item not in wanted], [item for item in wanted if item not in started]
+
+    def _before(self, number: int) -> Iterator[SentGroup]:
+        for reference in reversed(self._groups):
+            group = reference()
+            if group is not None and group.number < number and group.items():
+                yield group

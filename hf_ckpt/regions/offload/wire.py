@@ -1,0 +1,423 @@
+"""What goes between device and host: which tensors, how one becomes bytes and a tensor again, and who carries them.
+
+A `Link` takes whole tensors and decides where their bytes wait (`host_buffers`, `disk`). A `Wire` copies bytes between
+a device and a buffer in host memory: `SynchronousWire` here, `CudaWire` in `cuda`. Knows no layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_ALIGNMENT = 256
+"""Bytes. Kernels are chosen by how a tensor is aligned, up to this; a new tensor always is."""
+
+
+def reason_not_offloaded(tensor: Tensor, min_bytes: int) -> str | None:
+    """Return why a saved tensor (not empty) stays where it is, or None if it can be offloaded."""
+    if _is_kept_anyway(tensor):
+        return "kept by the model or by autograd anyway"
+    if not _is_plain(tensor):
+        return "no plain tensor"
+    num_bytes = bytes_of(tensor)
+    if num_bytes < min_bytes:
+        return f"smaller than min_bytes={min_bytes}"
+    if num_bytes > _span(tensor) * tensor.element_size():
+        return "larger than the memory behind it (expanded)"
+    if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
+        # The same values elsewhere could be multiplied by another kernel, which need not agree in the last bit.
+        return "begins at an odd place in its memory"
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # A DTensor, for one, holds other tensors.
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return not is_wrapper and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _is_kept_anyway(tensor: Tensor) -> bool:
+    # A leaf that requires a gradient is held by the node that accumulates it, as a weight is by the model.
+    base = tensor._base if tensor._is_view() else None
+    return (
+        (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
+    )
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the elements from the first to the last in memory, both and the gaps included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Everything about a tensor but its values: enough to build another one like it.
+
+    Strides are part of it: recomputing from another layout could take another kernel, and differ in the last bit.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """Read the layout of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, gaps excluded."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return the elements of such a tensor as bytes [num_bytes]: a view if it has no gaps, else a copy."""
+        plain = tensor.resolve_conj().resolve_neg()
+        dense = plain if _has_no_gaps(plain) else plain.contiguous()
+        return _bytes_in_memory(dense)
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Return a new tensor on the device, to be filled, and its bytes [num_bytes] in the order of `flat`.
+
+        If the layout has gaps, the new tensor is dense; `finish` makes the gaps.
+        """
+        strides = self.strides if not self._has_gaps() else _contiguous(self.shape)
+        tensor = torch.empty_strided(self.shape, strides, dtype=self.dtype, device=self.device)
+        return tensor, _bytes_in_memory(tensor)
+
+    def finish(self, tensor: Tensor) -> Tensor:
+        """Return what `empty` made and somebody filled, in this layout."""
+        if not self._has_gaps():
+            return tensor
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(tensor)
+
+    def _has_gaps(self) -> bool:
+        return not _is_dense(self.shape, self.strides)
+
+
+StorageKey = tuple[Any, ...]
+"""What two tensors share that hold the same values in the same memory."""
+
+
+def storage_key(tensor: Tensor) -> tuple[StorageWeakRef, StorageKey]:
+    """Return a key that no tensor of other values has, for as long as the weak reference is held."""
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    where = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return storage, (*where, tensor.dtype, tensor._version)
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    return _is_dense(tensor.shape, tensor.stride())
+
+
+def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for stride, length in sorted(
+        (stride, length) for length, stride in zip(shape, strides, strict=True) if length != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for length in reversed(shape):
+        strides.append(stride)
+        stride *= length
+    return tuple(reversed(strides))
+
+
+def _bytes_in_memory(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class Link(Protocol):
+    """Takes tensors off the device and brings them back.
+
+    The offloader calls it from one thread at a time. The order for each tensor is `send`, `wait_for_send`, any number
+    of `prefetch` (with `cancel` if it was for nothing) and `receive`, and at last `release`, which may come at any
+    point after `send`. A handle is whatever the link likes. Inherit from this class: what has a body below may be left
+    as it is.
+    """
+
+    ahead: int = 1
+    """How many regions ahead of the one in its backward `prefetch` is called."""
+    seconds_waited: float = 0.0
+    """Seconds for which `receive` and `send` made their thread wait, in all."""
+    survives_fork: bool = True
+    """Whether a forked process can go on with the link and what had been sent by then."""
+
+    def send(self, tensor: Tensor) -> Any:
+        """Start copying a tensor away and return a handle. The caller keeps the tensor until `wait_for_send`."""
+
+    def wait_for_send(self, handle: Any) -> None:
+        """Make the device's later work wait for the copy: from then on the tensor may be freed."""
+
+    def prefetch(self, handle: Any) -> None:
+        """Start bringing a tensor back. Allocates its memory on the device."""
+
+    def cancel(self, handle: Any) -> None:
+        """Let go of what `prefetch` made."""
+
+    def receive(self, handle: Any) -> Tensor:
+        """Return a tensor equal to the one sent, layout included, for use on the current stream.
+
+        The link keeps no reference to it. Works without `prefetch`, and again after a `receive`.
+        """
+
+    def release(self, handle: Any) -> None:
+        """Free everything that the handle holds. It is not used afterwards."""
+
+    def close(self) -> None:
+        """Give back what is kept for later use. Handles that are out stay good."""
+
+    def check_room(self, num_bytes: int) -> None:
+        """Check, before the first of them comes, that so many more bytes can be taken.
+
+        Raises:
+            HostMemoryError: they cannot.
+        """
+
+    def expect_batch(self, num_tokens: int, max_tokens: int) -> None:
+        """Announce the tokens (rows times length) of the next batch and of the longest; the same if unknown."""
+        return
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are held now, in use or kept for later."""
+        return 0
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """The largest value that `host_bytes` has had."""
+        return 0
+
+    def record_event(self, device: torch.device) -> TimedEvent | None:
+        """Return an event at the current place in the device's work; None if the device cannot time its work."""
+        return None
+
+    def copy_events(self, handle: Any) -> tuple[TimedEvent, TimedEvent] | None:
+        """Return the events at which the copy of `send` began and ended; None if the device cannot time its work."""
+        return None
+
+    def memory(self, device: torch.device) -> DeviceMemory | None:
+        """Return how full the device is; None if it does not say."""
+        return None
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Restart the `peak` of `memory`. Called only if `memory` returns one."""
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """How full a device is, in bytes."""
+
+    capacity: int
+    """What this process can have in all."""
+    allocated: int
+    peak: int
+    """The most that was allocated, since the process started or the peak was reset."""
+
+
+class TimedEvent(Protocol):
+    """A point in a device's work whose time is recorded."""
+
+    def seconds_to(self, later: Any) -> float:
+        """Return the seconds from here to a later event. Waits until both have been reached."""
+
+
+class AsyncCopy(Protocol):
+    """One copy between a device and a buffer in host memory, under way or done."""
+
+    def synchronize(self) -> None:
+        """Make the calling thread wait until the copy is complete."""
+
+    def wait_home_stream(self) -> None:
+        """Make the stream that asked for the copy wait for it, with all that the stream is given from now on."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make a stream (one of the wire's own kind) wait for the copy, with all that it is given from now on."""
+
+    def events(self) -> tuple[TimedEvent, TimedEvent] | None:
+        """Return the events at which the copy began and ended; None if they cannot be timed."""
+
+
+class HostAllocation(Protocol):
+    """Memory on the host."""
+
+    bytes: Tensor
+
+    def free(self) -> None:
+        """Give it back. No copy may be under way."""
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Memory on the host, with the last copy that used it."""
+
+    memory: HostAllocation
+    last_copy: AsyncCopy | None = None
+    """From or into it. Whoever uses the memory next comes after that."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory."""
+        return self.memory.bytes.numel()
+
+    def first(self, num_bytes: int) -> Tensor:
+        """Return the first bytes, as a tensor [num_bytes]."""
+        return self.memory.bytes[:num_bytes]
+
+    def synchronize(self) -> None:
+        """Make the calling thread wait until no copy is under way."""
+        if self.last_copy is not None:
+            self.last_copy.synchronize()
+        self.last_copy = None
+
+
+class IncomingTensor(Protocol):
+    """A tensor on its way to a device."""
+
+    def take(self) -> Tensor:
+        """Return the tensor, for use on the current stream, which waits for the copy."""
+
+    def drop(self) -> None:
+        """Let go of the tensor: its memory is used again only after the copy."""
+
+
+class Wire(Protocol):
+    """Copies between one kind of device and buffers in host memory, while the device computes.
+
+    Each copy is left on its buffer as the last one that used it.
+    """
+
+    survives_fork: bool
+
+    def check(self, device: torch.device) -> None:
+        """Check that the device can be given copies now. Called before anything is allocated or started for a copy.
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+
+    def send(self, source: Tensor, buffer: Buffer) -> AsyncCopy:
+        """Start copying bytes [n] on a device into a buffer of at least n bytes.
+
+        The copy comes after everything that the current stream was given, and after the last copy from or into the
+        buffer. The caller keeps `source` until the copy has been waited for, or ordered before whatever could use its
+        memory next.
+        """
+
+    def fetch(self, buffer: Buffer, layout: TensorLayout) -> IncomingTensor:
+        """Make a tensor on its device and start filling it from a buffer, after the last copy into that."""
+
+    def allocate(self, num_bytes: int) -> HostAllocation:
+        """Allocate host memory that copies can use.
+
+        Raises:
+            OSError, RuntimeError: the system does not give it.
+        """
+
+    def reset_peak(self, device: torch.device) -> None:
+        """See `Link`."""
+
+    def record_event(self, device: torch.device) -> TimedEvent | None:
+        """See `Link`."""
+
+    def memory(self, device: torch.device) -> DeviceMemory | None:
+        """See `Link`."""
+
+
+class SynchronousWire:
+    """Copies that are complete when the call returns: on the CPU, and on devices without streams of their own."""
+
+    survives_fork = True
+
+    def check(self, device: torch.device) -> None:
+        """Copies can be made at any time."""
+
+    def send(self, source: Tensor, buffer: Buffer) -> CompletedCopy:
+        """Copy bytes into a buffer."""
+        buffer.first(source.numel()).copy_(source)
+        buffer.last_copy = copy = CompletedCopy()
+        return copy
+
+    def fetch(self, buffer: Buffer, layout: TensorLayout) -> ArrivedTensor:
+        """Make a tensor and fill it from a buffer."""
+        tensor, content = layout.empty()
+        content.copy_(buffer.first(content.numel()))
+        return ArrivedTensor(layout.finish(tensor))
+
+    def allocate(self, num_bytes: int) -> PageableMemory:
+        """Allocate pageable memory."""
+        return PageableMemory(num_bytes)
+
+    def record_event(self, device: torch.device) -> TimedEvent | None:
+        """Nothing runs at the same time as a copy, so there is nothing to time."""
+        return None
+
+    def memory(self, device: torch.device) -> DeviceMemory | None:
+        """Used only where copies are timed."""
+        return None
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Used only where copies are timed."""
+
+
+class CompletedCopy:
+    """A copy that is done: nobody waits for it, and it has no times."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def wait_home_stream(self) -> None:
+        """Do nothing."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def events(self) -> None:
+        """Nothing was timed."""
+        return
+
+
+class ArrivedTensor:
+    """A tensor that is on the device already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor:
+        """Return the tensor."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "an arrival is taken once"
+        return tensor
+
+    def drop(self) -> None:
+        """Let go of the tensor."""
+        self._tensor = None
+
+
+class PageableMemory:
+    """Ordinary host memory, as torch gives it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def free(self) -> None:
+        """Give it back to torch."""
+        self.bytes = self.bytes.new_empty(0)

@@ -1,0 +1,453 @@
+"""What a layer keeps: kinds of operators, the rules that say of which ones the output is kept, and how names match.
+
+Looks at names and schemas of operators, never at data or devices. Operators of other libraries are known by name, so
+that none of them has to be imported. Knows no policy.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.errors import PolicyError, did_you_mean
+
+CallId = tuple[str, int]
+"""The name of an operator, and how many times it had run before since the region began."""
+
+
+class OperatorRole(StrEnum):
+    """What an operator is for, as far as keeping its output goes."""
+
+    PRODUCT = "product"
+    """Multiplies matrices: dense, batched, grouped, quantized, or a convolution. Costly to run again."""
+    ATTENTION = "attention"
+    """A fused attention kernel: returns the output and what its backward needs (statistics, seeds)."""
+    ROUTING = "routing"
+    """Decides where tokens go. Always kept: falling otherwise the second time would be a wrong gradient."""
+    CHEAP = "cheap"
+    """Everything else: norms, activations, rotary embeddings, casts, dropout, copies."""
+
+
+PRODUCTS = frozenset(
+    """
+    aten.mm aten.addmm aten.bmm aten.baddbmm aten.addbmm aten.mv aten.addmv aten.dot aten.linear aten.matmul
+    aten._addmm_activation aten._grouped_mm aten._scaled_mm aten._scaled_mm_v2 aten._scaled_grouped_mm
+    aten._scaled_grouped_mm_v2 aten._int_mm aten._weight_int4pack_mm aten._weight_int4pack_mm_for_cpu
+    aten._weight_int4pack_mm_with_scales_and_zeros aten._weight_int8pack_mm aten._dyn_quant_matmul_4bit
+    aten._sparse_semi_structured_mm aten._sparse_semi_structured_linear aten._cslt_sparse_mm aten._mixed_dtypes_linear
+    aten.mkldnn_linear aten.convolution aten._convolution aten.convolution_overrideable aten.cudnn_convolution
+    aten.cudnn_convolution_transpose aten.mkldnn_convolution aten.miopen_convolution aten.miopen_convolution_transpose
+    aten.miopen_depthwise_convolution aten._conv_depthwise2d aten.conv_depthwise3d aten._slow_conv2d_forward
+    aten.slow_conv3d_forward aten.slow_conv_dilated2d aten.slow_conv_dilated3d aten.slow_conv_transpose2d
+    aten.slow_conv_transpose3d aten._nnpack_spatial_convolution aten.conv_tbc aten._mps_convolution
+    aten._mps_convolution_transpose aten._trilinear mkl._mkl_linear mkldnn._linear_pointwise
+    mkldnn._convolution_pointwise transformers.grouped_mm_fallback bitsandbytes.gemm_4bit bitsandbytes.gemv_4bit
+    bitsandbytes.int8_linear_matmul bitsandbytes.int8_mixed_scaled_mm bitsandbytes.int8_scaled_mm
+    """.split()
+)
+"""Operators that multiply matrices. Of a quantized weight the product is kept, never the weight made dense again."""
+
+_ATTENTION = re.compile(
+    r"aten\._scaled_dot_product_\w*attention(?!\w*backward)\w*"
+    r"|aten\._(flash|efficient|cudnn)_attention_forward\w*"
+    r"|aten\._triton_(scaled_dot|multi_head)_attention"
+    r"|higher_order\.(flex_attention|flex_decoding)"
+    # Kernels of other packages: `flash_attn._flash_attn_forward`, `flash_attn_3.fwd`, `xformers_flash.flash_fwd`.
+    r"|(?!aten\.|prims\.|higher_order\.)(?=.*(flash|attn|attention|atten\b|sageattn))(?!.*(bwd|backward|combine|cache|quant|rotary|rope))"
+    r"[\w.]*"
+)
+
+ROUTING = frozenset(
+    """
+    aten.topk aten.sort aten.argsort aten.argmax aten.argmin aten.kthvalue aten.multinomial aten.bernoulli
+    aten.max aten.min aten.mode aten.median
+    """.split()
+)
+"""Operators that choose. `max` and `min` only where they return indices with the values."""
+
+_UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten._reshape_alias", "aten.lift_fresh", "aten.alias"})
+NARROW = 128
+"""Columns of the output for each term, from which on a product is narrow: see `is_narrow`."""
+_HIGHER_ORDER = "higher_order."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorKind:
+    """What the name and the schema of an overload say. There is one for each (`operator_kind`)."""
+
+    name: str
+    """With its overload, as `aten.mm.default`."""
+    packet: str
+    """Without, as `aten.mm`."""
+    role: OperatorRole
+    function: Any = None
+    """The overload, or the higher-order operator."""
+    written: tuple[tuple[int, str], ...] = ()
+    """Places and names of the arguments that it writes to."""
+    returns_new: bool = True
+    """What it returns is new memory; only that can be kept."""
+    is_random: bool = False
+    """It may draw random numbers."""
+    dropout: tuple[tuple[int, str], ...] = ()
+    """Places and names of arguments that hold the share of its dropout; it draws nothing if they are 0."""
+
+    @property
+    def is_higher_order(self) -> bool:
+        """Whether it is run by Python, and not by torch's dispatcher."""
+        return self.packet.startswith(_HIGHER_ORDER)
+
+    def written_tensors(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
+        """Yield the tensors that a call writes to."""
+        for index, name in self.written:
+            yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
+
+    def draws(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call draws random numbers."""
+        if not self.is_random:
+            return False
+        shares = [args[index] if index < len(args) else kwargs.get(name) for index, name in self.dropout]
+        return not shares or any(shares)
+
+
+@cache
+def operator_kind(function: Any) -> OperatorKind:
+    """Return the kind of an overload (such as `torch.ops.aten.mm.default`), or of a higher-order operator."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        name = f"{_HIGHER_ORDER}{function.name()}"
+        return OperatorKind(name, name, _role(name, 2), function)
+    packet = schema.name.replace("::", ".")
+    namespace = packet.partition(".")[0]
+    arguments = [(index, argument) for index, argument in enumerate(schema.arguments)]
+    written = tuple((index, argument.name) for index, argument in arguments if _is_written(schema, argument))
+    is_alias = any(result.alias_info is not None for result in schema.returns) or _is_collective(schema)
+    is_foreign = namespace not in ("aten", "prims", "prim")
+    role = role_of(schema)
+    return OperatorKind(
+        name=f"{packet}.{schema.overload_name or 'default'}",
+        packet=packet,
+        role=role,
+        function=function,
+        written=written,
+        returns_new=not is_alias and packet not in _UNDECLARED_VIEWS and _returns_tensors(schema),
+        # Other libraries do not tag their operators; to bring back a state that nobody touched is harmless.
+        is_random=torch.Tag.nondeterministic_seeded in function.tags or (is_foreign and role is OperatorRole.ATTENTION),
+        dropout=tuple((index, argument.name) for index, argument in arguments if argument.name in _DROPOUT),
+    )
+
+
+def role_of(schema: Any) -> OperatorRole:
+    """Return what the operator of a schema is for."""
+    return _role(schema.name.replace("::", "."), len(schema.returns))
+
+
+def _is_written(schema: Any, argument: Any) -> bool:
+    return _is_collective(schema) or (argument.alias_info is not None and bool(argument.alias_info.is_write))
+
+
+def _is_collective(schema: Any) -> bool:
+    # Collectives write into what they are given, and their schemas do not say so.
+    return bool(schema.name.startswith("c10d::") and schema.name.endswith("_"))
+
+
+def _returns_tensors(schema: Any) -> bool:
+    return any("Tensor" in str(result.type) for result in schema.returns)
+
+
+_DROPOUT = frozenset({"dropout_p", "dropout", "p_dropout"})
+
+
+def _role(packet: str, num_returns: int) -> OperatorRole:
+    if packet in PRODUCTS:
+        return OperatorRole.PRODUCT
+    if packet in ROUTING and (num_returns > 1 or packet not in ("aten.max", "aten.min", "aten.median")):
+        return OperatorRole.ROUTING
+    return OperatorRole.ATTENTION if _ATTENTION.fullmatch(packet) else OperatorRole.CHEAP
+
+
+def is_narrow(packet: str, args: Any) -> bool:
+    """Whether a product is over so few terms that running it again costs no more than reading what it returns.
+
+    The second product of an adapter is: [B * S, rank] times [rank, out]. Its output is as large as that of the layer it
+    belongs to, and its work is `rank / in` of that: kept, it would double what an adapted layer holds.
+    """
+    place = {"aten.mm": 1, "aten.addmm": 2}.get(packet)
+    if place is None or len(args) <= place:
+        return False
+    inner, outer = args[place].shape
+    return bool(inner * NARROW <= outer)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an argument or output of an operator, those in its lists and tuples as well."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, list | tuple):
+                yield from tensors_in(item)
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that a tensor lies in; of a wrapper, such as a DTensor, those of the tensors inside."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+        return
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        # A DTensor names its mesh among them.
+        for inner in tensors_in([getattr(tensor, name) for name in flatten()[0]]):
+            yield from storages_of(inner)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+
+
+SELECTIVE = "selective"
+SELECTIVE_ATTENTION = "selective_attention"
+
+_PREFIX = "torch.ops."
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_KERNELS = ("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention")
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """What is kept of a layer's forward; everything else is recomputed. Routing decisions are kept in any case.
+
+    `preset` is `selective` (matrix products and attention) or `selective_attention` (attention only); empty if `names`
+    say what is kept: operators (`aten.mm`, `aten.mm.default`, `mm`, `torch.ops.aten.mm`, `bitsandbytes.gemm_4bit`) and
+    globs of module paths below the layer (`self_attn.*`, `mlp.down_proj`). An operator's outputs are kept wherever it
+    runs; of a module those of the matrix products and attention kernels that run inside it. So `self_attn` takes in the
+    kernel, which runs in its own forward, and `self_attn.*` the projections alone.
+    """
+
+    preset: str = ""
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(mode: str, save: Sequence[str] = ()) -> SaveRules:
+        """Return what a selective mode keeps: the user's list, or the mode's own choice if that is empty."""
+        # One object for all layers that keep the same: compiled layers share a graph only then.
+        return _only("", tuple(save)) if save else _only(str(mode), ())
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """What has to occur."""
+        return self.names or (self.preset,)
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """The names that stand for modules."""
+        return _globs(self)
+
+    @property
+    def is_by_modules(self) -> bool:
+        """Whether it does not matter by which operators a linear layer computes its product."""
+        return _is_by_modules(self)
+
+    def for_operator(self, kind: OperatorKind, args: Any) -> tuple[str, ...]:
+        """Return which of `required` keep the output of this call, wherever it runs; empty if none does."""
+        if self.names:
+            return _naming(self, kind.name, kind.packet)
+        is_kept = kind.role is OperatorRole.ATTENTION
+        if self.preset == SELECTIVE:
+            is_kept = is_kept or (kind.role is OperatorRole.PRODUCT and not is_narrow(kind.packet, args))
+        return (self.preset,) if is_kept else ()
+
+    def may_keep(self) -> Mapping[OperatorKind, bool]:
+        """Return of which operators the output can be kept at all, somewhere in the layer."""
+        return _may_keep(self)
+
+    def ignores(self, function: Any) -> bool:
+        """Whether an operator neither writes nor has an output that can be kept."""
+        kind = operator_kind(function)
+        return not kind.written and not _may_keep(self)[kind]
+
+    def matching(self, layer: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+        """Yield the modules below a layer that globs match, each with those globs."""
+        for path, module in _modules(layer):
+            found = tuple(glob for glob in self.globs if fnmatchcase(path, glob))
+            if found:
+                yield module, found
+
+
+@lru_cache(maxsize=256)
+def _only(preset: str, names: tuple[str, ...]) -> SaveRules:
+    return SaveRules(preset, names)
+
+
+def is_kept_in_modules(kind: OperatorKind, args: Any) -> bool:
+    """Whether an operator's output is kept where it runs in a module that was named."""
+    return kind.role is OperatorRole.ATTENTION or (
+        kind.role is OperatorRole.PRODUCT and not is_narrow(kind.packet, args)
+    )
+
+
+def check_save_rules(saves: SaveRules, *layers: nn.Module) -> None:
+    """Refuse names that torch does not know and that match no module in any of the layers, all of one stack.
+
+    Raises:
+        PolicyError: names it, and the nearest name that there is.
+    """
+    paths = dict.fromkeys(path for layer in layers for path, _ in _modules(layer))
+    for name in saves.names:
+        operators = _operators(name)
+        if any(fnmatchcase(path, name) for path in paths):
+            continue
+        if not operators:
+            near = did_you_mean(name.removeprefix(_PREFIX), [*paths, *sorted(PRODUCTS), *_KERNELS])
+            raise PolicyError(
+                f'save: "{name}" is no operator that torch knows, and no module of the layer matches it. Name an '
+                "operator as torch dispatches it (aten.mm; of another library once that is imported), or a module "
+                f"by its path below the layer, * for any characters ({_some(paths)}).{near}"
+            )
+        if not any(operator_kind(operator).returns_new for operator in operators):
+            raise PolicyError(
+                f'save: "{name}" makes no tensor of its own: it returns a view of its input or writes into it. Name '
+                "the operator that made that input, such as aten.mm."
+            )
+
+
+def _some(paths: Sequence[str] | dict[str, None]) -> str:
+    leaves = [path for path in paths if not any(other.startswith(path + ".") for other in paths)]
+    return ", ".join(leaves[:8]) + (", ..." if len(leaves) > 8 else "")
+
+
+def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for raw, module in layer.named_modules():
+        # Engines and compilers put modules of their own around others, which a plan does not name.
+        names = [name for name in raw.split(".") if name not in _WRAPPERS]
+        if names and names[0]:
+            yield ".".join(names), module
+
+
+@lru_cache(maxsize=256)
+def _is_by_modules(saves: SaveRules) -> bool:
+    return not any(_operators(name) for name in saves.names)
+
+
+@lru_cache(maxsize=256)
+def _may_keep(saves: SaveRules) -> _MayKeep:
+    return _MayKeep(saves)
+
+
+class _MayKeep(dict[OperatorKind, bool]):
+    """Of which operators an output can be kept; found out on first use."""
+
+    def __init__(self, saves: SaveRules) -> None:
+        super().__init__()
+        self._saves = saves
+
+    def __missing__(self, kind: OperatorKind) -> bool:
+        is_named = bool(self._saves.names) and bool(_naming(self._saves, kind.name, kind.packet))
+        self[kind] = kind.returns_new and (is_named or kind.role is not OperatorRole.CHEAP)
+        return self[kind]
+
+
+@lru_cache(maxsize=256)
+def _globs(saves: SaveRules) -> tuple[str, ...]:
+    # A word may be both, as `conv1d`: then it stands for both.
+    return tuple(name for name in saves.names if not _is_certain(name) or not _operators(name))
+
+
+def _is_certain(name: str) -> bool:
+    return name.startswith(("aten.", "aten::", _PREFIX, "prims.")) or "::" in name
+
+
+@lru_cache(maxsize=4096)
+def _naming(saves: SaveRules, name: str, packet: str) -> tuple[str, ...]:
+    return tuple(given for given in saves.names if {name, packet} & _full_names(given))
+
+
+@lru_cache(maxsize=1024)
+def _full_names(name: str) -> frozenset[str]:
+    """Return what a name can mean, as `OperatorKind` has it: `aten.mm` for `mm`."""
+    plain = name.removeprefix(_PREFIX).replace("::", ".")
+    full = {plain, f"aten.{plain}"}
+    return frozenset(full | {f"higher_order.{plain}"} if "." not in plain else full)
+
+
+def _operators(name: str) -> list[Any]:
+    """Return the overloads that a name means; none if torch knows no such operator."""
+    found: list[Any] = []
+    for full in _full_names(name):
+        parts = full.split(".")
+        if not all(part.isidentifier() for part in parts) or len(parts) not in (2, 3):
+            continue
+        packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
+        if packet is None:
+            continue
+        if not hasattr(packet, "overloads"):
+            found += [packet] if len(parts) == 2 else []
+        else:
+            wanted = parts[2:] or packet.overloads()
+            found += [getattr(packet, overload) for overload in wanted if hasattr(packet, overload)]
+    return found
+
+
+_SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
+_PAD = "aten.constant_pad_nd"
+
+
+class ProbabilityTracker:
+    """Finds the output of attention that is computed step by step: the product of its probabilities and the values.
+
+    It is computed so by eager attention, and by `scaled_dot_product_attention` where no kernel fits (dropout on a CPU).
+    There are no statistics then, and recomputation makes the scores and the probabilities again, up to that last
+    product. Follows what a softmax returned, through casts and dropout, to the product that takes it.
+    """
+
+    def __init__(self) -> None:
+        # By the address of a storage, which another may get once it is gone.
+        self._followed: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def take(self, kind: OperatorKind, args: Any, output: Any) -> bool:
+        """Follow probabilities through an operator that has run; return whether it multiplied them with something."""
+        if kind.packet in _SOFTMAX:
+            self._follow(output)
+        elif not self._followed:
+            return False
+        elif kind.role is OperatorRole.PRODUCT:
+            if any(self._is_followed(tensor) for tensor in tensors_in(args)):
+                self._followed.clear()
+                return True
+        elif kind.returns_new:
+            # A cast, dropout, a mask. Views need nothing: they lie in the same storage.
+            self._hand_on(args, output, is_padded=kind.packet == _PAD)
+        return False
+
+    def _hand_on(self, args: Any, output: Any, *, is_padded: bool) -> None:
+        first = next(tensors_in(output), None)
+        # What is broadcast is something else: the weight of an expert times what it returned. Local attention pads its
+        # windows to a band.
+        if (
+            first is not None
+            and first.is_floating_point()
+            and any(
+                (is_padded or tensor.numel() == first.numel()) and self._is_followed(tensor)
+                for tensor in tensors_in(args)
+            )
+        ):
+            self._follow(first)
+
+    def _follow(self, output: Any) -> None:
+        for tensor in tensors_in(output):
+            for storage in storages_of(tensor):
+                self._followed[storage._cdata] = (weakref.ref(storage), tensor.numel())
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return any(
+            storage._cdata in self._followed and self._followed[storage._cdata][0]() is not None
+            for storage in storages_of(tensor)
+        )

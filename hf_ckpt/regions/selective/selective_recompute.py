@@ -1,0 +1,391 @@
+"""Recompute a layer but for what is costly: outputs of matrix products and attention are kept, the rest is made again.
+
+Costs the memory of what is kept, and next to no work. Operator by operator, while the layer runs, `save_rules` says
+what is kept. `kept_outputs` holds it with the graph, and checks in the first step that all of it occurs. When backward
+recomputes the layer, it is handed out in the order of the forward. Knows no policy and no model.
+
+How operators get here is another matter (`dispatch`): through a dispatch mode, which is given all of them, or through
+kernels of our own in torch's dispatcher, which are given those that matter and cost a tenth.
+
+`create_selective_checkpoint_contexts` of torch 2.13 does the like. It lacks a copy from before a write into a kept
+output, the random state behind a kept operator that draws, outputs that another place holds meanwhile, and sums of
+adapted layers in the place of their products; and it holds what recomputation never comes to.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198),
+which recomputes attention alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
+
+from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_of
+from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
+from hf_ckpt.regions.selective import dispatch, linears
+from hf_ckpt.regions.selective.dispatch import ACTIVE, DispatchMode, KernelInterception
+from hf_ckpt.regions.selective.kept_outputs import (
+    LINEAR_LAYER,
+    NOT_KEPT,
+    CallCounter,
+    Keeper,
+    KeptOutputs,
+    SaveCoverage,
+)
+from hf_ckpt.regions.selective.linears import watch_linears
+from hf_ckpt.regions.selective.save_rules import (
+    SELECTIVE,
+    SELECTIVE_ATTENTION,
+    CallId,
+    OperatorKind,
+    OperatorRole,
+    ProbabilityTracker,
+    SaveRules,
+    is_kept_in_modules,
+    operator_kind,
+)
+
+if TYPE_CHECKING:
+    from hf_ckpt.regions.value_proof import CallProof, RegionProof
+
+
+class SelectiveStack:
+    """What the selective layers of one stack share; lives on them, and is copied with them. `path` is for messages."""
+
+    def __init__(self, path: str = "") -> None:
+        self.coverage = SaveCoverage(path)
+
+    def hooks(self, layer: nn.Module, saves: SaveRules) -> list[RemovableHandle]:
+        """Place hooks that say which named, linear and adapted modules run; return their handles."""
+        handles: list[RemovableHandle] = []
+        for module, globs in saves.matching(layer):
+            handles.append(module.register_forward_pre_hook(partial(_enter, globs), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, globs), always_call=True))
+        # Inside of the hooks of named modules.
+        handles.extend(watch_linears(layer))
+        return handles
+
+
+# A compiler would note that they run when all of the graph has.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
+def _enter(globs: tuple[str, ...], module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of a module that was named."""
+    run = ACTIVE.run
+    if run is not None:
+        run.modules.extend(globs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
+def _leave(globs: tuple[str, ...], module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of a module that was named."""
+    run = ACTIVE.run
+    if run is not None:
+        for glob in globs:
+            run.modules.remove(glob)
+
+
+def recompute_selectively(
+    selection: SelectiveStack,
+    saves: SaveRules,
+    keeper: Keeper | None,
+    function: Function,
+    *args: Any,
+    proof: RegionProof | None = None,
+) -> Any:
+    """Run `function(*args)`, and recompute it in backward but for what `saves` keeps.
+
+    Gradients do not change by a bit: random numbers are drawn again from the same state, and what is kept is what the
+    forward computed. What the region computes after the last tensor that its backward needs is not kept.
+
+    `keeper` holds the outputs meanwhile; None leaves them where they are. `function` is a callable, or a `partial` that
+    carries the keyword arguments, as the seam of transformers hands it. `proof`: see `recompute`.
+
+    Raises:
+        UnsupportedError: what the layer returned and keeps was written to, or the layer does not repeat itself.
+        PlanMismatchError: something that `saves` names occurs in no layer of the stack; in the first backward.
+    """
+    if torch.compiler.is_compiling():
+        if selection.coverage.allows_compiling and keeper is None and not saves.globs:
+            return _recompute_compiled(saves, function, *args)
+        return _recompute_uncompiled(selection, saves, keeper, None, function, *args)
+    return _recompute_eagerly(selection, saves, keeper, proof, function, *args)
+
+
+def _recompute_compiled(saves: SaveRules, function: Function, *args: Any) -> Any:
+    """Let the compiler choose again what it keeps of the graph, by the operators that `saves` names."""
+    contexts = partial(create_selective_checkpoint_contexts, partial(_compiled_policy, saves))
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
+def _recompute_uncompiled(*args: Any) -> Any:
+    """Run eagerly inside a compiled model.
+
+    This is how a stack runs that was not recomputed yet: it is not known what there is to be kept, nor whether it is
+    written to. It is how a stack runs for good that writes into what it keeps (torch's modes give wrong gradients
+    there, compiled too), that keeps it elsewhere, or whose modules are named (a graph has operators only).
+    """
+    return _recompute_eagerly(*args)
+
+
+def _recompute_eagerly(
+    selection: SelectiveStack,
+    saves: SaveRules,
+    keeper: Keeper | None,
+    values: RegionProof | None,
+    function: Function,
+    *args: Any,
+) -> Any:
+    refuse_transforms()
+    call, tensors = split_call(function, args)
+    coverage = selection.coverage
+    coverage.begin_layer(saves)
+    uses_kernels = coverage.uses_kernels()
+    if values is not None and uses_kernels and not coverage.has_recomputed_with_kernels:
+        # So far a dispatch mode was given the operators.
+        values.check_again()
+    is_checked = coverage.has_recomputed_with_kernels if uses_kernels else coverage.is_complete
+
+    def run(call_proof: CallProof | None) -> Any:
+        kept = KeptOutputs(keeper, coverage, call_proof, checks_writes=not is_checked, sees_writes=not uses_kernels)
+        contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
+        returned = run_checkpointed(call_proof, call.run, tensors, context_fn=contexts)
+        kept.note_returned(tensors_of(returned))
+        return returned
+
+    return run_watched(values, function, args, tensors, run)
+
+
+def _contexts(
+    coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    drive = KernelInterception if uses_kernels else partial(DispatchMode, ignores=_ignores(coverage, saves))
+    forward = ForwardContext(kept, drive(partial(ForwardRun, kept, saves, coverage)))
+    return forward, drive(partial(_recomputation, coverage, saves, kept, uses_kernels))
+
+
+def _recomputation(coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool) -> RecomputationRun:
+    coverage.begin_recomputation(uses_kernels=uses_kernels)
+    return RecomputationRun(kept, saves)
+
+
+def _ignores(coverage: SaveCoverage, saves: SaveRules) -> Callable[[Any], bool]:
+    """Return a function that says which operators a mode can skip."""
+    # All of them until all is proved, and where probabilities are followed.
+    return saves.ignores if coverage.is_complete and saves.preset != SELECTIVE_ATTENTION else _sees_all
+
+
+def _sees_all(function: Any) -> bool:
+    return False
+
+
+def _compiled_policy(saves: SaveRules, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Choose what is kept of a layer that is compiled."""
+    kind = operator_kind(function)
+    is_kept = kind.returns_new and (kind.role is OperatorRole.ROUTING or bool(saves.for_operator(kind, args)))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class ForwardRun:
+    """The forward of a region: runs operators, and keeps the outputs of some."""
+
+    def __init__(self, kept: KeptOutputs, saves: SaveRules, coverage: SaveCoverage) -> None:
+        self.modules: list[str] = []
+        self._kept = kept
+        self._saves = saves
+        self._is_by_modules = saves.is_by_modules
+        self._may_keep = saves.may_keep()
+        self._coverage = coverage
+        self._proves = not coverage.is_complete
+        self._calls = CallCounter()
+        self._probabilities = ProbabilityTracker() if saves.preset == SELECTIVE_ATTENTION else None
+        # The linear and adapted layers that run; None for those that are not taken as a whole.
+        self._entered: list[_WholeLayer | None] = []
+        self._num_whole = 0
+
+    def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """See `OperatorReceiver`."""
+        if kind.written:
+            self._kept.before_write(kind, args, kwargs)
+        output = call(*args, **kwargs)
+        is_attention = self._probabilities is not None and self._probabilities.take(kind, args, output)
+        if self._may_keep[kind]:
+            reasons = self._reasons(kind, args, is_attention)
+            if self._num_whole == 0 or kind.role is not OperatorRole.PRODUCT:
+                number = self._calls.number(kind)
+                if reasons or kind.role is OperatorRole.ROUTING:
+                    self._kept.keep(number, kind, args, kwargs, output)
+            if self._proves:
+                self._coverage.note_kept(self._saves, reasons, is_attention)
+        if self._proves:
+            self._coverage.note_operator(kind, self._may_keep[kind])
+        return output
+
+    def note_view(self, tensor: Tensor, view: Tensor) -> None:
+        """See `OperatorReceiver`."""
+        self._kept.note_view(tensor, view)
+
+    def _reasons(self, kind: OperatorKind, args: Any, is_attention: bool) -> tuple[str, ...]:
+        reasons = self._saves.for_operator(kind, args)
+        if self.modules and is_kept_in_modules(kind, args):
+            reasons += tuple(self.modules)
+        return (*reasons, SELECTIVE_ATTENTION) if is_attention else reasons
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """See `RegionRun`."""
+        number = self._calls.number(LINEAR_LAYER)
+        whole = None
+        if self._is_by_modules:
+            is_kept = self._saves.preset == SELECTIVE or bool(self.modules)
+            # Of an adapted layer of which nothing is kept, parts may be named.
+            is_certain = is_kept or not self._saves.names
+            hidden = args[0] if len(args) == 1 else None
+            if linears.is_linear(module, hidden) or (
+                is_certain and linears.is_adapted(module) and linears.is_adapter_sum(module, args)
+            ):
+                whole = _WholeLayer(number, is_kept, dispatch.pause_interception())
+                self._num_whole += 1
+        self._entered.append(whole)
+
+    def leave_module(self, module: nn.Module, output: Any) -> None:
+        """See `RegionRun`."""
+        whole = self._entered.pop()
+        if whole is None:
+            return
+        self._num_whole -= 1
+        dispatch.restore_interception(whole.previous)
+        self._kept.modules[whole.number] = output.shape[-1], output.dtype, output.device
+        if whole.is_kept and linears.is_worth_keeping(module, output):
+            self._kept.keep_module(whole.number, output)
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeLayer:
+    """A layer that is taken as a whole, while its forward runs."""
+
+    number: CallId
+    is_kept: bool
+    previous: dispatch.InterceptionState
+    """From before the layer, to be restored after it."""
+
+
+class RecomputationRun:
+    """A recomputation of a region: runs operators again, but for those whose outputs were kept."""
+
+    def __init__(self, kept: KeptOutputs, saves: SaveRules) -> None:
+        self.modules: list[str] = []
+        self._kept = kept
+        self._may_keep = saves.may_keep()
+        self._calls = CallCounter()
+        # The linear and adapted layers that run, and those among them that the forward took as a whole.
+        self._entered: list[_RecomputedLayer | None] = []
+        self._whole: list[_RecomputedLayer] = []
+
+    def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """See `OperatorReceiver`."""
+        if not self._may_keep[kind]:
+            return call(*args, **kwargs)
+        if self._whole and kind.role is OperatorRole.PRODUCT:
+            whole = self._whole[-1]
+            if whole.is_sum:
+                return linears.placeholder(kind, args, whole.outer)
+            if whole.is_proven:
+                return self._kept.run_proven(call, args, kwargs)
+            shape = linears.shape_of_product(kind, args, whole.outer)
+            is_there = not whole.is_adapted and linears.is_output(whole.module, kind)
+            output = self._kept.take_module(whole.number, shape) if is_there else NOT_KEPT
+        else:
+            output = self._kept.take(self._calls.number(kind), args)
+        return call(*args, **kwargs) if output is NOT_KEPT else output
+
+    def note_view(self, tensor: Tensor, view: Tensor) -> None:
+        """Views made in recomputation do not matter."""
+
+    def enter_module(self, module: nn.Module, args: Any) -> None:
+        """See `RegionRun`."""
+        number = self._calls.number(LINEAR_LAYER)
+        returned = self._kept.modules.get(number)
+        whole = None
+        if returned is not None:
+            is_adapted = linears.is_adapted(module)
+            # Where it is a sum no longer (somebody looks inside since), or was handed out before, it runs for real.
+            is_sum = is_adapted and self._kept.is_kept(number) and linears.is_adapter_sum(module, args)
+            is_proven = is_adapted and self._kept.is_proven(number)
+            whole = _RecomputedLayer(module, number, returned[0], is_adapted, is_sum, is_proven)
+            self._whole.append(whole)
+        self._entered.append(whole)
+
+    def leave_module(self, module: nn.Module, output: Any) -> Tensor | None:
+        """See `RegionRun`."""
+        whole = self._entered.pop()
+        if whole is None:
+            return None
+        self._whole.pop()
+        if not whole.is_sum or not output.is_meta:
+            # Not meta: its operators ran past us, as where somebody traces; then they ran for real.
+            return None
+        kept = self._kept.take_module(whole.number, output.shape)
+        if kept is NOT_KEPT:
+            # Backward needs nothing from here on: what is computed with it has no use.
+            _, dtype, device = self._kept.modules[whole.number]
+            kept = torch.zeros(output.shape, dtype=dtype, device=device)
+        found: Tensor = kept
+        if not output.requires_grad:
+            return found
+        # With a node behind it, as in forward: a leaf could not be written into. Nobody goes back through that node.
+        again: Tensor = torch._C._functions.DelayedError(b"this graph is of a recomputation", 1)(found.requires_grad_())
+        return again
+
+
+@dataclass(frozen=True, slots=True)
+class _RecomputedLayer:
+    """A layer that the forward took as a whole, while its forward runs again."""
+
+    module: nn.Module
+    number: CallId
+    outer: int
+    """Columns of what it returns."""
+    is_adapted: bool
+    is_sum: bool
+    """Its kept sum stands for what it computes."""
+    is_proven: bool
+    """It computes that only to be compared."""
+
+
+class ForwardContext:
+    """Runs a region's forward; at its end lets go what recomputation does not need.
+
+    `driver` gives the region's operators to a `ForwardRun`.
+    """
+
+    def __init__(self, kept: KeptOutputs, driver: AbstractContextManager[Any]) -> None:
+        self._kept = kept
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        torch._C._autograd._push_saved_tensors_default_hooks(partial(_pack, self._kept, pack), unpack)
+        self._driver.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._driver.__exit__(*raised)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if raised[0] is None:
+            self._kept.finish()
+        else:
+            self._kept.forget_returned()
+
+
+def _pack(kept: KeptOutputs, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    """Note that autograd saves a tensor, and let it be saved as before."""
+    kept.note_saved()
+    return pack(tensor)

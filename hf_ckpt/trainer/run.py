@@ -1,0 +1,178 @@
+"""What is in force from `on_train_begin` to `on_train_end`: the plan, the checks of its steps, and what is measured."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt.distributed import watchdog
+from hf_ckpt.patch.apply import Applied
+from hf_ckpt.patch.leftover import train_call
+from hf_ckpt.patch.use_cache import UseCache
+from hf_ckpt.policy.options import Prove
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.regions import execution_state
+from hf_ckpt.regions.module_state import STATE, ModuleState
+from hf_ckpt.trainer.first_step import FirstStep
+from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
+from hf_ckpt.trainer.plan_sync import apply_on_all_ranks
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """The plan of one run on its model, and what watches it. `structure` holds the `StructureOptions`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | Plan,
+        structure: dict[str, Any],
+        prove: Prove,
+        input_require_grads: bool | None,
+        watch: watchdog.Watchdog | None = None,
+    ) -> None:
+        self.model = model
+        self._structure = structure
+        self._prove = prove
+        self.is_reported = False
+        self.is_removed = False
+        self._watchdog = watch
+        self._call = train_call()
+        self.applied: Applied = apply_on_all_ranks(model, policy, structure, prove)
+        if self._call is not None:
+            # At once: an exception from here on leaves the plan to whoever uses the model next.
+            self.applied.belongs_to(self._call)
+        self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
+        self._is_checked_again = False
+        self._use_cache = UseCache(model)
+        self._is_use_cache_ours = True
+        self._clock = StepClock(model)
+        # The plan's own removal, which needs no handle, undoes all of it.
+        for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self._clock.restore):
+            self.applied.on_remove(undo)
+        is_on = choose_input_gradients(model, self.applied.stacks, input_require_grads)
+        if is_on is not None:
+            self.applied.on_remove(InputGradients(model, is_on).restore)
+
+    def remove_when_interrupted(self) -> None:
+        """Have the plan taken off at the next use of the model, should an exception end this call of `train()`."""
+        if self._call is not None:
+            self.applied.remove_on_use_after(self._call, self.model, self._leave_use_cache)
+
+    def change_plan(self, plan: Plan) -> None:
+        """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes."""
+        undos = self.applied.remove_keeping_undos()
+        try:
+            self.applied = apply_on_all_ranks(self.model, plan, self._structure, self._prove)
+        except BaseException:
+            for undo in undos:
+                undo()
+            raise
+        for undo in undos:
+            self.applied.on_remove(undo)
+        if self._call is not None:
+            self.applied.belongs_to(self._call)
+        if self._first_step is not None:
+            # Part of the step may have run under the old plan: the next one is held against the new plan.
+            self._first_step.stop()
+            self._first_step = None
+            self._is_checked_again = True
+
+    def report_failures(self) -> None:
+        """Let the other processes know when a forward raises in this one."""
+        if self._watchdog is not None:
+            self.applied.on_remove(watchdog.report_failures(self._watchdog, self.model))
+
+    def report_error(self, error: BaseException) -> None:
+        """Let the other processes know that this one stops, and why."""
+        if self._watchdog is not None:
+            self._watchdog.fail(str(error))
+
+    def end_watch(self) -> None:
+        """Let the other processes know that training has come to its end here, not before it."""
+        if self._watchdog is not None:
+            self._watchdog.end()
+
+    def start_step(self) -> None:
+        """Switch the cache off, and see that the plan is in force: raises `PlanMismatchError` if it cannot be."""
+        self._use_cache.off()
+        self.applied.assert_in_force()
+        if self._is_checked_again:
+            self._is_checked_again = False
+            self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
+            self.applied.on_remove(self._first_step.stop)
+        if self._first_step is not None:
+            self._first_step.start()
+        self.applied.value_proof.begin_step()
+        self._clock.start_step()
+
+    def faults_of_step(self, *, is_compiled: bool) -> list[str]:
+        """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
+        if self._first_step is not None and self._prove != "off":
+            self._log_unproven(is_compiled=is_compiled)
+        return [*self._faults_of_first_step(), *self.applied.value_proof.take_faults()]
+
+    def _log_unproven(self, *, is_compiled: bool) -> None:
+        unseen = self.applied.value_proof.unseen
+        if unseen and (is_compiled or any(map(execution_state.is_compiled, self.model.modules()))):
+            logger.info(
+                "%s%s: compiled, so that the first step does not prove what is recomputed there. A first step without "
+                "torch.compile, or hf-ckpt verify, does.",
+                unseen[0],
+                f" (and {len(unseen) - 1} more)" if len(unseen) > 1 else "",
+            )
+
+    def _faults_of_first_step(self) -> list[str]:
+        first_step, self._first_step = self._first_step, None
+        if first_step is None:
+            return []
+        for offloader in self.applied.offloaders:
+            for fault in offloader.faults():
+                # Short rows may be all there is in the first step: nothing is wrong, but for the memory.
+                warnings.warn(fault, stacklevel=2)
+        return first_step.finish()
+
+    def note_optimizer_step(self) -> None:
+        """Note on each region that the weights have changed."""
+        for module in self.model.modules():
+            if isinstance(state := vars(module).get(STATE), ModuleState):
+                state.num_steps += 1
+
+    def end_step(self) -> None:
+        """Give the cache back for what comes between steps."""
+        self._clock.end_step()
+        self._use_cache.restore()
+
+    def figures(self, predicted_bytes: int | None) -> dict[str, float]:
+        """Return what the reporters get, by the names in the docstring of `HFCkptCallback`."""
+        plan = self.applied.plan
+        figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
+        figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
+        stats = [offloader.stats for offloader in self.applied.offloaders]
+        figures.update(peak_memory(stats))
+        figures.update(offload_figures(stats))
+        if predicted_bytes:
+            figures["predicted_peak_gib"] = predicted_bytes / GIB
+        if (speed := self._clock.tokens_per_sec()) is not None:
+            figures["tokens_per_sec"] = speed
+        return {f"ckpt/{name}": value for name, value in figures.items()}
+
+    def remove(self) -> None:
+        """Put the model back as it was found."""
+        self.applied.remove()
+
+    def _restore_use_cache(self) -> None:
+        if self._is_use_cache_ours:
+            self._use_cache.restore()
+
+    def _leave_use_cache(self) -> None:
+        self._is_use_cache_ours = False
+
+    def _note_removal(self) -> None:
+        self.is_removed = True

@@ -1,0 +1,199 @@
+"""Which layers send, as many as the link carries in time, and in which order tensors come back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_ckpt.policy.options import Offload
+from hf_ckpt.regions.offload import Link, Offloader, run_offloaded
+from hf_ckpt.regions.offload.pacing import (
+    FractionTuner,
+    PrefetchOrder,
+    SentGroup,
+    SentTensor,
+    is_offloaded,
+    num_offloaded,
+)
+from hf_ckpt.regions.offload.wire import (
+    DeviceMemory,
+)
+from hf_ckpt.regions.recompute import recompute
+
+pytestmark = pytest.mark.core
+
+TO_HOST = Offload(min_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "fraction", "expected"),
+    [
+        (4, None, "xxxx"),
+        (4, 1.0, "xxxx"),
+        (4, 0.5, "x.x."),
+        (4, 0.75, "xxx."),
+        (4, 0.01, "x..."),
+        (7, 0.5, "xx.x.x."),
+        (8, 0.25, "x...x..."),
+        (3, 0.0, "..."),
+        (1, 0.5, "x"),
+    ],
+)
+def test_layers_that_send_are_spread_evenly(num_layers: int, fraction: float | None, expected: str) -> None:
+    flags = [is_offloaded(position, num_layers, fraction) for position in range(num_layers)]
+    assert "".join("x" if flag else "." for flag in flags) == expected
+    assert sum(flags) == num_offloaded(num_layers, fraction)
+
+
+def test_backward_is_foreseen() -> None:
+    order = PrefetchOrder()
+    items = [[SentTensor(None, 0, 0), SentTensor(None, 0, 0)] for _ in range(3)]
+    groups: list[SentGroup] = []
+    for row in items:
+        groups.append(order.new_group())
+        for item in row:
+            groups[-1].add(item)
+    assert order.next_items(items[2][0], groups[2], 1) == [items[2][1], *items[1]]
+    assert order.next_items(items[2][0], groups[2], 2) == [items[2][1], *items[1], *items[0]]
+    assert order.next_items(items[0][1], groups[0], 1) == []
+    items[1].clear()
+    assert order.next_items(items[2][1], groups[2], 1) == items[0]
+
+
+class _Foreseen(Link):
+    """Keeps what is sent, and notes what is foreseen."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def send(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def prefetch(self, handle: Tensor) -> None:
+        self.log.append(f"{handle.device.type} starts")
+
+    def cancel(self, handle: Tensor) -> None:
+        self.log.append(f"{handle.device.type} was for nothing")
+
+    def receive(self, handle: Tensor) -> Tensor:
+        self.log.append(f"{handle.device.type} is asked for")
+        return handle
+
+
+def test_backwards_of_two_devices_do_not_cancel_each_other() -> None:
+    offloader, link = Offloader(TO_HOST, 2), _Foreseen()
+    offloader.use_link(link)
+    ends = []
+    for device in ("cpu", "meta"):
+        weight = torch.randn(64, 64, requires_grad=True, device=device)
+        hidden = torch.randn(8, 64, device=device)
+        for position in range(2):
+            hidden = run_offloaded(offloader, position, recompute, partial(torch.matmul, other=weight), hidden.detach())
+            ends.append(hidden)
+    # Both second layers, then both first ones, as two threads of autograd can come to them.
+    for end in (ends[1], ends[3], ends[0], ends[2]):
+        end.sum().backward()
+    foreseen = ["cpu is asked for", "cpu starts", "meta is asked for", "meta starts"]
+    assert link.log == [*foreseen, "cpu is asked for", "meta is asked for"]
+
+
+class _Marks(Link):
+    """Regions of one second, copies of `copying` seconds."""
+
+    def __init__(self, copying: float, memory: Any) -> None:
+        self._copying = copying
+        self._memory = memory
+        self._now = 0.0
+
+    def record_event(self, device: torch.device) -> Any:
+        self._now += 1.0
+        return _At(self._now)
+
+    def copy_events(self, handle: object) -> Any:
+        return _At(0.0), _At(self._copying)
+
+    def memory(self, device: torch.device) -> Any:
+        return self._memory
+
+
+class _At:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds_to(self, later: _At) -> float:
+        return later._seconds - self._seconds
+
+
+def run_passes(tuner: FractionTuner, link: Link, num_passes: int, num_bytes: int = 100) -> list[float]:
+    fractions = []
+    for _ in range(num_passes):
+        tuner.begin_forward(link)
+        fractions.append(tuner.fraction)
+        for _ in range(10):
+            tuner.note_sent(link, None, torch.device("cpu"), num_bytes, is_first=True)
+            tuner.end_region(link, torch.device("cpu"))
+    return fractions
+
+
+def test_the_share_follows_the_link() -> None:
+    plenty = DeviceMemory(capacity=10**6, allocated=0, peak=0)
+    assert run_passes(FractionTuner(None, 10), _Marks(0.5, plenty), 4) == [1.0, 1.0, 1.0, 1.0]
+    assert run_passes(FractionTuner(None, 10), _Marks(2.0, plenty), 4) == [1.0, 1.0, 0.475, 0.475]
+    assert run_passes(FractionTuner(0.25, 10), _Marks(2.0, plenty), 4) == [0.25] * 4
+
+
+def test_the_share_leaves_room_on_the_device() -> None:
+    # 950 - 600 - 0 bytes are free: 3.5 of 10 layers of 100 bytes may stay.
+    tight = DeviceMemory(capacity=1000, allocated=600, peak=600)
+    assert run_passes(FractionTuner(None, 10), _Marks(2.0, tight), 4)[-1] == pytest.approx(0.65)
+
+
+class _Counting(_Marks):
+    """A device of 1,000 bytes, 100 of them in use between passes and `step` at most in a pass; loading took 900."""
+
+    def __init__(self, copying: float, step: int) -> None:
+        super().__init__(copying, None)
+        self._step = step
+        self._peak = 900
+        self.num_resets = 0
+
+    def memory(self, device: torch.device) -> Any:
+        # A pass lies behind each question.
+        self._peak = max(self._peak, self._step)
+        return DeviceMemory(capacity=1000, allocated=100, peak=self._peak)
+
+    def reset_peak(self, device: torch.device) -> None:
+        self._peak = 100
+        self.num_resets += 1
+
+
+def test_what_loading_took_is_not_taken_for_a_step() -> None:
+    link = _Counting(2.0, step=200)
+    tuner = FractionTuner(None, 10)
+    # 950 - 900 bytes would let half a layer of 100 stay; 950 - 200 let seven, and the link asks for half of them.
+    assert run_passes(tuner, link, 5, num_bytes=100) == [1.0, 1.0, 1.0, 0.475, 0.475]
+    assert (link.num_resets, tuner.peak_before_reset) == (1, 900)
+
+
+def test_the_count_of_the_device_is_left_alone_where_nothing_depends_on_it() -> None:
+    fast, roomy = _Counting(0.5, step=200), _Counting(2.0, step=200)
+    roomy._peak = 300
+    assert run_passes(FractionTuner(None, 10), fast, 4)[-1] == 1.0
+    assert run_passes(FractionTuner(None, 10), roomy, 4)[-1] == 0.475
+    assert (fast.num_resets, roomy.num_resets) == (0, 0)
+
+
+def test_a_step_that_fills_the_device_keeps_all_layers_sending() -> None:
+    assert run_passes(FractionTuner(None, 10), _Counting(2.0, step=950), 5) == [1.0] * 5
+
+
+def test_longer_batches_are_measured_anew() -> None:
+    plenty = DeviceMemory(capacity=10**6, allocated=0, peak=0)
+    tuner, link = FractionTuner(None, 10), _Marks(2.0, plenty)
+    assert run_passes(tuner, link, 4)[-1] == 0.475
+    run_passes(tuner, link, 1, num_bytes=1000)
+    assert tuner.fraction == 1.0

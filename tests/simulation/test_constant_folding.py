@@ -1,0 +1,96 @@
+"""Operators that fake CPU tensors lack: what stands in for them, and how what has no stand-in is explained."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_ckpt.simulation.constant_folding import ConstantFolding, substitute, to_unsupported_error
+from hf_ckpt.simulation.fake_model import fake_copy
+from tests import zoo
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+
+class Outputs(TorchDispatchMode):
+    """Notes shape, strides, dtype and bytes of the output of each grouped product."""
+
+    def __init__(self, *, is_fake: bool) -> None:
+        super().__init__()
+        self._is_fake = is_fake
+        self.seen: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        run = (substitute(function) if self._is_fake else None) or function
+        output = run(*args, **(kwargs or {}))
+        if function is GROUPED_MM:
+            self.seen.append(describe(output))
+        return output
+
+
+def describe(tensor: Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
+
+
+def step_of_experts(dtype: torch.dtype, outer: int, inner: int, *, is_fake: bool) -> list[tuple[object, ...]]:
+    tokens = torch.ones(10, outer, dtype=dtype, requires_grad=True)
+    weight = torch.ones(4, inner, outer, dtype=dtype, requires_grad=True)
+    offsets = torch.tensor([2, 5, 5, 10], dtype=torch.int32)
+    if is_fake:
+        mode = FakeTensorMode()
+        tokens, weight, offsets = (mode.from_tensor(each) for each in (tokens, weight, offsets))
+    outputs = Outputs(is_fake=is_fake)
+    with mode if is_fake else nullcontext(), outputs:
+        output = functional.grouped_mm(tokens, weight.transpose(-2, -1), offs=offsets)
+        output.backward(torch.empty_strided(output.shape, output.stride(), dtype=dtype))
+    return outputs.seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outer", "inner"), [(32, 48), (32, 20)])
+def test_products_of_experts_are_laid_out_as_the_real_ones(dtype: torch.dtype, outer: int, inner: int) -> None:
+    real, fake = (step_of_experts(dtype, outer, inner, is_fake=is_fake) for is_fake in (False, True))
+    assert fake == real
+    assert len(real) == 3
+
+
+def test_other_operators_stand_for_themselves() -> None:
+    assert substitute(torch.ops.aten.mm.default) is None
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_models_with_experts_step_on_fake_tensors(model_type: str) -> None:
+    case = zoo.build(model_type, task="causal", num_layers=2)
+    twin, mode = fake_copy(case.model)
+    with mode, ConstantFolding():
+        zoo.loss(twin, case.inputs).backward()
+    without = {name for name, parameter in twin.named_parameters() if parameter.grad is None}
+    zoo.loss(case.model, case.inputs).backward()
+    assert without == {name for name, parameter in case.model.named_parameters() if parameter.grad is None}
+
+
+class Chooses(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs[inputs > 0]
+
+
+def test_what_depends_on_values_is_explained() -> None:
+    with pytest.raises(Exception) as caught, FakeTensorMode():  # noqa: PT011 (which type, `to_unsupported_error` decides)
+        Chooses()(torch.empty(3))
+    explained = to_unsupported_error(caught.value, "model.layers.0.mlp")
+    assert str(explained) == (
+        'Module "model.layers.0.mlp" cannot be simulated: it reads values of tensors to decide what to compute '
+        "(aten.nonzero.default), and a simulated step has shapes only. Measure a step on the device instead, or choose "
+        'an implementation with fixed shapes where the model has one (experts_implementation="grouped_mm").'
+    )
+    assert str(to_unsupported_error(caught.value, "")).startswith("The model cannot be simulated: ")
+
+
+def test_other_errors_are_left_alone() -> None:
+    assert to_unsupported_error(RuntimeError("out of tokens"), "") is None
