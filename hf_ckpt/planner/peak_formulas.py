@@ -123,11 +123,6 @@ def to_plan(choice: Choice, chain: Chain, template: Plan) -> Plan:
     return replace(template, stacks=stacks, head=chain.head)
 
 
-def entries_of(chain: Chain, plan: Plan) -> tuple[LayerPlan, ...]:
-    """Return what a plan does with each layer of a chain, for `predict`."""
-    return tuple(plan.stacks[layer.stack].layers[layer.layer_idx] for layer in chain.layers)
-
-
 def entries_from(chain: Chain, blocks: Sequence[Block]) -> tuple[LayerPlan, ...]:
     """Return the entries of blocks that cover the chain, in order; a segment has its first layer's number."""
     entries: list[LayerPlan] = []

@@ -17,7 +17,7 @@ from hf_ckpt.planner import search
 from hf_ckpt.planner.advice import CHUNKED_HEAD, TILES, Exactness, inexact_parts
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.planner.layer_costs import offloaded
-from hf_ckpt.planner.peak_formulas import entries_of, predict
+from hf_ckpt.planner.peak_formulas import predict
 from hf_ckpt.planner.search import Planned, StepPlanner
 from hf_ckpt.policy.allowances import Allowed, allowed_by, allowed_in
 from hf_ckpt.policy.options import HeadMode, Offload
@@ -52,7 +52,7 @@ def _costs_for_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulated(simulator: StepSimulator, asked: Plan | None) -> StepMemory:
         plan = asked or TEMPLATE
         chain = offloaded(made(tiles=True, head=plan.head), CARD, Offload(fraction=1.0))
-        choice = predict(chain, entries_of(chain, plan))
+        choice = predict(chain, [plan.stacks[layer.stack].layers[layer.layer_idx] for layer in chain.layers])
         time, place = StepTime(forward=choice.seconds), Place(Phase.BACKWARD)
         sizes = {Category.SAVED: choice.peak_bytes}
         return StepMemory("", plan, simulator.step.tokens, choice.peak_bytes, place, sizes, Timeline((), {}), time=time)

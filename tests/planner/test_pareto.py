@@ -21,7 +21,6 @@ from hf_ckpt.planner.peak_formulas import (
     base_bytes,
     blocks_of,
     entries_from,
-    entries_of,
     joins,
     predict,
     to_plan,
@@ -427,7 +426,7 @@ def test_plan_has_the_layers_of_the_chain_and_leaves_others_alone() -> None:
             ),
         ),
     )
-    assert entries_of(chain, plan) == entries
+    assert tuple(plan.stacks[layer.stack].layers[layer.layer_idx] for layer in chain.layers) == entries
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -48,18 +48,11 @@ class BufferPool:
         self._is_closed = False
         self.held_bytes = 0  # of all buffers, lent or not
         self.peak_bytes = 0
-        self.num_lent = 0
-        self.num_made = 0
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the buffers that are kept for later."""
         return sum(map(_size, self._free))
-
-    @property
-    def num_free(self) -> int:
-        """Number of buffers that are kept for later."""
-        return len(self._free)
 
     def take(self, num_bytes: int, max_bytes: int | None = None) -> Buffer:
         """Lend the smallest free buffer that is large enough; make one if there is none.
@@ -86,7 +79,6 @@ class BufferPool:
                     size = max(size, too_small.num_bytes + too_small.num_bytes // _GROWTH)
                 self._discard(too_small)
             buffer = self._make(size)
-        self.num_lent += 1
         return buffer
 
     def _can_grow(self) -> bool:
@@ -99,14 +91,12 @@ class BufferPool:
     def _make(self, num_bytes: int) -> Buffer:
         self._check(num_bytes)
         buffer = Buffer(self._allocate(num_bytes))
-        self.num_made += 1
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """Take a buffer back. A copy from or into it may still be under way."""
-        self.num_lent -= 1
         self._free.append(buffer)
         if self._is_closed:
             self._discard(buffer)

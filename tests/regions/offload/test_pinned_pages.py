@@ -101,4 +101,4 @@ def test_memory_that_nobody_pins_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ):
         link.pool.take(2**20)
-    assert (link.pool.held_bytes, link.pool.num_lent) == (0, 0)
+    assert (link.pool.held_bytes, link.pool.peak_bytes) == (0, 0)
