@@ -74,6 +74,16 @@ def step(case: zoo.Case, seed: int = 0) -> Result:
     return loss.detach(), gradients(case.model)
 
 
+def under_autocast(case: zoo.Case) -> Result:
+    """`step` in bfloat16."""
+    case.model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = zoo.loss(case.model, case.inputs)
+    loss.backward()
+    return loss.detach(), gradients(case.model)
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Return a copy of the gradients by parameter name."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}

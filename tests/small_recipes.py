@@ -18,16 +18,18 @@ SENTENCES = [
     ("Rain", " falls on the hills and runs down to the sea."),
 ]
 
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+"""Of a model with two layers."""
+
 _SECTIONS: dict[str, Any] = {
     "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "attention_dropout": 0.1,
-        },
+        "config": CONFIG | {"num_hidden_layers": 4, "attention_dropout": 0.1},
         "tokenizer": {"train": {"vocab_size": 300}},
     },
     "data": {"path": "sentences.jsonl", "eval_fraction": 0.2, "max_length": 64},

@@ -87,7 +87,9 @@ def test_plot_writes_three_pictures(
     # Two rows are enough to draw.
     monkeypatch.setattr(estimates, "FIXED", {"full": {"policy": "full"}})
     picture = tmp_path / "memory.png"
-    recipe = str(small_recipes.write(tmp_path, model={"config": CONFIG}, checkpointing={"policy": "full"}))
+    recipe = str(
+        small_recipes.write(tmp_path, model={"config": small_recipes.CONFIG}, checkpointing={"policy": "full"})
+    )
     assert main(["estimate", recipe, "--plot", str(picture)]) == 0
     written = [tmp_path / f"memory{what}.png" for what in ("", "-frontier", "-checkpoints")]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
@@ -96,22 +98,13 @@ def test_plot_writes_three_pictures(
 
 
 def test_max_length_and_grid_are_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {**CONFIG, "max_position_embeddings": 128}
+    config = {**small_recipes.CONFIG, "max_position_embeddings": 128}
     recipe = str(small_recipes.write(tmp_path, model={"config": config}, checkpointing={"policy": "full"}))
     assert main(["estimate", recipe, "--max-length", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["number"] == 128
     with pytest.raises(SystemExit) as ended:
         main(["estimate", recipe, "--max-length", "--grid"])
     assert ended.value.code == 2
-
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,9 @@ def test_plan_as_json_has_the_plan_and_its_figures(tmp_path: Path, capsys: pytes
 
 
 def test_budget_that_nothing_fits_ends_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(small_recipes.write(tmp_path, model={"config": CONFIG}, checkpointing={"policy": "full"}))
+    recipe = str(
+        small_recipes.write(tmp_path, model={"config": small_recipes.CONFIG}, checkpointing={"policy": "full"})
+    )
     assert main(["plan", recipe, "--memory-budget", "64KiB", "--device", "rtx4090"]) == 1
     printed = capsys.readouterr()
     assert "No plan fits" in printed.err
@@ -202,7 +197,9 @@ def test_budget_that_nothing_fits_ends_with_code_1(tmp_path: Path, capsys: pytes
 
 
 def test_profile_prints_what_was_measured_and_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(small_recipes.write(tmp_path, model={"config": CONFIG}, checkpointing={"policy": "full"}))
+    recipe = str(
+        small_recipes.write(tmp_path, model={"config": small_recipes.CONFIG}, checkpointing={"policy": "full"})
+    )
     trace = tmp_path / "trace.json"
     assert main(["profile", recipe, "--steps", "1", "--json", "--trace", str(trace)]) == 0
     read = json.loads(capsys.readouterr().out)
@@ -213,7 +210,7 @@ def test_profile_prints_what_was_measured_and_predicted(tmp_path: Path, capsys: 
 
 
 def test_step_that_does_not_fit_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    large = {**CONFIG, "hidden_size": 65536, "num_attention_heads": 512, "num_hidden_layers": 8}
+    large = {**small_recipes.CONFIG, "hidden_size": 65536, "num_attention_heads": 512, "num_hidden_layers": 8}
     recipe = str(small_recipes.write(tmp_path, model={"config": large}, checkpointing=None))
     assert main(["profile", recipe]) == 2
     assert "it cannot be run here. Predict it instead" in capsys.readouterr().err

@@ -14,14 +14,6 @@ from tests import small_recipes
 
 pytestmark = pytest.mark.slow
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-
 
 def price_of(prices: dict[int, float], asked: list[tuple[int, int]]) -> object:
     def price(rows: int, times: int) -> Priced:
@@ -71,7 +63,7 @@ def test_recipe_trains_with_the_chosen_micro_batch_and_says_the_effective_batch(
 ) -> None:
     recipe = small_recipes.write(
         tmp_path,
-        model={"config": CONFIG},
+        model={"config": small_recipes.CONFIG},
         checkpointing={"policy": "auto", "memory_budget": "1GiB", "micro_batch": "auto"},
         training={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1},
     )

@@ -26,7 +26,7 @@ from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.structure.layers import find_layers
 from tests import exactness, zoo
-from tests.exactness import Result
+from tests.exactness import Result, under_autocast
 from tests.modes import CLOSE, LAYERS, MODES, TILES, apart, build, in_force, in_tiles, is_bitwise, llama, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
@@ -82,15 +82,6 @@ def in_two_batches(case: zoo.Case) -> Result:
         losses.append(zoo.loss(case.model, inputs))
         losses[-1].backward()
     return torch.stack([loss.detach() for loss in losses]), exactness.gradients(case.model)
-
-
-def under_autocast(case: zoo.Case) -> Result:
-    case.model.zero_grad(set_to_none=True)
-    torch.manual_seed(0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = zoo.loss(case.model, case.inputs)
-    loss.backward()
-    return loss.detach(), exactness.gradients(case.model)
 
 
 # Every batch has a padded row, every model has fewer heads for keys than for queries.

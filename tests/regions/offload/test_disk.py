@@ -20,13 +20,14 @@ import torch
 import hf_ckpt
 from hf_ckpt.errors import HostMemoryError, OffloadError, PolicyError
 from hf_ckpt.policy.options import Offload
-from hf_ckpt.regions.offload import Offloader, disk
+from hf_ckpt.regions.offload import disk
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink, PrivateDirectory
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.wire import SynchronousWire
 from tests import exactness, traces, zoo
 from tests.late_copies import Late
+from tests.offloading import engine
 
 pytestmark = [pytest.mark.core, pytest.mark.skipif(os.name != "posix", reason="needs flock")]
 
@@ -41,11 +42,6 @@ def case() -> zoo.Case:
 
 def to_disk(path: Path, **changes: Any) -> Offload:
     return Offload(to="disk", path=str(path), min_bytes=0, **changes)
-
-
-def engine(applied: Any) -> Offloader:
-    (only,) = applied.offloaders
-    return only
 
 
 def input_bytes(case: zoo.Case) -> int:

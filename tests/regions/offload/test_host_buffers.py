@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,37 +17,9 @@ from hf_ckpt.regions.offload.wire import (
 )
 from hf_ckpt.regions.recompute import recompute
 from tests import exactness, zoo
+from tests.offloading import TO_HOST, engine, is_empty
 
 pytestmark = pytest.mark.core
-
-TO_HOST = Offload(min_bytes=0)
-LAYERS = 5
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_holds_nonsense() -> Iterator[None]:
-    # torch fills what `empty` makes with NaN then, so that a copy which never came cannot look right by chance.
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def case() -> zoo.Case:
-    """A Llama with adapters and dropout."""
-    return exactness.lora(exactness.build("llama", num_layers=LAYERS, attn_implementation="eager"), lora_dropout=0.1)
-
-
-def engine(applied: Any) -> Offloader:
-    (only,) = applied.offloaders
-    return only
-
-
-def is_empty(offloader: Offloader) -> bool:
-    """Whether nothing is out any more."""
-    gc.collect()
-    stats = offloader.stats
-    return (stats.num_live, stats.live_bytes) == (0, 0) and not (offloader._pending or offloader._sent)
 
 
 def test_a_cap_that_is_too_small_is_refused_in_the_first_layer(case: zoo.Case) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import Link, Offloader, run_offloaded
 from hf_ckpt.regions.offload.pacing import (
     FractionTuner,
@@ -23,10 +22,9 @@ from hf_ckpt.regions.offload.wire import (
     DeviceMemory,
 )
 from hf_ckpt.regions.recompute import recompute
+from tests.offloading import TO_HOST
 
 pytestmark = pytest.mark.core
-
-TO_HOST = Offload(min_bytes=0)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hf_ckpt.regions.selective.selective_recompute import SelectiveStack, recomp
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, traces, zoo
-from tests.exactness import Result
+from tests.exactness import Result, under_autocast
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -60,15 +60,6 @@ def check(case: zoo.Case, mode: str, run: Step = exactness.step, **options: Any)
     with hf_ckpt.apply(case.model, mode, **options):
         for _ in range(STEPS):
             assert exactness.differences(expected, run(case)) == []
-
-
-def under_autocast(case: zoo.Case) -> Result:
-    case.model.zero_grad(set_to_none=True)
-    torch.manual_seed(0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = zoo.loss(case.model, case.inputs)
-    loss.backward()
-    return loss.detach(), exactness.gradients(case.model)
 
 
 def without_early_stop(case: zoo.Case) -> Result:
