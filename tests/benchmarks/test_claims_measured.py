@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.claims import behaviours, formulas, measure, overhead, parts, predicted, small, switches
 from benchmarks.claims.following import Followed
-from benchmarks.claims.measure import EXPERIMENTS, run
+from benchmarks.claims.measure import EXPERIMENTS, run_experiments
 from benchmarks.claims.small import HEADS, HIDDEN, Chain, batch, follow_chain, follow_llama, llama, policy
 from hf_ckpt.simulation.step_memory import Phase
 
@@ -180,7 +180,7 @@ def test_committed_figures_are_those_of_today() -> None:
         pytest.skip("nothing is committed yet")
     committed = json.loads(measure.RESULT.read_text())
     cheap = [experiment for experiment in EXPERIMENTS if experiment.__module__ == formulas.__name__]
-    found = run([*cheap, behaviours.batch_norm, behaviours.fsdp_all_gathers], say=lambda text: None)
+    found = run_experiments([*cheap, behaviours.batch_norm, behaviours.fsdp_all_gathers], say=lambda text: None)
     assert {name: committed[name] for name in found} == found
 
 

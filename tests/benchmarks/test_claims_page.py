@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import runner
 from benchmarks.claims import page
 
 CLAIM = {
@@ -91,7 +92,7 @@ def test_page_is_ascii_and_its_cells_are_short() -> None:
 )
 def test_reference_becomes_a_figure(tmp_path: Path, reference: str, shown: str) -> None:
     arguments = folder(tmp_path, CLAIM | {"ours": f"it is {{counted.json {reference}}}"})
-    assert page.main(arguments) == 0
+    assert runner.main("benchmarks.claims.page", arguments) == 0
     expected = (
         f"| Recomputation is cheap ([A paper](https://example.org/paper)) | it is {shown} | **holds** "
         "| [counted](../benchmarks/results/counted.json) |"
@@ -155,7 +156,7 @@ def test_reference_becomes_a_figure(tmp_path: Path, reference: str, shown: str) 
 def test_wrong_claim_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], message: str
 ) -> None:
-    assert page.main(folder(tmp_path, CLAIM | changed)) == 2
+    assert runner.main("benchmarks.claims.page", folder(tmp_path, CLAIM | changed)) == 2
     assert capsys.readouterr().err == f"error: {message.replace('{folder}', str(tmp_path))}\n"
     assert not (tmp_path / "claims.md").exists()
 

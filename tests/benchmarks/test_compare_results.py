@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side.compare import RESULTS, Judged, compare, main
+from benchmarks import runner
+from benchmarks.side_by_side.compare import RESULTS, Judged, compare
 
 ENVIRONMENT = {
     "commit": "a",
@@ -216,11 +217,15 @@ def folders(tmp_path: Path) -> Callable[..., list[str]]:
     return write
 
 
+def command(words: list[str]) -> int:
+    return runner.main("benchmarks.side_by_side.compare", words)
+
+
 def test_command_says_one_line_for_a_reproduced_file(
     folders: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = folders({"a.json": {"x": 1}, "b.json": {"x": 1}}, {"a.json": {"x": 1}, "c.json": {"x": 1}})
-    assert main(words) == 0
+    assert command(words) == 0
     assert capsys.readouterr().out.splitlines() == [
         "a.json: reproduced (1 equal, 0 within 2%, 0 not judged)",
         "c.json: nothing is committed under this name",
@@ -235,11 +240,11 @@ def test_command_lists_differences_and_time_ratios(
     words = folders(
         {"a.json": committed}, {"a.json": {"peak_bytes": 1100, "ratios": {"step_time": 1.5, "peak": 0.505}}}
     )
-    assert main(words) == 1
+    assert command(words) == 1
     assert capsys.readouterr().out.splitlines()[2] == (
         "  not judged: ratios of times (1): 1.20 to 1.20 of the committed ones, median 1.20; --times lists them"
     )
-    assert main([*words, "--times"]) == 1
+    assert command([*words, "--times"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "a.json: 1 differ (0 equal, 1 within 2%, 1 not judged)",
         "  differs: peak_bytes: 1,000 committed, 1,100 anew (+10.00%)",
@@ -264,7 +269,7 @@ def test_nothing_to_compare_is_one_error(
     anew: dict[str, Any],
     said: str,
 ) -> None:
-    assert main(folders(committed, anew)) == 2
+    assert command(folders(committed, anew)) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert said in errors[0]
@@ -273,9 +278,9 @@ def test_nothing_to_compare_is_one_error(
 def test_folder_that_is_not_there_or_the_committed_one_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path / "nowhere")]) == 2
+    assert command([str(tmp_path / "nowhere")]) == 2
     assert f"error: ANEW is {tmp_path / 'nowhere'}, which is no folder." in capsys.readouterr().err
-    assert main([str(RESULTS)]) == 2
+    assert command([str(RESULTS)]) == 2
     assert "ANEW and --committed are the same folder" in capsys.readouterr().err
 
 

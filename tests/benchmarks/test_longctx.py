@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import longctx
+from benchmarks import longctx, runner
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
 from hf_ckpt.estimate.limits import LENGTH_UNIT
@@ -92,10 +92,10 @@ def test_result_is_gone_on_with(told: longctx.Prediction, tmp_path: Path, monkey
     monkeypatch.setattr(longctx, "train", train)
     path = tmp_path / "longctx_small_limit_0.00390625gib_cpu.json"
     words = ["--device", "cpu", "--small", "--cap", str(4 / 1024), "--out", str(tmp_path)]
-    longctx.main([*words, "--seconds", "0"])
+    runner.main("benchmarks.longctx", [*words, "--seconds", "0"])
     assert json.loads(path.read_text())["trials"] == []
     assert list(tmp_path.iterdir()) == [path]
-    longctx.main(words)
+    runner.main("benchmarks.longctx", words)
     result = json.loads(path.read_text())
     assert result["longest"] == limit
     assert len(set(tried)) == len(tried) == len(result["trials"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import runner
 from benchmarks.journal import Entry, Journal
 from benchmarks.on_gpu import command, documents, exactness, merge, prepared, programme
 from benchmarks.on_gpu.identity import ROOT, differences, identity_of
@@ -339,16 +341,14 @@ def test_wrong_input_is_one_message(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "gpu_name", lambda: None)
     with pytest.raises(SystemExit) as end:
-        command.main(words)
+        runner.main("benchmarks.on_gpu.command", words)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def exit_code(words: list[str]) -> int:
-    with pytest.raises(SystemExit) as end:
-        command.main(words)
-    return int(end.value.code or 0)
+    return runner.main("benchmarks.on_gpu.command", words)
 
 
 def measures_nothing(journal: Journal, setting: Setting) -> None:
@@ -383,7 +383,9 @@ def test_what_was_prepared_for_another_card_is_better_than_nothing(
 ) -> None:
     monkeypatch.setattr(prepared, "FOLDER", tmp_path)
     here = identity_of("NVIDIA H100 80GB HBM3", is_small=False)
-    options = command._parser(None).parse_args([])
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+    options = parser.parse_args([])
     assert command._prepared(options, here) == Prepared()
     for card in ("small", "h200"):
         document = {"facts": here | {"device": card}, "entries": {"predicted/x": {"peak_bytes": 1}}}

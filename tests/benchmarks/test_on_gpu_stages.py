@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.on_gpu import command, exactness, measurements, prepare, probe
+from benchmarks import runner
+from benchmarks.on_gpu import exactness, measurements, prepare, probe
 from benchmarks.on_gpu import prepared as prepared_file
 from benchmarks.on_gpu.identity import identity_of
 from benchmarks.on_gpu.merge import merge
@@ -100,7 +101,7 @@ def start(out: Path, prepared: Path, *more: str) -> int:
         log = os.open(out.parent / f"{out.name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        command.main(words(out, prepared, *more))
+        runner.main("benchmarks.on_gpu.command", words(out, prepared, *more))
 
     return forked(run)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import overhead
+from benchmarks import overhead, step_costs
 from benchmarks.journal import FileJournal, ReadJournal
 
 # peft and transformers before 5.23 go by the older name.
@@ -48,8 +49,10 @@ def test_timed_step_comes_after_others_and_empties_no_cache(monkeypatch: pytest.
         num_steps += 1
         return step(*given)
 
-    monkeypatch.setattr(overhead, "step", counted)
-    assert set(overhead.Bench(OPTIONS).turn("none")) == {"seconds"}
+    for module in (overhead, step_costs):
+        monkeypatch.setattr(module, "step", counted)
+    bench = overhead.Bench(partial(overhead.build_llama, overhead.LLAMAS[OPTIONS.case], OPTIONS.device))
+    assert set(overhead.turn(bench, "none", OPTIONS)) == {"seconds"}
     assert num_steps == 2
 
 

@@ -37,7 +37,7 @@ def test_configurations_span_what_is_asked_for() -> None:
         )
         for name, shape in SHAPES.items()
     }
-    billions = dict(zip(SHAPES, (0.60, 1.00, 1.24, 3.21, 6.74, 8.03), strict=True))
+    billions = dict(zip(SHAPES, (0.60, 1.00, 1.24, 3.21, 6.74, 8.03, 13.02, 6.92), strict=True))
     assert {name: round(count / 1e9, 2) for name, count in parameters.items()} == billions
     policies = {json.dumps(configuration.policy) for configuration in CONFIGURATIONS.values()}
     assert policies >= {"null", '"full"', '"selective"', '"attention"', '"ffn"', json.dumps(SEGMENTS)}
@@ -80,7 +80,7 @@ def test_one_model_is_gone_when_the_next_is_measured(monkeypatch: pytest.MonkeyP
         built.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(predict, "build", watched)
+    monkeypatch.setattr(predict, "build_configuration", watched)
     predict.collect(FileJournal(), ["llama_7b_lora_none", "llama_7b_lora_full"], OPTIONS)
     assert len(built) == 2
 

@@ -17,6 +17,7 @@ pytest.importorskip("peft")
 
 from benchmarks.cases import CASES, Case, build
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
+from benchmarks.runner import RESULTS
 from benchmarks.side_by_side import measure, suite
 from benchmarks.side_by_side.budgets import Budget, budgets_of, compare, verdict
 from benchmarks.side_by_side.contender import GROUPS, Contender, NotHereError
@@ -372,4 +373,4 @@ def test_contenders_that_offload_or_compile_warm_up_longer() -> None:
 def test_the_suite_writes_every_result_that_documents_show_as_counted() -> None:
     names = {one.result for one in suite.slices_of()}
     assert {"claims_cpu.json", "modes_llama_38m.json", "collectives_llama_tiny.json"} < names
-    assert all((suite.RESULTS / name).is_file() for name in names)
+    assert all((RESULTS / name).is_file() for name in names)

@@ -99,8 +99,8 @@ def resizing_followed(tracker: Tracker) -> Iterator[None]:
         if storage.nbytes() == num_bytes:
             return
         if storage._cdata in tracker._alive:
-            tracker._lose(storage._cdata)
-        tracker._take_in(tensor, tracker._here(resize.__name__))
+            tracker._record_free(storage._cdata)
+        tracker._record_outputs(tensor, tracker._current_place(resize.__name__))
 
     with ExitStack() as stack:
         for module, name in (

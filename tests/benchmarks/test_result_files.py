@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import children, runner
+from benchmarks import children, result_files
 from benchmarks.journal import Entry, Journal, OutOfTimeError
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ class Measurement:
 
 
 def carry_out(measurement: Measurement, path: Path) -> dict[str, Any]:
-    result = runner.carry_out(path, measurement.collect, measurement.assemble)
+    result = result_files.carry_out(path, measurement.collect, measurement.assemble)
     assert json.loads(path.read_text()) == result
     return {key: value for key, value in result.items() if key != "environment"}
 
@@ -79,7 +79,7 @@ def test_what_another_commit_left_is_begun_anew(tmp_path: Path, monkeypatch: pyt
     path, measurement = tmp_path / "result.json", Measurement()
     measurement.fails_at = {"c": OutOfTimeError("no time")}
     carry_out(measurement, path)
-    monkeypatch.setattr(runner, "describe", lambda: {"commit": "another"})
+    monkeypatch.setattr(result_files, "describe", lambda: {"commit": "another"})
     measurement.fails_at = {}
     assert carry_out(measurement, path) == {"a": 4, "b": 5, "c": 6}
 
