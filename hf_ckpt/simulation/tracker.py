@@ -37,7 +37,7 @@ _SAVE_OUTPUTS = frozenset(
     "native_group_norm fused_rms_norm max min".split()
 )
 """Operators whose backward uses what they returned; so do all kernels of attention."""
-_DEVICE = torch.ops.prim.device.default
+DEVICE_OF = torch.ops.prim.device.default
 """Each operator asks fake tensors for their device several times, through the dispatch modes."""
 
 
@@ -203,10 +203,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is DEVICE_OF:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        if function is _DEVICE:
-            return output
         if self._awaiting_reason and function is not _DETACH:
             self._add_reason(self._awaiting_reason, str(function))
             self._awaiting_reason = []

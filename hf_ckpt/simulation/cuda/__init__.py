@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,7 @@ from hf_ckpt.simulation.devices import Device, workspace_bytes
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, DEVICE_OF
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
@@ -90,6 +91,8 @@ class _KernelWorkspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if function is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._workspaces_of(function, args, kwargs or {})]
         output = function(*args, **(kwargs or {}))
         del held
