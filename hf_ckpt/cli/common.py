@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
     from hf_ckpt.policy.allowances import Exact
     from hf_ckpt.recipe.recipe import Recipe
 
-HOLDS, FAILS, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C."""
+HOLDS, FAILS, WRONG_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+"""Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C; nobody reads what is printed."""
+STOPPED = "Stopped by Ctrl-C."
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,24 @@ def quiet() -> Iterator[None]:
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
+
+
+@contextlib.contextmanager
+def leaving_at_ctrl_c() -> Iterator[None]:
+    """Leave at once on Ctrl-C: during transformers' imports it comes out as another error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*_: object) -> None:
+        say(f"\n{STOPPED}")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def say(text: str) -> None:

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 from hf_ckpt.cli.common import (
     FAILS,
     HOLDS,
+    INTERRUPTED,
+    STOPPED,
     Command,
     add_exact_option,
     add_launch_options,
     check_launch,
     launch_of,
+    leaving_at_ctrl_c,
     quiet,
     read_recipe,
     recipe_parser,
     say,
     with_exact,
 )
+from hf_ckpt.cli.progress import Progress
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
@@ -30,12 +34,14 @@ if TYPE_CHECKING:
 def _parser() -> argparse.ArgumentParser:
     parser = recipe_parser(
         "estimate",
-        "Predict the memory and the time of a recipe's optimizer step, under its own plan, under each mode, and under\n"
-        "the plan that is the fastest one to fit. Needs no GPU, loads no weights, and trains nothing.",
-        epilog="""exit codes: 0 the recipe fits; 1 it does not; 2 wrong input
+        "Predict the memory and the time of a recipe's optimizer step: whether it fits under its own plan, then a row\n"
+        "for that plan, for each mode, and for the fastest plan that fits. Needs no GPU, loads no weights, and trains\n"
+        "nothing.",
+        epilog="""exit codes: 0 the recipe fits; 1 it does not, or only perhaps; 2 wrong input; 130 Ctrl-C
 
 examples:
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090
+  hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090 --quick
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090 data.max_length=4096 --plot memory.png
   hf-ckpt estimate recipes/llama7b_full_fsdp.yaml --device a100-40gb --engine fsdp2 --processes 8
   hf-ckpt estimate recipes/llama3_8b_qlora.yaml --device rtx4090 --max-length""",
@@ -49,6 +55,10 @@ examples:
     )
     add_exact_option(parser)
     add_launch_options(parser)
+    parser.add_argument(
+        "--quick", action="store_true", help="stop after the recipe's own plan, none, full and the planner's choice"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="add to each row what fills the peak, and when")
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version, and no table")
     parser.add_argument(
         "--plot",
@@ -67,61 +77,90 @@ def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
     recipe = read_recipe(options)
     check_launch(options)
-    say("Building the model without weights ...")
-    with quiet():
-        from hf_ckpt.estimate.predict import devices_for
-        from hf_ckpt.estimate.subject import subject_of
+    with Progress() as progress:
+        progress.say("Building the model without weights ...")
+        with quiet(), leaving_at_ctrl_c():
+            from hf_ckpt.estimate.predict import devices_for
+            from hf_ckpt.estimate.subject import subject_of
 
-        devices = devices_for(recipe, options.device or ())
-        subject = with_exact(subject_of(recipe, launch_of(options)), options)
-    if options.grid:
-        return _grid(subject, devices[0], options)
-    if options.max_length or options.max_batch:
-        return _limits(subject, devices, options)
-    return _estimate(subject, devices, options)
+            devices = devices_for(recipe, options.device or ())
+            subject = with_exact(subject_of(recipe, launch_of(options)), options)
+        with quiet():
+            if options.grid:
+                return _grid(subject, devices[0], options, progress)
+            if options.max_length or options.max_batch:
+                return _limits(subject, devices, options, progress)
+            return _estimate(subject, devices, options, progress)
 
 
-def _estimate(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace) -> int:
-    with quiet():
-        from hf_ckpt.estimate.estimate import estimate
-        from hf_ckpt.estimate.tables import as_json, table, to_json
+def _estimate(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> int:
+    from hf_ckpt.estimate import tables
+    from hf_ckpt.estimate.documents import as_json
 
-        found = estimate(subject, devices, say)
-        if options.plot is not None:
-            _plot(found, options.plot)
-    print(to_json(as_json(found), options.words) if options.json else table(found))
+    try:
+        found = _grown(subject, devices, options, progress)
+    except KeyboardInterrupt:
+        progress.clear()
+        say(f"{STOPPED.rstrip('.')} after {progress.done} of {progress.total} rows.")
+        return INTERRUPTED
+    read = as_json(found)
+    if options.json:
+        progress.show(tables.to_json(read, options.words))
+    else:
+        progress.show(tables.closing(read, is_verbose=options.verbose))
+    if options.plot is not None:
+        _plot(found, options.plot, progress)
     return HOLDS if found.fits else FAILS
 
 
-def _plot(found: Estimate, path: Path) -> None:
+def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
+    """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
+    from hf_ckpt.estimate import estimate as estimates
+    from hf_ckpt.estimate import tables
+    from hf_ckpt.estimate.documents import as_json, row_as_json
+
+    names = estimates.QUICK if options.quick else ()
+    progress.total = estimates.num_rows(subject, devices, names)
+    opening: dict[str, Any] = {}
+    for found in estimates.growing(subject, devices, progress.say, names):
+        if not options.json:
+            if not opening:
+                opening = as_json(found)
+                progress.show(tables.opening(opening))
+            for row in found.rows[progress.done :]:
+                text = tables.row_text(opening, row_as_json(found, row), is_verbose=options.verbose)
+                if text:
+                    progress.show(text)
+        progress.done = len(found.rows)
+    return found
+
+
+def _plot(found: Estimate, path: Path, progress: Progress) -> None:
     from hf_ckpt.estimate.pictures import draw_all
 
-    for written in draw_all(found, path, say):
+    for written in draw_all(found, path, progress.say):
+        progress.clear()
         say(f"Wrote {written}")
 
 
-def _grid(subject: Subject, device: Device, options: argparse.Namespace) -> int:
-    with quiet():
-        from hf_ckpt.estimate import limits
-        from hf_ckpt.estimate.predict import Predictor
-        from hf_ckpt.estimate.tables import to_json
+def _grid(subject: Subject, device: Device, options: argparse.Namespace, progress: Progress) -> int:
+    from hf_ckpt.estimate import limits
+    from hf_ckpt.estimate.predict import Predictor
+    from hf_ckpt.estimate.tables import to_json
 
-        predictor = Predictor(subject, device)
-        found = limits.grids(predictor, say)
-        read: dict[str, Any] = {"recipe": subject.title, "device": device.name, "grids": limits.grid_as_json(found)}
-        text = to_json(read, options.words) if options.json else limits.grid_table(found, predictor)
-    print(text)
+    predictor = Predictor(subject, device)
+    found = limits.grids(predictor, progress.say)
+    read: dict[str, Any] = {"recipe": subject.title, "device": device.name, "grids": limits.grid_as_json(found)}
+    progress.show(to_json(read, options.words) if options.json else limits.grid_table(found, predictor))
     return HOLDS
 
 
-def _limits(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace) -> int:
-    with quiet():
-        from hf_ckpt.estimate import limits
-        from hf_ckpt.estimate.tables import to_json
+def _limits(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> int:
+    from hf_ckpt.estimate import limits
+    from hf_ckpt.estimate.tables import to_json
 
-        found = limits.fitting_sizes(subject, devices, is_length=options.max_length, say=say)
-        text = to_json(limits.sizes_as_json(found), options.words) if options.json else limits.sizes_table(found)
-    print(text)
+    found = limits.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
+    progress.show(to_json(limits.sizes_as_json(found), options.words) if options.json else limits.sizes_table(found))
     return HOLDS if any(row.limit.number for row in found.rows) else FAILS
 
 

@@ -6,17 +6,19 @@ Torch and transformers are loaded only once the arguments and the recipe have be
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
+from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.inspect import INSPECT
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
 from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError
+from hf_ckpt.estimate.tables import wrapped
 from hf_ckpt.verify.launch import LostProcessError
 
 _COMMANDS = {"estimate": ESTIMATE, "plan": PLAN, "verify": VERIFY, "inspect": INSPECT, "profile": PROFILE}
@@ -36,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run(options)
     except (LostProcessError, BudgetError) as error:
-        print(error, file=sys.stderr)
+        print(_shown(error), file=sys.stderr)
         return FAILS
     except HFCkptError as error:
-        print(error, file=sys.stderr)
+        print(_shown(error), file=sys.stderr)
         return WRONG_INPUT
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
@@ -47,8 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = _EXTRAS[error.name]
         print(f'hf-ckpt needs {error.name}, which is not installed: pip install "hf_ckpt[{extra}]"', file=sys.stderr)
         return WRONG_INPUT
+    except BrokenPipeError:
+        # Such as `| head`: nobody reads on. What Python would still write in the end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except KeyboardInterrupt:
+        print(f"\n{STOPPED}", file=sys.stderr)
         return INTERRUPTED
+
+
+def _shown(error: Exception) -> str:
+    """Return a message as text, in short lines on a terminal; elsewhere lines are whole, for those who search them."""
+    return wrapped(str(error)) if sys.stderr.isatty() else str(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "prove that a plan is right.",
         epilog="""hf-ckpt COMMAND --help says more. To train: accelerate launch scripts/finetune.py recipe.yaml
 
-exit codes: 0 all is well; 1 a check of verify failed, or nothing fits; 2 wrong input
+exit codes: 0 all is well; 1 a check of verify failed, or nothing fits; 2 wrong input; 130 Ctrl-C
 
 examples:
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090

@@ -13,6 +13,7 @@ from hf_ckpt.cli.common import (
     add_launch_options,
     check_launch,
     launch_of,
+    leaving_at_ctrl_c,
     quiet,
     read_recipe,
     recipe_parser,
@@ -63,20 +64,22 @@ def _run(options: argparse.Namespace) -> int:
     _check_folder(options.out)
     check_launch(options)
     say("Building the model without weights ...")
-    with quiet():
+    with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import plan
         from hf_ckpt.estimate.subject import subject_of
-        from hf_ckpt.estimate.tables import to_json
+        from hf_ckpt.estimate.tables import plan_text, to_json
 
-        device = plan.device_for(recipe, options.device, budget)
+        device, assumed = plan.device_for(recipe, options.device, budget)
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
-        found = plan.plan_recipe(subject, device, budget, say, with_fixed=options.plot is not None)
+    with quiet():
+        found = plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=options.plot is not None)
         if options.plot is not None:
             _plot(found, options.plot)
     if options.out is not None:
         options.out.write_text(found.plan.to_json() + "\n", encoding="utf-8")
         say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
-    print(to_json(plan.as_json(found), options.words) if options.json else plan.text(found))
+    read = plan.as_json(found)
+    print(to_json(read, options.words) if options.json else plan_text(read))
     return HOLDS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
@@ -27,6 +28,9 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
     "full, offload, tiles, head": {"policy": "full", "offload": "cpu", "tiles": "auto", "head": "chunked"},
 }
 """Policies that every model is estimated under, by the name of their row; the last needs least of all."""
+
+QUICK = ("none", "full")
+"""Those of them that a quick estimate has."""
 
 Say = Callable[[str], None]
 
@@ -67,10 +71,15 @@ class Estimate:
         """Whether the recipe fits on at least one of the devices, whatever the reserve is."""
         return any(
             row.memory is not None and fit_of(self.peak_with_evaluation(row.memory), device) is Fit.YES
-            for row in self.rows
-            for device in self.devices
-            if row.name == self.decides and row.device in (None, device)
+            for device, row in self.deciding()
         )
+
+    def deciding(self) -> Iterator[tuple[Device, Row]]:
+        """Yield, for each device, the row that decides whether the recipe fits there."""
+        for device in self.devices:
+            for row in self.rows:
+                if row.name == self.decides and row.device in (None, device):
+                    yield device, row
 
     def peak_with_evaluation(self, memory: StepMemory) -> int:
         """Return the most that a run with such steps needs, in bytes."""
@@ -108,20 +117,33 @@ def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Seque
     `devices`: the planner chooses for the memory of each; times are the first one's. `names`: of the fixed modes to
     predict; all of them if empty.
     """
+    *_, found = growing(subject, devices, say, names)
+    return found
+
+
+def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Iterator[Estimate]:
+    """Yield what `estimate` returns as it grows: first with what decides whether the recipe fits, then row by row."""
     predictor = Predictor(subject, devices[0])
-    rows = [*_own(predictor, say), *_fixed(predictor, say, names or tuple(FIXED))]
-    rows += [_auto(predictor, device, say) for device in devices]
-    decides = RECIPE if any(row.name == RECIPE for row in rows) else AUTO
+    decides = AUTO if is_auto(subject.recipe) else RECIPE
+    planned = (_auto(predictor, device, say) for device in devices)
+    rows = tuple(planned) if decides == AUTO else (_own(predictor, say),)
     say("Simulating an evaluation ...")
-    return Estimate(subject, tuple(devices), tuple(rows), decides, predictor.evaluation())
+    found = Estimate(subject, tuple(devices), rows, decides, predictor.evaluation())
+    yield found
+    # Nothing is left of the planner's rows where they were first.
+    for row in chain(_fixed(predictor, say, names or tuple(FIXED)), planned):
+        found = replace(found, rows=(*found.rows, row))
+        yield found
 
 
-def _own(predictor: Predictor, say: Say) -> Iterator[Row]:
-    subject = predictor.subject
-    if is_auto(subject.recipe):
-        return
-    say(f"Simulating {subject.title} ...")
-    yield Row(RECIPE, predictor.memory(subject.plan))
+def num_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
+    """Return how many rows an estimate will have."""
+    return len(names or FIXED) + len(devices) + (not is_auto(subject.recipe))
+
+
+def _own(predictor: Predictor, say: Say) -> Row:
+    say(f"Simulating {predictor.subject.title} ...")
+    return Row(RECIPE, predictor.memory(predictor.subject.plan))
 
 
 def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row]:

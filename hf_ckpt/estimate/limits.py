@@ -196,7 +196,8 @@ def sizes_table(found: FittingSizes) -> str:
         for row in found.rows
     ]
     lines = [f"hf-ckpt estimate {found.subject.title}", *facts(found.subject.facts), ""]
-    return "\n".join([*lines, *columns([header, *body], numeric=(2, 3, 4))])
+    bound = ["*: all that the model has positions for"] if any(map(_is_bound, found.rows)) and found.is_length else []
+    return "\n".join([*lines, *columns([header, *body], numeric=(2, 3, 4)), *bound])
 
 
 def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
@@ -221,8 +222,12 @@ def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
 def _number(row: FittingSize, found: FittingSizes) -> str:
     if not row.limit.number:
         return "none"
-    more = " (all the model has positions for)" if row.limit.is_bound and found.is_length else ""
-    return f"{row.limit.number:,} {found.unit}{more}"
+    mark = "*" if _is_bound(row) and found.is_length else ""
+    return f"{row.limit.number:,} {found.unit}{mark}"
+
+
+def _is_bound(row: FittingSize) -> bool:
+    return bool(row.limit.number) and row.limit.is_bound
 
 
 def _peak(row: FittingSize) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError, RecipeError
+from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, subject_of
-from hf_ckpt.estimate.tables import columns, exactness_as_json, facts, facts_of, format_seconds, memory_as_json
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.policy.plan import Plan
@@ -34,38 +34,51 @@ class PlannedRecipe:
     exactness: Exactness | None  # Whether it is bitwise, and the time that takes.
     chain: Chain  # The step as the planner saw it.
     fixed: dict[str, StepMemory]  # What it needs under fixed modes that were simulated too.
+    evaluation: StepMemory | None = None  # What a batch of its evaluation needs; None where it does not evaluate.
+    assumed: str = ""  # Why the device, where none was named.
 
     def steps(self) -> dict[str, StepMemory]:
         """Return the simulated steps by name."""
         return {**self.fixed, AUTO: self.memory}
 
 
-def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> Device:
-    """Return the device to plan for.
+def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple[Device, str]:
+    """Return the device to plan for, and in words why, where no name was given.
 
     `name`: as the user wrote it; None takes this machine's GPU, or, where there is none and the budget is an amount, a
     card that has as much. `budget`: as the user wrote it, if at all.
     """
     if name is not None:
-        return find_device(name)
+        return find_device(name), ""
     own = this_device()
-    if own.is_cuda or recipe.training.get("use_cpu"):
-        return own if own.is_cuda else devices_for(recipe, ())[0]
+    if own.is_cuda:
+        return own, "this machine's GPU, as no --device was given"
+    if recipe.training.get("use_cpu"):
+        return devices_for(recipe, ())[0], "the recipe trains on the CPU, and no --device was given"
     if budget is None or budget.num_bytes is None:
         raise RecipeError(
             "There is no GPU here, and neither device nor amount was given. Add --device rtx4090, or an amount: "
             "--memory-budget 22GiB."
         )
-    return usual_device_with(budget.num_bytes)
+    device = usual_device_with(budget.num_bytes)
+    which = "smallest usual card with" if budget.num_bytes <= device.memory_bytes else "largest usual card, for"
+    return device, f"the {which} {budget}, as there is no GPU here and no --device was given"
 
 
 def plan_recipe(
-    subject: Subject, device: Device, budget: Budget | None, say: Callable[[str], None], *, with_fixed: bool = False
+    subject: Subject,
+    device: Device,
+    budget: Budget | None,
+    say: Callable[[str], None],
+    *,
+    assumed: str = "",
+    with_fixed: bool = False,
 ) -> PlannedRecipe:
     """Return the fastest plan that fits.
 
-    `device`: whose speed is taken, and whose memory where the budget is none or a fraction. `budget`: what the step may
-    use; None takes the recipe's, or the device's memory less its reserve.
+    `device`: whose speed is taken, and whose memory where the budget is none or a fraction; `assumed`: why this one,
+    where none was named. `budget`: what the step may use; None takes the recipe's, or the device's memory less its
+    reserve.
     """
     if budget is not None:
         subject = replace(subject, command_options={**subject.command_options, "memory_budget": budget.key})
@@ -78,7 +91,18 @@ def plan_recipe(
     say("Simulating and planning ...")
     found = predictor.planned(num_bytes, say, compare=True)
     fixed = _fixed(predictor, say) if with_fixed else {}
-    return PlannedRecipe(subject, device, num_bytes, found.plan, found.memory, found.exactness, found.chain, fixed)
+    return PlannedRecipe(
+        subject,
+        device,
+        num_bytes,
+        found.plan,
+        found.memory,
+        found.exactness,
+        found.chain,
+        fixed,
+        predictor.evaluation(),
+        assumed,
+    )
 
 
 def _fixed(predictor: Predictor, say: Callable[[str], None]) -> dict[str, StepMemory]:
@@ -94,44 +118,20 @@ def _fixed(predictor: Predictor, say: Callable[[str], None]) -> dict[str, StepMe
     return found
 
 
-def text(found: PlannedRecipe) -> str:
-    """Return a plan and what it needs as text, equal layers on one line."""
-    memory, device = found.memory, found.device
-    rows = [
-        *found.subject.facts,
-        *facts_of(device),
-        ("budget", format_bytes(found.budget_bytes)),
-    ]
-    time = memory.time
-    parts = [(name, getattr(time, name)) for name in ("forward", "backward", "recomputation", "optimizer", "copies")]
-    spent = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
-    sizes = [(str(category), format_bytes(size)) for category, size in memory.by_category.items()]
-    return "\n".join(
-        [
-            f"hf-ckpt plan {found.subject.title}",
-            *facts(rows),
-            "",
-            found.plan.summary(),
-            "",
-            f"Peak {format_bytes(memory.peak_bytes)}, in the {memory.peak_at.describe()}",
-            *columns(sizes, numeric=(1,)),
-            *([f"Host memory {format_bytes(memory.host_bytes)}"] if memory.host_bytes else []),
-            f"Step {format_seconds(time.total)}: {spent}",
-            *([f"Exactness: {found.exactness.describe()}"] if found.exactness is not None else []),
-        ]
-    )
-
-
 def as_json(found: PlannedRecipe) -> dict[str, Any]:
     """Return a plan and what it needs as JSON types."""
     return {
         "recipe": found.subject.title,
         "device": found.device.name,
+        "device_was_assumed": found.assumed,
+        "card": device_as_json(found.device),
         "budget_bytes": found.budget_bytes,
+        "verdict": verdict_as_json(found.device, found.memory, found.evaluation),
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         **memory_as_json(found.memory),
         "exactness": None if found.exactness is None else exactness_as_json(found.exactness),
         "plan": json.loads(found.plan.to_json()),
+        "plan_in_words": found.plan.summary(),
     }
 
 

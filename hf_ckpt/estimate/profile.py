@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.estimate.documents import device_as_json, memory_as_json
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, random_model, subject_of
-from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds, memory_as_json
+from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds
 from hf_ckpt.loading.model import build_model, find_config
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.measure.calibrate import calibrate
@@ -75,7 +76,7 @@ def measure(
 def text(found: Measured) -> str:
     """Return what was measured and predicted as text."""
     parts = [f"hf-ckpt profile {found.subject.title}"]
-    parts += facts([*found.subject.facts, *facts_of(found.device), *_rates(found.device)])
+    parts += facts([*found.subject.facts, *facts_of(device_as_json(found.device)), *_rates(found.device)])
     return "\n".join([*parts, "", found.profile.table(), "", *_beside(found)])
 
 

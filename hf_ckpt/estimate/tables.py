@@ -1,48 +1,59 @@
-"""An estimate as a table for a person and as JSON for a program."""
+"""What is printed, from JSON: estimates and plans as text of 80 columns. Pure Python, so that nothing waits for torch.
+
+An estimate can be printed while it grows: `opening`, `row_text` of each row, `closing`; `table` is all of it.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hf_ckpt.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
-from hf_ckpt.planner.advice import Exactness
-from hf_ckpt.regions.offload import host_memory
-from hf_ckpt.simulation.devices import Device, reserve, this_device
-from hf_ckpt.simulation.step_memory import StepMemory
-from hf_ckpt.units import format_bytes
+from hf_ckpt.units import UNITS, format_bytes
 
+Document = Mapping[str, Any]
+"""What `documents.as_json` returns, or a part of it."""
+
+WIDTH = 80
 _SHOWN_CATEGORIES = 2
-_WIDTH = 120
+_NAME_WIDTH, _LEAST_NAME_WIDTH = 26, 17
+_PEAK_WIDTH, _STEP_WIDTH, _HOST_WIDTH, _FIT_WIDTH = 9, 7, 9, 7
+_MOST_DEVICES = 3
 
 
-def table(found: Estimate) -> str:
-    """Return an estimate as text."""
-    lines = [f"hf-ckpt estimate {found.subject.title}", *facts(found.subject.facts), *_devices(found), ""]
-    header = ("plan", "peak", "most of it", "when", *_time_header(found), *_host_header(found), *_fit_headers(found))
-    lines += columns([header, *(_cells(found, row) for row in found.rows)], numeric=(1, 4, *_host_column(found)))
-    return "\n".join(
-        [*lines, "", *_refusals(found), *_exactness(found), *_evaluation(found), verdict(found), *_host(found)]
-    )
+def wrapped(text: str, indent: str = "", hang: str | None = None) -> str:
+    """Return text in lines of at most `WIDTH` columns, broken at blanks. `hang`: of lines after the first."""
+    lines = []
+    for line in text.split("\n"):
+        # Lines of advice: options to copy, and a comment.
+        options, mark, comment = line.partition("  # ")
+        parts = [options, f"    # {comment}"] if mark and len(indent + line) > WIDTH else [line]
+        for part in parts:
+            own = part[: len(part) - len(part.lstrip())]
+            begin, rest = indent + own, (indent if hang is None else hang) + own
+            filled = textwrap.fill(
+                # A number and its unit stay together.
+                re.sub(r"(\d) (?=([KMGT]i)?B\b|m?s\b)", "\\1\xa0", part.strip()),
+                WIDTH,
+                initial_indent=begin,
+                subsequent_indent=rest,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+            lines.append(filled.replace("\xa0", " "))
+    return "\n".join(lines)
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield (name, text) rows as two columns."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, text in rows:
-        yield textwrap.fill(
-            text,
-            _WIDTH,
-            initial_indent=f"  {name:<{width}}  ",
-            subsequent_indent=" " * (width + 4),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        yield wrapped(text, f"  {name:<{width}}  ", " " * (width + 4))
 
 
 def columns(rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> Iterator[str]:
@@ -56,246 +67,270 @@ def columns(rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> Itera
         yield f"  {'  '.join(cells)}".rstrip()
 
 
-def verdict(found: Estimate) -> str:
-    """Return whether the recipe fits, in a sentence for each device."""
-    rows = [row for row in found.rows if row.name == found.decides]
-    what = "The recipe's plan" if found.decides == "recipe" else "The planner's choice"
-    if found.subject.plan is None and found.decides == "recipe":
-        what = "The recipe, which has no plan,"
-    return "\n".join(
-        _sentence(what, found, row, device) for device in found.devices for row in _of_device(rows, device)
-    )
+def facts_of(device: Document) -> list[tuple[str, str]]:
+    """Return rows of `facts`: a device in words, with what it has beside a step, and which attention it runs."""
+    low, high = device["reserve_bytes"]
+    rows = [
+        (
+            "device",
+            f"{device['title']}, {format_bytes(device['memory_bytes'])}, of which {_range(low, high)} are left for "
+            f"{', '.join(device['reserve_for'])}",
+        )
+    ]
+    attention = device["attention"]
+    return rows if attention is None else [*rows, ("attention", f"{device['name']}: {attention}")]
 
 
-def as_json(found: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON types."""
-    return {
-        "recipe": found.subject.title,
-        "fits": found.fits,
-        "decides": found.decides,
-        "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
-        "devices": [_device_as_json(found, device) for device in found.devices],
-        "rows": [_row_as_json(found, row) for row in found.rows],
-        "evaluation": None if found.evaluation is None else memory_as_json(found.evaluation),
-        "host": [
-            {"device": device.name, "needed_bytes": needed, "free_bytes": _free_host_bytes(found, device)}
-            for device, needed in _needed_of_host(found)
-        ],
-    }
+def format_seconds(seconds: float) -> str:
+    """Return seconds with three digits, in milliseconds below one."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+# --- An estimate. ---
+
+
+def table(document: Document, *, is_verbose: bool = False) -> str:
+    """Return an estimate as text."""
+    rows = [row_text(document, row, is_verbose=is_verbose) for row in document["rows"]]
+    return "\n".join([opening(document), *filter(None, rows), closing(document, is_verbose=is_verbose)])
+
+
+def opening(document: Document) -> str:
+    """Return what stands above the rows: the verdict, what was taken for what, and the header."""
+    named = [
+        *((fact["name"], fact["text"]) for fact in document["facts"]),
+        *(fact for device in document["devices"] for fact in facts_of(device)),
+    ]
+    return "\n".join([_title("estimate", document), *_verdicts(document), "", *facts(named), "", _header(document)])
+
+
+def row_text(document: Document, row: Document, *, is_verbose: bool = False, block: int = 0) -> str:
+    """Return a row; empty where it is for a device of another block. `is_verbose`: with what fills the peak, and when.
+
+    `block`: devices for which there is no room beside the first ones have another block of columns.
+    """
+    devices = _blocks(document)[block]
+    where = [device for device in devices if row.get("device") in (None, device["name"])]
+    if not where:
+        return ""
+    is_only_device = len(document["devices"]) == 1
+    name = row["name"] if is_only_device or "device" not in row else f"{row['name']}, {row['device']}"
+    fits = [_fit(row, device, is_only_device) if device in where else "" for device in devices]
+    peak, step, host, what = "-", "", "", []
+    if "peak_bytes" in row:
+        is_timed = row.get("device") in (None, document["devices"][0]["name"])
+        peak, step = _size(row["peak_bytes"]), format_seconds(row["seconds"]["total"]) if is_timed else ""
+        host = _size(row["host_bytes"]) if row["host_bytes"] else ""
+        what = [wrapped(f"{_largest(row)}; {row['peak_at'].replace('aten.', '')}", " " * 6)] if is_verbose else []
+    return "\n".join([_line(devices, name, peak, step, host, fits), *what])
+
+
+def closing(document: Document, *, is_verbose: bool = False) -> str:
+    """Return what stands below the rows; the last line is the verdict."""
+    lines = []
+    for block in range(1, len(_blocks(document))):
+        rows = (row_text(document, row, is_verbose=is_verbose, block=block) for row in document["rows"])
+        lines += ["", _header(document, block), *filter(None, rows)]
+    refusals = [wrapped(f"{row['name']}: {row['refusal']}", hang="  ") for row in document["rows"] if row["refusal"]]
+    notes = [wrapped(note) for note in _notes(document)]
+    return "\n".join([*lines, "", *refusals, *notes, verdict(document)])
+
+
+def verdict(document: Document) -> str:
+    """Return whether the recipe fits, in one line."""
+    by_fit: dict[str, list[Document]] = {"yes": [], "perhaps": [], "no": []}
+    for found in document["verdicts"]:
+        by_fit[found["fits"]].append(found)
+    words = {"yes": "fits on", "perhaps": "perhaps fits on", "no": "does not fit on"}
+    if len(document["verdicts"]) > 1:
+        words |= {"no": "not on"} if by_fit["yes"] or by_fit["perhaps"] else {}
+        words |= {"perhaps": "perhaps on"} if by_fit["yes"] else {}
+    named = [(words[fit], [found["device"] for found in there]) for fit, there in by_fit.items() if there]
+    texts = [
+        "; ".join(f"{word} {', '.join(names)}" for word, names in named),
+        ", ".join(f"{word} {len(names)} of {len(document['verdicts'])} devices" for word, names in named),
+    ]
+    peaks = {found["peak_bytes"] for found in document["verdicts"]}
+    if len(document["verdicts"]) == 1 and None not in peaks:
+        card = format_bytes(document["devices"][0]["memory_bytes"])
+        texts.insert(0, f"{texts[0]}: {format_bytes(*peaks)} of {card}")
+    lines = [f"{_what(document)} {text}." for text in texts]
+    return next((line for line in lines if len(line) <= WIDTH), lines[-1])
+
+
+def _title(command: str, document: Document) -> str:
+    return wrapped(f"hf-ckpt {command} {document['recipe']}", hang="  ")
+
+
+def _what(document: Document) -> str:
+    if document["decides"] == "auto":
+        return "The planner's choice"
+    own = next(row for row in document["rows"] if row["name"] == document["decides"])
+    return "The recipe (no plan)" if own["plan"] is None else "The recipe's plan"
+
+
+_FITS = {"yes": "fits", "perhaps": "perhaps", "no": "does not"}
+
+
+def _verdicts(document: Document) -> Iterator[str]:
+    yield ""
+    yield f"{_what(document)}:"
+    cards = {device["name"]: device for device in document["devices"]}
+    found = document["verdicts"]
+    yield from (wrapped(line, hang="    ") for line in columns([_cells(one, cards[one["device"]]) for one in found]))
+    if any(one["is_evaluation"] for one in found):
+        yield "  The peak is that of a batch of its evaluation."
+    # What is asked and what is true; what to do stands below the rows.
+    refusals = (". ".join(one["refusal"].split(". ")[:2]).rstrip(".") for one in found)
+    yield from (wrapped(f"{text}.", "  ") for text in dict.fromkeys(refusals) if text)
+
+
+def _cells(found: Document, device: Document) -> tuple[str, ...]:
+    peak = "no plan" if found["peak_bytes"] is None else f"peak {format_bytes(found['peak_bytes'])}"
+    reserve, card = _range(*device["reserve_bytes"]), format_bytes(device["memory_bytes"])
+    return device["name"], _FITS[found["fits"]], peak, f"reserve {reserve}", f"of {card}"
+
+
+def _range(low: int, high: int) -> str:
+    """Return two amounts in the unit of the larger one."""
+    text = format_bytes(high)
+    return f"{low / UNITS[text.split()[1]]:.1f} to {text}"
+
+
+def _blocks(document: Document) -> list[list[Document]]:
+    """Return the devices, as many at a time as have room beside each other."""
+    blocks: list[list[Document]] = [[]]
+    for device in document["devices"]:
+        wider = [*blocks[-1], device]
+        if blocks[-1] and (len(wider) > _MOST_DEVICES or _room(wider) < _LEAST_NAME_WIDTH):
+            blocks.append([device])
+        else:
+            blocks[-1] = wider
+    return blocks
+
+
+def _room(devices: Sequence[Document]) -> int:
+    """Return the columns that are left for names."""
+    # "no, 1,023 GiB over", or a column for each device.
+    fits = 20 if len(devices) == 1 else sum(2 + width for width in _fit_widths(devices))
+    return WIDTH - 2 - sum(2 + width for width in (_PEAK_WIDTH, _STEP_WIDTH, _HOST_WIDTH)) - fits
+
+
+def _fit_widths(devices: Sequence[Document]) -> list[int]:
+    return [max(_FIT_WIDTH, len(device["name"])) for device in devices]
+
+
+def _header(document: Document, block: int = 0) -> str:
+    devices = _blocks(document)[block]
+    fits = ["fits"] if len(document["devices"]) == 1 else [device["name"] for device in devices]
+    return _line(devices, "plan", "peak", "step", "host", fits)
+
+
+def _line(devices: Sequence[Document], name: str, peak: str, step: str, host: str, fits: Sequence[str]) -> str:
+    room = min(_NAME_WIDTH, _room(devices))
+    cells = [f"{peak:>{_PEAK_WIDTH}}", f"{step:>{_STEP_WIDTH}}", f"{host:>{_HOST_WIDTH}}"]
+    cells += [f"{fit:<{width}}" for fit, width in zip(fits, _fit_widths(devices), strict=True)]
+    # A name that is too long has a line of its own.
+    above, name = ("", name) if len(name) <= room else (f"  {name}\n", "")
+    return f"{above}  {'  '.join([name.ljust(room), *cells])}".rstrip()
+
+
+def _fit(row: Document, device: Document, is_only_device: bool) -> str:
+    fit: str = row["fits"][device["name"]] if "peak_bytes" in row else "no"
+    if fit != "no" or not is_only_device or "peak_bytes" not in row:
+        return fit
+    return f"no, {_size(row['peak_bytes'] + device['reserve_bytes'][0] - device['memory_bytes'])} over"
+
+
+def _size(num_bytes: int) -> str:
+    """Return bytes in nine columns: what has thousands of a unit has no tenths."""
+    return re.sub(r"(,\d+)\.\d", r"\1", format_bytes(num_bytes))
+
+
+def _largest(memory: Document, number: int | None = None) -> str:
+    ordered = sorted(memory["by_category"].items(), key=lambda item: -item[1])[:number]
+    return ", ".join(f"{category} {format_bytes(num_bytes)}" for category, num_bytes in ordered)
+
+
+def _notes(document: Document) -> Iterator[str]:
+    has_several = len(document["devices"]) > 1
+    if has_several:
+        yield f"Steps are timed for {document['devices'][0]['name']}."
+    exact: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        if "exactness" in row:
+            exact.setdefault(row["exactness"]["text"], []).append(row["device"])
+    for text, names in exact.items():
+        where = f" for {', '.join(names)}" if has_several else ""
+        yield f"The planner's choice{where} is {text}."
+    evaluation = document["evaluation"]
+    if evaluation is not None:
+        peak = format_bytes(evaluation["peak_bytes"])
+        yield f"A batch of its evaluation needs {peak}: {_largest(evaluation, _SHOWN_CATEGORIES)}."
+    yield from _host(document)
+
+
+def _host(document: Document) -> Iterator[str]:
+    """Yield what the plan that decides needs of the host, and what is free where it would run on this machine."""
+    for host in document["host"]:
+        needed, free = format_bytes(host["needed_bytes"]), host["free_bytes"]
+        if free is None:
+            yield f"It needs {needed} of host memory beside {host['device']}."
+        else:
+            is_enough = host["needed_bytes"] <= free
+            fits = "fits" if is_enough else "does not fit: offload fewer layers (fraction), or to disk"
+            yield f"It needs {needed} of host memory; {format_bytes(free)} are free here: it {fits}."
+
+
+# --- A plan. ---
+
+
+def plan_text(document: Document) -> str:
+    """Return a plan and what it needs as text, equal layers on one line. `document`: of `plan.as_json`."""
+    assumed = document["device_was_assumed"]
+    named = [
+        *((fact["name"], fact["text"]) for fact in document["facts"]),
+        *facts_of(document["card"]),
+        *([("assumed", assumed)] if assumed else []),
+        ("budget", format_bytes(document["budget_bytes"])),
+    ]
+    seconds = document["seconds"]
+    parts = [f"{name} {format_seconds(spent)}" for name, spent in seconds.items() if spent and name != "total"]
+    sizes = [(category, format_bytes(num_bytes)) for category, num_bytes in document["by_category"].items()]
+    exactness = document["exactness"]
+    lines = [
+        _title("plan", document),
+        *facts(named),
+        "",
+        *(wrapped(line, hang=" " * 15) for line in document["plan_in_words"].split("\n")),
+        "",
+        wrapped(f"Peak {format_bytes(document['peak_bytes'])}, in the {document['peak_at']}", hang="  "),
+        *columns(sizes, numeric=(1,)),
+        *([f"Host memory {format_bytes(document['host_bytes'])}"] if document["host_bytes"] else []),
+        wrapped(f"Step {format_seconds(seconds['total'])}: {', '.join(parts)}", hang="  "),
+        *([wrapped(f"Exactness: {exactness['text']}", hang="  ")] if exactness is not None else []),
+        wrapped(_verdict_on_plan(document), hang="  "),
+    ]
+    return "\n".join(lines)
+
+
+def _verdict_on_plan(document: Document) -> str:
+    found, card = document["verdict"], document["card"]
+    words = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}[found["fits"]]
+    peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
+    reserve, of = _range(*card["reserve_bytes"]), format_bytes(card["memory_bytes"])
+    return f"The plan {words} on {card['name']}: {peak}, reserve {reserve}, of {of}."
+
+
+# --- JSON text. ---
 
 
 def to_json(read: Mapping[str, Any], words: Sequence[str]) -> str:
     """Return JSON text, with the command that made it and the versions that it holds for."""
     command = shlex.join(["hf-ckpt", *words])
     return json.dumps({"command": command, "versions": versions(), **read}, indent=1, allow_nan=False)
-
-
-def memory_as_json(memory: StepMemory) -> dict[str, Any]:
-    """Return what a step needs as JSON types, without the timeline and the ledger."""
-    time = memory.time
-    return {
-        "peak_bytes": memory.peak_bytes,
-        "peak_at": memory.peak_at.describe(),
-        "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
-        "host_bytes": memory.host_bytes,
-        "tokens": memory.tokens,
-        "seconds": {
-            "forward": time.forward,
-            "backward": time.backward,
-            "recomputation": time.recomputation,
-            "optimizer": time.optimizer,
-            "copies": time.copies,
-            "total": time.total,
-        },
-        "num_flops": {str(phase): flops for phase, flops in memory.num_flops.items()},
-    }
-
-
-def exactness_as_json(exactness: Exactness) -> dict[str, Any]:
-    """Return how exact a plan is as JSON types."""
-    return {
-        "is_bitwise": exactness.is_bitwise,
-        "inexact": list(exactness.inexact),
-        "of_none": exactness.of_none,
-        "inexact_of_none": exactness.inexact_of_none,
-        "text": exactness.describe(),
-    }
-
-
-# --- The table. ---
-
-
-def _devices(found: Estimate) -> Iterator[str]:
-    width = max((len(name) for name, _ in found.subject.facts), default=0)
-    rows = [row for device in found.devices for row in facts_of(device)]
-    yield from facts([(name.ljust(width), text) for name, text in rows])
-
-
-def facts_of(device: Device) -> list[tuple[str, str]]:
-    """Return rows of `facts`: a device in words, with what it has beside a step, and which attention it runs."""
-    attention = device.describe_attention()
-    rows = [("device", describe_device(device))]
-    return rows if attention is None else [*rows, ("attention", f"{device.name}: {attention}")]
-
-
-def describe_device(device: Device) -> str:
-    """Return a device in words, with what it has beside a step."""
-    kept = reserve(device)
-    names = ", ".join(item.name for item in kept.items)
-    return (
-        f"{device.title}, {format_bytes(device.memory_bytes)}, of which {format_bytes(kept.low_bytes)} to "
-        f"{format_bytes(kept.high_bytes)} are left for {names}"
-    )
-
-
-def format_seconds(seconds: float) -> str:
-    """Return seconds with three digits, in milliseconds below one."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _time_header(found: Estimate) -> tuple[str]:
-    return ("step" if len(found.devices) == 1 else f"step, {found.devices[0].name}",)
-
-
-def _host_header(found: Estimate) -> tuple[str, ...]:
-    """Return the header of what waits on the host, where something does under one of the plans."""
-    return ("host",) if any(row.memory is not None and row.memory.host_bytes for row in found.rows) else ()
-
-
-def _host_column(found: Estimate) -> tuple[int, ...]:
-    return (5,) if _host_header(found) else ()
-
-
-def _fit_headers(found: Estimate) -> tuple[str, ...]:
-    return ("fits",) if len(found.devices) == 1 else tuple(device.name for device in found.devices)
-
-
-def _cells(found: Estimate, row: Row) -> tuple[str, ...]:
-    memory = row.memory
-    name = row.name if row.device is None or len(found.devices) == 1 else f"{row.name}, {row.device.name}"
-    if memory is None:
-        fits = ("no" if row.device in (None, device) else "" for device in found.devices)
-        return name, "-", "", "", "", *("" for _ in _host_header(found)), *fits
-    fits = (_fit(memory, device) if row.device in (None, device) else "" for device in found.devices)
-    is_timed = row.device in (None, found.devices[0])
-    time = format_seconds(memory.time.total) if is_timed else ""
-    largest = _largest(memory, _SHOWN_CATEGORIES if len(found.devices) == 1 else 1)
-    host = ((format_bytes(memory.host_bytes) if memory.host_bytes else "") for _ in _host_header(found))
-    return name, format_bytes(memory.peak_bytes), largest, _when(memory), time, *host, *fits
-
-
-def _largest(memory: StepMemory, number: int) -> str:
-    ordered = sorted(memory.by_category.items(), key=lambda item: -item[1])[:number]
-    return ", ".join(f"{category} {format_bytes(num_bytes)}" for category, num_bytes in ordered)
-
-
-def _when(memory: StepMemory) -> str:
-    place = memory.peak_at
-    # Outside the layers the operator is all that tells.
-    return place.describe().replace("aten.", "") if place.layer_idx is None else place.describe().partition(", ")[0]
-
-
-def _fit(memory: StepMemory, device: Device) -> str:
-    fit = fit_of(memory.peak_bytes, device)
-    if fit is not Fit.NO:
-        return str(fit)
-    return f"no, {format_bytes(_missing(memory, device))} too much"
-
-
-def _missing(memory: StepMemory, device: Device) -> int:
-    return memory.peak_bytes + reserve(device).low_bytes - device.memory_bytes
-
-
-def _refusals(found: Estimate) -> Iterator[str]:
-    for row in found.rows:
-        if row.refusal:
-            said, *lines = f"{row.name}: {row.refusal}".split("\n")
-            yield "\n".join([textwrap.fill(said, _WIDTH, break_on_hyphens=False), *lines])
-    if any(row.refusal for row in found.rows):
-        yield ""
-
-
-def _exactness(found: Estimate) -> Iterator[str]:
-    for row in found.rows:
-        if row.exactness is not None:
-            where = f" for {row.device.name}" if row.device is not None and len(found.devices) > 1 else ""
-            yield f"The planner's choice{where} is {row.exactness.describe()}."
-
-
-def _of_device(rows: Sequence[Row], device: Device) -> list[Row]:
-    return [row for row in rows if row.device in (None, device)]
-
-
-def _evaluation(found: Estimate) -> Iterator[str]:
-    if found.evaluation is not None:
-        peak, largest = found.evaluation.peak_bytes, _largest(found.evaluation, _SHOWN_CATEGORIES)
-        yield f"A batch of its evaluation needs {format_bytes(peak)}: {largest}."
-
-
-def _host(found: Estimate) -> Iterator[str]:
-    """Yield what the plan that decides needs of the host, and what is free where it would run on this machine."""
-    for device, needed in _needed_of_host(found):
-        free = _free_host_bytes(found, device)
-        if free is None:
-            yield f"It needs {format_bytes(needed)} of host memory beside {device.name}."
-        else:
-            fits = "fits" if needed <= free else "does not fit: offload fewer layers (fraction), or to disk"
-            yield f"It needs {format_bytes(needed)} of host memory; {format_bytes(free)} are free here: it {fits}."
-
-
-def _needed_of_host(found: Estimate) -> Iterator[tuple[Device, int]]:
-    for device in found.devices:
-        for row in _of_device([row for row in found.rows if row.name == found.decides], device):
-            if row.memory is not None and row.memory.host_bytes:
-                yield device, row.memory.host_bytes
-
-
-def _free_host_bytes(found: Estimate, device: Device) -> int | None:
-    """Return the free host memory where the device is this machine's; None elsewhere, and where it cannot be told."""
-    offload = found.subject.allowed.offload
-    trusts = offload is not None and offload.trust_host_memory
-    return host_memory.available_bytes(trusts=trusts) if device.is_cuda and device == this_device() else None
-
-
-def _sentence(what: str, found: Estimate, row: Row, device: Device) -> str:
-    if row.memory is None:
-        return f"{what} does not fit on {device.name}: {row.refusal.partition('. ')[0]}."
-    kept, peak = reserve(device), found.peak_with_evaluation(row.memory)
-    words = {Fit.YES: "fits", Fit.PERHAPS: "may fit, with nothing to spare,", Fit.NO: "does not fit"}
-    return (
-        f"{what} {words[fit_of(peak, device)]} on {device.name}: {format_bytes(peak)} and "
-        f"{format_bytes(kept.low_bytes)} to {format_bytes(kept.high_bytes)} beside it, of "
-        f"{format_bytes(device.memory_bytes)}."
-    )
-
-
-# --- JSON. ---
-
-
-def _device_as_json(found: Estimate, device: Device) -> dict[str, Any]:
-    kept = reserve(device)
-    return {
-        "name": device.name,
-        "title": device.title,
-        "memory_bytes": device.memory_bytes,
-        "reserve_bytes": [kept.low_bytes, kept.high_bytes],
-        "attention": device.describe_attention(),
-        "budget_bytes": budget_of(found.subject, device),
-    }
-
-
-def _row_as_json(found: Estimate, row: Row) -> dict[str, Any]:
-    read: dict[str, Any] = {"name": row.name, "refusal": row.refusal}
-    if row.device is not None:
-        read["device"] = row.device.name
-    if row.exactness is not None:
-        read["exactness"] = exactness_as_json(row.exactness)
-    if row.memory is not None:
-        devices = [device for device in found.devices if row.device in (None, device)]
-        read |= memory_as_json(row.memory)
-        read["fits"] = {device.name: str(fit_of(row.memory.peak_bytes, device)) for device in devices}
-        read["plan"] = None if row.memory.plan is None else json.loads(row.memory.plan.to_json())
-    return read
 
 
 _PACKAGES = ("hf_ckpt", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")

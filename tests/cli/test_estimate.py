@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from tests import small_recipes, steps_by_hand
 
-Estimates = Callable[..., list[tuple[Subject, tuple[Device, ...]]]]
-
+Asked = tuple[Subject, tuple[Device, ...], Sequence[str]]
+Estimates = Callable[..., list[Asked]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
@@ -30,17 +33,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations"
 def estimated(monkeypatch: pytest.MonkeyPatch) -> Estimates:
     """Puts steps made by hand in the place of simulated ones, and returns what was asked for."""
 
-    def put(saved_gib: float) -> list[tuple[Subject, tuple[Device, ...]]]:
-        asked = []
+    def put(saved_gib: float, *, is_interrupted: bool = False) -> list[Asked]:
+        asked: list[Asked] = []
 
-        def estimate(subject: Subject, devices: tuple[Device, ...], say: Callable[[str], None]) -> Estimate:
-            asked.append((subject, devices))
+        def growing(
+            subject: Subject, devices: tuple[Device, ...], say: Callable[[str], None], names: Sequence[str]
+        ) -> Iterator[Estimate]:
+            asked.append((subject, devices, names))
             say("Simulating ...")
             print("what a library prints")
-            rows = (Row(RECIPE, steps_by_hand.step(saved_gib)), Row(AUTO, steps_by_hand.step(0.1), device=devices[0]))
-            return Estimate(subject, devices, rows, RECIPE)
+            found = Estimate(subject, devices, (Row(RECIPE, steps_by_hand.step(saved_gib)),), RECIPE)
+            yield found
+            say("Planning ...")
+            if is_interrupted:
+                raise KeyboardInterrupt
+            auto = Row(AUTO, steps_by_hand.step(0.1), device=devices[0])
+            yield replace(found, rows=(*found.rows, auto))
 
-        monkeypatch.setattr(estimates, "estimate", estimate)
+        monkeypatch.setattr(estimates, "growing", growing)
         return asked
 
     return put
@@ -56,9 +66,61 @@ def test_exit_code_tells_whether_the_recipes_plan_fits(
     estimated(saved_gib)
     assert main(["estimate", str(small_recipes.write(tmp_path)), "--device", "rtx4090"]) == code
     printed = capsys.readouterr()
-    assert printed.out.startswith("hf-ckpt estimate ")
+    assert printed.out.startswith("hf-ckpt estimate")
     assert "what a library prints" not in printed.out
-    assert printed.err.endswith("Building the model without weights ...\nSimulating ...\n")
+    assert printed.err.endswith("Building the model without weights ...\nSimulating ...\nPlanning ...\n")
+    # Above the rows, and in the last line.
+    verdict, last = printed.out.split("  plan ")[0], printed.out.splitlines()[-1]
+    assert ("does not" if code else "fits  peak") in verdict
+    assert (" does not fit on rtx4090" if code else " fits on rtx4090") in last
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_c_leaves_the_rows_that_were_printed(
+    estimated: Estimates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimated(1.0, is_interrupted=True)
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--device", "rtx4090"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].split() == [*("recipe", "8.5", "GiB", "2", "s", "yes")]
+    assert printed.err.endswith("Planning ...\nStopped by Ctrl-C after 1 of 13 rows.\n")
+
+
+def test_terminal_has_a_bar_that_leaves_nothing_behind(
+    estimated: Estimates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimated(1.0)
+    screen = _Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--device", "rtx4090"]) == 0
+    written = screen.getvalue()
+    assert "\r[#                   ] 1 of 13  Planning ..." in written
+    assert "\x1b" not in written
+    # Each line ends with the text that was written last from its left edge on.
+    assert not any("[" in line.split("\r")[-1] for line in written.splitlines(keepends=True))
+    assert max(len(part) for part in re.split(r"[\r\n]", written)) <= 80
+
+
+def test_quick_estimate_has_two_fixed_modes(estimated: Estimates, tmp_path: Path) -> None:
+    asked = estimated(1.0)
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--quick"]) == 0
+    ((_, _, names),) = asked
+    assert names == ("none", "full")
+
+
+def test_verbose_rows_say_what_fills_the_peak_and_when(
+    estimated: Estimates, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimated(1.0)
+    assert main(["estimate", str(small_recipes.write(tmp_path)), "--device", "rtx4090", "-v"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "parameters 4.0 GiB, saved activations 4.0 GiB, logits and loss 512.0 MiB; forward, _log_softmax" in words
 
 
 def test_json_stands_alone_on_standard_output(
@@ -73,7 +135,7 @@ def test_options_reach_the_estimate(estimated: Estimates, tmp_path: Path) -> Non
     asked = estimated(1.0)
     words = ["--device", "rtx4090", "--device", "h100", "--engine", "fsdp2", "--processes", "4", "data.max_length=32"]
     assert main(["estimate", str(small_recipes.write(tmp_path)), *words, "--exact", "true"]) == 0
-    ((subject, devices),) = asked
+    ((subject, devices, _),) = asked
     assert [device.name for device in devices] == ["rtx4090", "h100"]
     assert (subject.step.sharding.engine, subject.step.sharding.world_size) == ("fsdp2", 4)
     assert subject.step.seq_length == 32
@@ -148,7 +210,10 @@ def test_wrong_recipe_is_refused_before_torch_is_loaded(command: str, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["estimate", "--help"], "exit codes: 0 the recipe fits; 1 it does not; 2 wrong input"),
+        (
+            ["estimate", "--help"],
+            "exit codes: 0 the recipe fits; 1 it does not, or only perhaps; 2 wrong input; 130 Ctrl-C",
+        ),
         (["plan", "--help"], "exit codes: 0 there is a plan; 1 none fits; 2 wrong input"),
         (["profile", "--help"], "forward, backward and recomputation"),
         (["--help"], "hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090"),
@@ -171,6 +236,8 @@ def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     # Everything fits.
     assert "model.layers: 4 layers\n  0 to 3       none\n" in printed.out
     assert "Peak " in printed.out
+    assert "assumed" not in printed.out
+    assert printed.out.splitlines()[-1].startswith("The plan fits on rtx4090: peak ")
     assert f"checkpointing.policy={out}" in printed.err
     assert Plan.from_json(out.read_text()).stacks[0].path == "model.layers"
 
@@ -181,6 +248,15 @@ def test_plan_as_json_has_the_plan_and_its_figures(tmp_path: Path, capsys: pytes
     assert read["budget_bytes"] == 2**30
     assert Plan.from_json(json.dumps(read["plan"])).model_class == "LlamaForCausalLM"
     assert read["peak_bytes"] == sum(read["by_category"].values())
+
+
+def test_plan_says_which_device_it_assumed_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on_gpu = {"use_cpu": False}
+    assert main(["plan", str(small_recipes.write(tmp_path, training=on_gpu)), "--memory-budget", "23GiB"]) == 0
+    printed = capsys.readouterr().out
+    assumed = "assumed the smallest usual card with 23GiB, as there is no GPU here and no --device was given"
+    assert assumed in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_budget_that_nothing_fits_ends_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
