@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.estimate.estimate import Estimate, Say
+from hf_ckpt.estimate.estimate import RECIPE, Estimate, Say
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, describe_batch
 from hf_ckpt.planner.chain import FULL, NONE, Chain
 from hf_ckpt.planner.pareto import frontier
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.plots import Curve, draw_checkpoints, draw_frontier, draw_steps
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.structure.layers import Stack
 
 _POINTS = 60
+_PANELS = (RECIPE, "none", "full", "selective", "segments", AUTO)
+"""The rows whose memory is drawn over the step; the others are in the frontier."""
 
 
 def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
@@ -25,7 +28,8 @@ def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
     subject, device = found.subject, found.devices[0]
     steps, predictor = found.steps(), Predictor(subject, device)
     title = _title(subject, device)
-    draw_steps(steps, path, title=title, limit_bytes=device.memory_bytes)
+    shown = {name: steps[name] for name in _PANELS if name in steps}
+    draw_steps(shown, path, title=title, limit_bytes=device.memory_bytes)
     yield path
     chain = predictor.chain
     yield draw_planned(chain, steps, _beside(path, "frontier"), subject=subject, device=device)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GIB = 2**30
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 COLOURS: Mapping[Category, str] = {
     Category.PARAMETERS: "#999999",
@@ -34,6 +34,12 @@ COLOURS: Mapping[Category, str] = {
     Category.TEMPORARY: "#F0E442",
 }
 """Of each category, in the order in which they are stacked: what lasts longest lies lowest."""
+
+_DARK = (Category.GATHERED, Category.OPTIMIZER, Category.WORKSPACES)
+"""Those that are written on in white."""
+
+Line = Sequence[tuple[float, float]]
+"""Points of a line in a panel."""
 
 _LINE, _MARK, _SECOND, _LIMIT = "#0072B2", "#D55E00", "#009E73", "#000000"
 _DPI = 100
@@ -55,6 +61,18 @@ class Curve:
     """(x, bytes); x in the unit of the picture."""
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """A unit that suits the numbers of a picture."""
+
+    name: str
+    size: float
+
+    def format(self, value: float, position: float | None = None) -> str:
+        """Return the text of a tick."""
+        return f"{value / self.size:g}"
+
+
 def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit_bytes: int | None = None) -> None:
     """Draw memory over the step into a PNG, stacked by category, with one panel for each step.
 
@@ -64,19 +82,25 @@ def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit
     num_rows = math.ceil(len(steps) / num_columns)
     figure = _figure((_PANEL[0] * num_columns + 0.6, _PANEL[1] * num_rows + 1.5), title)
     axes = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
-    top = max(step.peak_bytes for step in steps.values()) / GIB
+    unit = _unit_of(max(step.peak_bytes for step in steps.values()))
     longest = max(_x_of(step.timeline, -1) for step in steps.values())
+    clock = _clock_of(longest)
+    top = max(step.peak_bytes for step in steps.values()) / unit.size
     for (name, step), panel in zip(steps.items(), axes.flat, strict=False):
         # The panels share their axes, so that a slower plan is seen to be slower.
         panel.set_xlim(0, longest)
-        _draw_step(panel, name, step, top, limit_bytes)
+        panel.set_ylim(0, top * 1.06)
+        _draw_step(panel, name, step, unit)
+        panel.set_xlabel(f"predicted time ({clock.name})" if len(step.timeline.seconds) else "events")
+        if len(step.timeline.seconds):
+            panel.xaxis.set_major_formatter(clock.format)
     for unused in list(axes.flat)[len(steps) :]:
         unused.remove()
     for row in axes:
-        row[0].set_ylabel("memory (GiB)")
+        row[0].set_ylabel(f"memory ({unit.name})")
     _legend(figure, {category for step in steps.values() for category in step.timeline.bytes_by_category})
     for step, panel in zip(steps.values(), axes.flat, strict=False):
-        _name_areas(figure, panel, step)
+        _name_areas(figure, panel, step, unit, _draw_limit(panel, limit_bytes, unit))
     _save(figure, path)
 
 
@@ -89,24 +113,37 @@ def draw_frontier(
     """
     figure = _figure(_SINGLE, title)
     panel = figure.subplots()
-    chosen = sorted(curve.points)
+    unit = _unit_of(max(step.peak_bytes for step in points.values()))
+    clock = _clock_of(max(step.time.total for step in points.values()))
+    chosen = [(seconds, peak / unit.size) for seconds, peak in sorted(curve.points)]
     if chosen:
         times, peaks = zip(*chosen, strict=True)
         # Between two choices the slower one is the best that fits.
-        panel.step(times, _gib(peaks), where="post", color=_LINE, linewidth=2.5, marker=".", markersize=9)
-    marks = [(name, step.time.total, step.peak_bytes / GIB) for name, step in points.items()]
+        panel.step(times, peaks, where="post", color=_LINE, linewidth=2.5, marker=".", markersize=9)
+    marks = list(_marks(points, unit))
     panel.scatter([x for _, x, _ in marks], [y for _, _, y in marks], color=_MARK, s=70, zorder=3)
-    panel.set_xlabel("predicted step time (s)")
-    panel.set_ylabel("predicted peak (GiB)")
+    panel.set_xlabel(f"predicted step time ({clock.name})")
+    panel.set_ylabel(f"predicted peak ({unit.name})")
+    panel.xaxis.set_major_formatter(clock.format)
     _pad(panel)
-    _draw_limit(panel, limit_bytes, at_left=True)
+    limit = _draw_limit(panel, limit_bytes, unit, at_left=True)
     labels = [*marks]
     if chosen:
-        seconds, peak = _farthest(panel, chosen, marks)
-        labels.append((curve.label, seconds, peak / GIB))
+        labels.append((curve.label, *_farthest(panel, chosen, marks)))
     corners = [(after, peak) for (_, peak), (after, _) in pairwise(chosen)]
-    _label(figure, panel, labels, [(x, y / GIB) for x, y in (*chosen, *corners)])
+    stairs = sorted((*chosen, *corners), key=lambda point: (point[0], -point[1]))
+    ends = [] if limit_bytes is None or not limit else [(x, limit_bytes / unit.size) for x in panel.get_xlim()]
+    _label(figure, panel, labels, [stairs, ends], limit)
     _save(figure, path)
+
+
+def _marks(points: Mapping[str, StepMemory], unit: _Unit) -> Iterator[tuple[str, float, float]]:
+    """Yield a label for each point; equal ones share it."""
+    names: dict[tuple[float, float], list[str]] = {}
+    for name, step in points.items():
+        names.setdefault((step.time.total, step.peak_bytes / unit.size), []).append(name)
+    for (seconds, peak), there in names.items():
+        yield " = ".join(there), seconds, peak
 
 
 def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title: str, optimum: float) -> None:
@@ -117,84 +154,92 @@ def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title:
     """
     figure = _figure((_SINGLE[0] * 1.4, _SINGLE[1] * 0.9), title)
     axes = figure.subplots(1, len(pairs), squeeze=False)[0]
+    unit = _unit_of(max(peak for pair in pairs for curve in pair for _, peak in curve.points))
     for panel, (simulated, formula) in zip(axes, pairs, strict=True):
         for curve, style in ((formula, {"linewidth": 2.5}), (simulated, {"marker": "o", "linestyle": "none"})):
             numbers, peaks = zip(*sorted(curve.points), strict=True)
-            panel.plot(numbers, _gib(peaks), color=_LINE if curve is formula else _MARK, markersize=9, **style)
+            panel.plot(
+                numbers,
+                [peak / unit.size for peak in peaks],
+                color=_LINE if curve is formula else _MARK,
+                markersize=9,
+                **style,
+            )
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter(_plain_number)
         panel.axvline(optimum, color=_SECOND, linewidth=2, linestyle="--")
         panel.set_xlabel("checkpoints (segments, each with a saved input)")
         panel.set_title(simulated.label, fontsize=_FONT, loc="left")
         _pad(panel, begins_at_zero=False)
-        panel.set_ylabel("predicted peak (GiB)")
+        panel.set_ylabel(f"predicted peak ({unit.name})")
     for panel, (simulated, formula) in zip(axes, pairs, strict=True):
-        points = [(number, peak / GIB) for number, peak in (*simulated.points, *formula.points)]
-        _label(figure, panel, _labels_of_pair(panel, simulated, formula, optimum), points)
+        marks = [[(number, peak / unit.size)] for number, peak in simulated.points]
+        line = [(number, peak / unit.size) for number, peak in sorted(formula.points)]
+        best = [(optimum, y) for y in panel.get_ylim()]
+        _label(figure, panel, _labels_of_pair(panel, marks, line, formula.label, optimum), [*marks, line, best])
     _save(figure, path)
 
 
 def _labels_of_pair(
-    panel: Axes, simulated: Curve, formula: Curve, optimum: float
+    panel: Axes, marks: Sequence[Line], line: Line, formula: str, optimum: float
 ) -> Iterator[tuple[str, float, float]]:
     low, high = panel.get_ylim()
     yield f"sqrt(L) = {optimum:.3g}", optimum, high - 0.05 * (high - low)
     # The first points are where the curves are far from everything else.
-    number, peak = min(simulated.points)
-    yield "simulated", number, peak / GIB
-    number, peak = sorted(formula.points)[1]
-    yield formula.label, number, peak / GIB
+    number, peak = min(mark[0] for mark in marks)
+    yield "simulated", number, peak
+    number, peak = line[1]
+    yield formula, number, peak
 
 
 # --- One panel of a step. ---
 
 
-def _draw_step(panel: Axes, name: str, step: StepMemory, top: float, limit_bytes: int | None) -> None:
-    timeline = step.timeline
-    moments = _moments(timeline)
-    x = [_x_of(timeline, index) for index in moments]
-    categories = [category for category in COLOURS if category in timeline.bytes_by_category]
-    below = [0.0] * len(moments)
-    for category in categories:
-        column = timeline.bytes_by_category[category]
-        above = [low + column[index] / GIB for low, index in zip(below, moments, strict=True)]
+def _draw_step(panel: Axes, name: str, step: StepMemory, unit: _Unit) -> None:
+    x, areas = _areas(step, unit)
+    for category, below, above in areas:
         panel.fill_between(x, below, above, color=COLOURS[category], linewidth=0)
-        below = above
-    panel.set_title(f"{name}: {step.peak_bytes / GIB:.1f} GiB", fontsize=_FONT, loc="left")
-    panel.set_xlabel("predicted time (s)" if timeline.seconds else "events")
-    panel.set_ylim(0, top * 1.06)
+    panel.set_title(f"{name}: {step.peak_bytes / unit.size:.1f} {unit.name}", fontsize=_FONT, loc="left")
     panel.tick_params(labelbottom=True)
     panel.grid(axis="y", alpha=0.4)
-    _draw_limit(panel, limit_bytes)
 
 
-def _name_areas(figure: Figure, panel: Axes, step: StepMemory) -> None:
-    """Write the name of a category into its area, where the area is large enough."""
-    figure.canvas.draw()
-    moments = _moments(step.timeline)
-    x = [_x_of(step.timeline, index) for index in moments]
+def _areas(step: StepMemory, unit: _Unit) -> tuple[list[float], list[tuple[Category, list[float], list[float]]]]:
+    """Return the moments that are drawn, and the lower and upper edge of each category there, the lowest first."""
+    moments, areas = _moments(step.timeline), []
     below = [0.0] * len(moments)
     for category in COLOURS:
         column = step.timeline.bytes_by_category.get(category)
-        if column is None:
-            continue
-        heights = [column[index] / GIB for index in moments]
-        text = panel.text(x[0], below[0], str(category), fontsize=_FONT - 1, ha="center", va="center")
+        if column is not None:
+            above = [low + column[index] / unit.size for low, index in zip(below, moments, strict=True)]
+            areas.append((category, below, above))
+            below = above
+    return [_x_of(step.timeline, index) for index in moments], areas
+
+
+def _name_areas(figure: Figure, panel: Axes, step: StepMemory, unit: _Unit, taken: Sequence[Any]) -> None:
+    """Write the name of a category into its area, where the area is large enough and nothing else is written."""
+    figure.canvas.draw()
+    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
+    x, areas = _areas(step, unit)
+    for category, below, above in areas:
+        colour = "white" if category in _DARK else "black"
+        text = panel.text(x[0], below[0], str(category), fontsize=_FONT - 1, color=colour, ha="center", va="center")
         width, height = _size_of(figure, panel, text)
-        at, room = max(_rooms(x, heights, 1.1 * width), key=lambda found: found[1], default=(0, 0.0))
-        if room > 1.2 * height:
-            text.set_position((x[at], below[at] + room / 2))
-        else:
+        at, low, high = max(_rooms(x, below, above, 1.1 * width), key=lambda room: room[2] - room[1], default=(0, 0, 0))
+        text.set_position((x[at], (low + high) / 2))
+        if high - low < 1.2 * height or text.get_window_extent(renderer).count_overlaps(taken):
             text.remove()
-        below = [low + height for low, height in zip(below, heights, strict=True)]
 
 
-def _rooms(x: Sequence[float], heights: Sequence[float], width: float) -> Iterator[tuple[int, float]]:
-    """Yield moments that a text of a width can be centred on, with the least height under it."""
+def _rooms(
+    x: Sequence[float], below: Sequence[float], above: Sequence[float], width: float
+) -> Iterator[tuple[int, float, float]]:
+    """Yield moments that a text of a width can be centred on, with the edges that it has to stay between."""
     for at, centre in enumerate(x):
         first, last = bisect_left(x, centre - width / 2), bisect_right(x, centre + width / 2)
         if centre - width / 2 >= x[0] and centre + width / 2 <= x[-1]:
-            yield at, min(heights[first:last])
+            yield at, max(below[first:last]), min(above[first:last])
 
 
 def _size_of(figure: Figure, panel: Axes, text: Any) -> tuple[float, float]:
@@ -217,7 +262,7 @@ def _moments(timeline: Timeline) -> list[int]:
 
 
 def _x_of(timeline: Timeline, index: int) -> float:
-    return timeline.seconds[index] if timeline.seconds else float(range(len(timeline.places))[index])
+    return timeline.seconds[index] if len(timeline.seconds) else float(range(len(timeline.places))[index])
 
 
 def _legend(figure: Figure, used: set[Category]) -> None:
@@ -237,7 +282,7 @@ def _farthest(
     others = [panel.transData.transform((x, y)) for _, x, y in marks]
 
     def distance(point: tuple[float, float]) -> float:
-        here = panel.transData.transform((point[0], point[1] / GIB))
+        here = panel.transData.transform(point)
         return min((math.dist(here, other) for other in others), default=0.0)
 
     return max(points, key=distance)
@@ -247,25 +292,40 @@ def _label(
     figure: Figure,
     panel: Axes,
     given: Iterable[tuple[str, float, float]],
-    kept_free: Iterable[tuple[float, float]] = (),
+    lines: Iterable[Line],
+    written: Sequence[Any] = (),
 ) -> None:
-    """Write each label next to its point, where no other label stands yet, and none of the points to keep free."""
+    """Write each label next to its point, where neither a label nor a point nor a line is; or not at all.
+
+    `written`: the boxes of what is written already.
+    """
     figure.canvas.draw()
     labels = list(given)
-    points = [*((x, y) for _, x, y in labels), *kept_free]
-    taken: list[Any] = [_around(panel, x, y) for x, y in points]
+    taken: list[Any] = [*written, *(_around(panel, x, y) for _, x, y in labels)]
+    taken += [_around(panel, x, y, 2) for line in lines for x, y in _along(panel, line)]
     for text, x, y in labels:
         _place(figure, panel, text, (x, y), taken)
+
+
+def _along(panel: Axes, line: Line) -> Iterator[tuple[float, float]]:
+    """Yield points of a line, so near to each other that no text stands between them."""
+    yield from line
+    for ends in pairwise(line):
+        (left, low), (right, high) = panel.transData.transform(ends)
+        number = int(max(abs(right - left), abs(high - low)) / 4)
+        steps = [step / number for step in range(1, number)]
+        between = [(left + share * (right - left), low + share * (high - low)) for share in steps]
+        if between:
+            yield from panel.transData.inverted().transform(between)
 
 
 def _place(figure: Figure, panel: Axes, text: str, point: tuple[float, float], taken: list[Any]) -> None:
     renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
     frame = panel.get_window_extent(renderer)
-    written: Any = None
+    from matplotlib.text import Text
+
     for (right, up), (horizontal, vertical) in _sides():
-        if written is not None:
-            written.remove()
-        written = panel.annotate(
+        label = panel.annotate(
             text,
             point,
             xytext=(right, up),
@@ -273,19 +333,21 @@ def _place(figure: Figure, panel: Axes, text: str, point: tuple[float, float], t
             ha=horizontal,
             va=vertical,
             fontsize=_FONT,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
             arrowprops={"arrowstyle": "-", "color": "#666666"} if abs(up) > 20 else None,
         )
-        box = written.get_window_extent(renderer)
+        label.update_positions(renderer)
+        # Of the text alone, without the line to its point.
+        box = Text.get_window_extent(label, renderer)
         is_inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
-        if is_inside and not any(box.overlaps(other) for other in taken):
-            break
-    taken.append(written.get_window_extent(renderer))
+        if is_inside and not box.count_overlaps(taken):
+            taken.append(box)
+            return
+        label.remove()
 
 
 def _sides() -> Iterator[tuple[tuple[float, float], tuple[str, str]]]:
     """Yield where a label may stand: right, left, above and below its point, then further away."""
-    for far in (0, 18, 36, 54, 72, 90):
+    for far in range(0, 300, 18):
         for up in (far, -far):
             yield (9, up), ("left", "center")
             yield (-9, up), ("right", "center")
@@ -293,11 +355,11 @@ def _sides() -> Iterator[tuple[tuple[float, float], tuple[str, str]]]:
         yield (0, -12 - far), ("center", "top")
 
 
-def _around(panel: Axes, x: float, y: float) -> Any:
+def _around(panel: Axes, x: float, y: float, pixels: int = 5) -> Any:
     from matplotlib.transforms import Bbox
 
     across, up = panel.transData.transform((x, y))
-    return Bbox.from_extents(across - 5, up - 5, across + 5, up + 5)
+    return Bbox.from_extents(across - pixels, up - pixels, across + pixels, up + pixels)
 
 
 # --- Figures. ---
@@ -313,21 +375,24 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
     return figure
 
 
-def _draw_limit(panel: Axes, limit_bytes: int | None, *, at_left: bool = False) -> None:
-    """Draw what the device has, where that lies in the picture."""
+def _draw_limit(panel: Axes, limit_bytes: int | None, unit: _Unit, *, at_left: bool = False) -> list[Any]:
+    """Draw what the device has, where that lies in the picture; return the boxes of what is written."""
     low, high = panel.get_ylim()
-    if limit_bytes is None or not low < limit_bytes / GIB < high:
-        return
-    panel.axhline(limit_bytes / GIB, color=_LIMIT, linewidth=1.5, linestyle=":")
+    if limit_bytes is None or not low < limit_bytes / unit.size < high:
+        return []
+    panel.axhline(limit_bytes / unit.size, color=_LIMIT, linewidth=1.5, linestyle=":")
     left, right = panel.get_xlim()
-    panel.annotate(
-        f"{limit_bytes / GIB:.1f} GiB",
-        (left if at_left else right, limit_bytes / GIB),
+    label = panel.annotate(
+        f"{limit_bytes / unit.size:.1f} {unit.name}",
+        (left if at_left else right, limit_bytes / unit.size),
         xytext=(4 if at_left else -4, 3),
         textcoords="offset points",
         ha="left" if at_left else "right",
         fontsize=_FONT - 2,
     )
+    figure = panel.figure
+    figure.canvas.draw()
+    return [label.get_window_extent()]
 
 
 def _pad(panel: Axes, *, begins_at_zero: bool = True) -> None:
@@ -349,8 +414,13 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path)
 
 
-def _gib(values: Sequence[float]) -> list[float]:
-    return [value / GIB for value in values]
+def _unit_of(num_bytes: float) -> _Unit:
+    """Return the largest unit of which there is one at least."""
+    return next((_Unit(*unit) for unit in _UNITS if num_bytes >= unit[1]), _Unit(*_UNITS[-1]))
+
+
+def _clock_of(seconds: float) -> _Unit:
+    return _Unit("s", 1.0) if seconds >= 1 else _Unit("ms", 1e-3)
 
 
 def _plain_number(value: float, position: int | None = None) -> str:

@@ -105,7 +105,8 @@ def test_frontier_names_every_mode_and_the_planner(figures: list[Any], tmp_path:
 
 
 def test_labels_of_a_frontier_do_not_cover_each_other(figures: list[Any], tmp_path: Path) -> None:
-    near = {f"mode {number}": steps_by_hand.step(1.0, seconds=2.0 + number / 1000) for number in range(5)}
+    # Of the same peak, so that all want the same place.
+    near = {f"mode {number}": steps_by_hand.step(1.0, seconds=2.0 + number / 1000) for number in range(12)}
     plots.draw_frontier(near, Curve("planner", []), tmp_path / "frontier.png", title="")
     figure = figures[0]
     boxes = [
@@ -113,8 +114,45 @@ def test_labels_of_a_frontier_do_not_cover_each_other(figures: list[Any], tmp_pa
         for text in figure.axes[0].texts
         if text.get_text().startswith("mode")
     ]
-    assert len(boxes) == 5
+    assert len(boxes) == 12
     assert not any(box.overlaps(other) for box in boxes for other in boxes if box is not other)
+
+
+def test_equal_plans_share_a_mark_and_its_label(figures: list[Any], tmp_path: Path) -> None:
+    steps = {"recipe": STEPS["full"], "none": STEPS["none"], "full": STEPS["full"]}
+    plots.draw_frontier(steps, Curve("planner", []), tmp_path / "frontier.png", title="")
+    assert texts(figures[0]) >= {"recipe = full", "none"}
+
+
+def test_no_label_of_a_frontier_lies_on_its_line(figures: list[Any], tmp_path: Path) -> None:
+    curve = Curve("planner", [(2.0, 8.5 * GIB), (2.2, 7.0 * GIB), (3.0, 5.2 * GIB)])
+    plots.draw_frontier(STEPS, curve, tmp_path / "frontier.png", title="")
+    (panel,) = figures[0].axes
+    renderer = figures[0].canvas.get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in panel.texts if text.arrow_patch is None]
+    (line,) = (line for line in panel.lines if len(line.get_xdata()) == 3)
+    assert boxes
+    assert not any(line.get_transform().transform_path(line.get_path()).intersects_bbox(box, False) for box in boxes)
+
+
+def test_small_steps_are_drawn_in_small_units(figures: list[Any], tmp_path: Path) -> None:
+    small = {"none": steps_by_hand.step(2**-10, states_gib=2**-8, seconds=0.002)}
+    plots.draw_steps(small, tmp_path / "steps.png", title="")
+    plots.draw_frontier(small, Curve("planner", []), tmp_path / "frontier.png", title="")
+    steps, frontier = (figure.axes[0] for figure in figures)
+    assert (steps.get_ylabel(), steps.get_xlabel()) == ("memory (MiB)", "predicted time (ms)")
+    assert steps.get_title(loc="left") == "none: 520.0 MiB"
+    assert (frontier.get_ylabel(), frontier.get_xlabel()) == ("predicted peak (MiB)", "predicted step time (ms)")
+    assert plots._clock_of(0.002).format(0.0015) == "1.5"
+
+
+def test_names_of_areas_stay_inside_of_them(figures: list[Any], tmp_path: Path) -> None:
+    plots.draw_steps(STEPS, tmp_path / "steps.png", title="", limit_bytes=2 * GIB)
+    renderer = figures[0].canvas.get_renderer()
+    for panel in figures[0].axes:
+        boxes = [text.get_window_extent(renderer) for text in panel.texts]
+        assert len(boxes) > 1
+        assert not any(box.overlaps(other) for box in boxes for other in boxes if box is not other)
 
 
 def test_checkpoints_have_a_panel_for_each_kind_with_the_optimum(figures: list[Any], tmp_path: Path) -> None:
