@@ -333,7 +333,7 @@ def _place(figure: Figure, panel: Axes, text: str, point: tuple[float, float], t
             ha=horizontal,
             va=vertical,
             fontsize=_FONT,
-            arrowprops={"arrowstyle": "-", "color": "#666666"} if abs(up) > 20 else None,
+            arrowprops={"arrowstyle": "-", "color": "#666666"} if abs(up) > 12 else None,
         )
         label.update_positions(renderer)
         # Of the text alone, without the line to its point.
