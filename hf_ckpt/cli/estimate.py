@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 def _parser() -> argparse.ArgumentParser:
     parser = recipe_parser(
         "estimate",
-        "Predict the memory and the time of a recipe's optimizer step: whether it fits under its own plan, then a row\n"
-        "for that plan, for each mode, and for the fastest plan that fits. Needs no GPU, loads no weights, and trains\n"
-        "nothing.",
-        epilog="""exit codes: 0 the recipe fits; 1 it does not, or only perhaps; 2 wrong input; 130 Ctrl-C
+        "Predict the memory and the time of a recipe's optimizer step: whether it fits\n"
+        "under its own plan, then a row for that plan, for each mode, and for the\n"
+        "fastest plan that fits. Needs no GPU, loads no weights, and trains nothing.",
+        epilog="""exit codes: 0 the recipe fits; 1 it does not, or only perhaps; 2 wrong input;
+130 Ctrl-C
 
 examples:
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090 --quick
-  hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090 data.max_length=4096 --plot memory.png
-  hf-ckpt estimate recipes/llama7b_full_fsdp.yaml --device a100-40gb --engine fsdp2 --processes 8
+  hf-ckpt estimate recipes/llama7b_lora.yaml data.max_length=4096 --plot mem.png
+  hf-ckpt estimate recipes/llama7b_full_fsdp.yaml --engine fsdp2 --processes 8
   hf-ckpt estimate recipes/llama3_8b_qlora.yaml --device rtx4090 --max-length""",
     )
     parser.add_argument(
