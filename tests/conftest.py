@@ -16,6 +16,8 @@ import pytest
 _CACHE = tempfile.TemporaryDirectory(prefix="hf_ckpt-tests-", ignore_cleanup_errors=True)
 os.environ["HF_HOME"] = _CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
+# No answer of a command is kept, or taken from the user's: no folder can be made there.
+os.environ["HF_CKPT_CACHE"] = os.devnull
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -142,6 +142,13 @@ def check_launch(options: argparse.Namespace) -> None:
         raise RecipeError(f"--accelerate-config: there is no file {path}. Name one, or use --engine and --processes.")
 
 
+def add_cache_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--no-cache` to the parser of a command whose answers are remembered."""
+    parser.add_argument(
+        "--no-cache", action="store_true", help="work the answer out anew, and do not keep it (HF_CKPT_CACHE: where)"
+    )
+
+
 def launch_of(options: argparse.Namespace) -> Launch:
     """Return how the recipe is launched."""
     from hf_ckpt.estimate.launch_sharding import Launch

@@ -1,0 +1,246 @@
+"""What a command answered before: the key that says all that an answer depends on, and the answer given again.
+
+Loads neither torch nor transformers nor numpy: an answer that is there costs the reading of a recipe and of sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import constants
+
+from hf_ckpt.cli import answer_store
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
+
+# Every source counts: models import each other, and all of them are hashed in a tenth of a second.
+_SOURCES = ("hf_ckpt", "transformers", "peft", "accelerate", "bitsandbytes")
+# What computes, and what transformers takes other kernels from where it is installed.
+_VERSIONS = (
+    *("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl", "numpy", "deepspeed", "liger_kernel"),
+    *("triton", "kernels", "flash_attn", "flash_attn_3", "flash_linear_attention", "causal_conv1d", "mamba_ssm"),
+    *("xformers", "torchao", "torchvision", "timm", "scipy", "einops", "huggingface_hub", "safetensors"),
+)
+_VARIABLES = (
+    *("ACCELERATE_", "ATEN_", "BNB_", "CUBLAS", "CUDA", "CUDNN", "DS_", "FLASH_ATTENTION", "FSDP_", "HF_", "LIGER_"),
+    *("LOCAL_WORLD_SIZE", "NVIDIA_", "PYTORCH", "TORCH", "TRANSFORMERS_", "TRITON_", "USE_", "WORLD_SIZE"),
+)
+"""How the names of the variables begin that change what is computed, and where configs are found."""
+_NO_VARIABLES = ("HF_CKPT_CACHE",)
+_SECRET = ("TOKEN", "SECRET", "PASSWORD")
+# What is asked of the answer, or was read into the recipe.
+_NOT_ASKED = ("words", "recipe", "overrides", "json", "verbose", "no_cache", "out", "plot")
+_MOST_BYTES = 2**20
+"""Up to this size files count by their content, above it by size and date: configs, plans and code are smaller."""
+_KNOWN = Path(__file__).parents[1] / "loading" / "known_configs"
+
+
+def remembered(
+    command: str, recipe: Recipe, options: argparse.Namespace, make: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], bool]:
+    """Return the document that a command answers with, and whether it was kept from an earlier time.
+
+    A picture needs more than the document: with `--plot` nothing is read, as with `--no-cache`.
+
+    Args:
+        command: its name.
+        recipe: what was read.
+        options: of the command line.
+        make: makes the document, of what JSON can hold.
+    """
+    # Libraries write into the environment when they are imported.
+    environment = dict(os.environ)
+    is_wanted = not options.no_cache and getattr(options, "plot", None) is None
+    key = answer_key(command, recipe, options, environment) if is_wanted else None
+    if key is not None and (kept := answer_store.read(key)) is not None:
+        return kept, True
+    # As it will be read: the same types the first time and later.
+    document: dict[str, Any] = json.loads(json.dumps(make()))
+    # Sources may have been edited meanwhile, or a config fetched from the hub.
+    if key is not None and key == answer_key(command, recipe, options, environment):
+        answer_store.write(key, document)
+    return document, False
+
+
+def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """Return a hash of all that the answer depends on; None where that cannot be told, and nothing is to be kept.
+
+    It cannot where the answer may be about this machine's GPU (what is free in host memory counts then), or where
+    the config has to be fetched from the hub.
+    """
+    if not getattr(options, "device", None) and _has_gpu():
+        return None
+    try:
+        recipes = _shaping(recipe)
+        model = _model_files(recipes[-1].model)
+        if model is None:
+            return None
+        depends_on = {
+            "command": command,
+            "options": {name: value for name, value in vars(options).items() if name not in _NOT_ASKED},
+            "recipes": [each.to_yaml() for each in recipes],
+            # Titles, and what relative paths mean.
+            "path": str(recipe.path),
+            "folder": str(Path.cwd()),
+            "model": model,
+            "files": _files(recipes, options),
+            "sources": {name: _package(name) for name in _SOURCES},
+            "versions": {name: _version(name) for name in _VERSIONS},
+            "machine": _machine(recipe, options),
+            "environment": _environment(environment),
+        }
+    # A file that cannot be read, a package without a spec, a recipe or a YAML file with a mistake in it.
+    except (OSError, ValueError, RuntimeError, yaml.YAMLError):
+        return None
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# --- The machine, versions and variables. ---
+
+
+def _has_gpu() -> bool:
+    """Tell whether torch might find a GPU here, without asking it."""
+    # NVIDIA's driver, that of Windows under WSL, and AMD's. Windows itself shows no files.
+    signs = ("/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg", "/dev/kfd")
+    return sys.platform == "win32" or any(map(os.path.exists, signs))
+
+
+def _machine(recipe: Recipe, options: argparse.Namespace) -> list[object]:
+    """Return what runs the code, and what the device "cpu" is described by where the answer is about it."""
+    runs = [sys.version, sys.platform, platform.machine(), _has_gpu()]
+    if not recipe.training.get("use_cpu") and "cpu" not in str(getattr(options, "device", None)).lower():
+        # Virtual machines may be given memory while they run.
+        return runs
+    return [*runs, os.cpu_count(), os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    named = {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
+    return {
+        name: "" if any(word in name for word in _SECRET) else value
+        for name, value in named.items()
+        if name not in _NO_VARIABLES
+    }
+
+
+# --- Files. ---
+
+
+def _package(name: str) -> str:
+    """Return a hash of a package's sources, without importing it."""
+    spec = importlib.util.find_spec(name)
+    return "absent" if spec is None or spec.origin is None else _tree(Path(spec.origin).parent)
+
+
+def _tree(folder: Path) -> str:
+    """Return a hash of all sources and JSON files under a folder."""
+    digest = hashlib.sha256()
+    for where, folders, names in os.walk(folder, onerror=_unreadable):
+        folders[:] = sorted(set(folders) - {"__pycache__"})
+        for name in sorted(names):
+            if name.endswith((".py", ".json")):
+                path = os.path.join(where, name)
+                digest.update(f"{os.path.relpath(path, folder)} {_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _unreadable(error: OSError) -> None:
+    # A folder inside of a zip file, for one: what lies there is not known.
+    raise error
+
+
+def _file(path: str) -> str:
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_size > _MOST_BYTES:
+            return f"{found.st_size} {found.st_mtime_ns}"
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def _shaping(recipe: Recipe) -> list[Recipe]:
+    """Return the recipe, the one that makes its base, and so on: the last says the model's shape."""
+    base = recipe.model.get("base_recipe")
+    if base is None or (Path(recipe.model["name_or_path"]).expanduser() / "config.json").is_file():
+        return [recipe]
+    return [recipe, *_shaping(load_recipe(base))]
+
+
+def _model_files(section: Mapping[str, Any]) -> object:
+    """Return hashes of the model's config and code, in the place where they will be looked for; None on the hub."""
+    if "config" in section:
+        return "model.config"
+    name = section["name_or_path"]
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        found = _in_hub_cache(name, section.get("revision"))
+        if found is None:
+            return _known(name)
+        folder = found
+    if section.get("trust_remote_code"):
+        return [_tree(folder), *map(_tree, _other_code(folder))]
+    return {path.name: _file(str(path)) for path in folder.glob("*.json")}
+
+
+def _known(name: str) -> object:
+    """Return that the package knows the config of a hub model, and whether its user may be given a gated one."""
+    # Where the hub gives the config after all, the key is another one afterwards: it is in the hub's cache.
+    is_known = (_KNOWN / f"{name.replace('/', '--')}.json").is_file()
+    return ["known", Path(constants.HF_TOKEN_PATH).is_file()] if is_known else None
+
+
+def _in_hub_cache(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a hub repository that has been fetched, with its config."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / (revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    folder = repository / "snapshots" / (commit or "main")
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _other_code(folder: Path) -> Iterator[Path]:
+    """Yield the other repositories whose code a config names, as in `org/repository--modeling.Class`."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for repository in sorted({text.split("--")[0] for text in _texts(config.get("auto_map")) if "--" in text}):
+        found = _in_hub_cache(repository, None)
+        if found is None:
+            raise FileNotFoundError(repository)
+        yield found
+
+
+def _files(recipes: list[Recipe], options: argparse.Namespace) -> dict[str, str]:
+    """Return hashes of the files that recipes and options name, such as plans. Data does not count."""
+    sections = [[each.model, each.lora, each.quantization, each.checkpointing, each.training] for each in recipes]
+    texts = [*_texts(sections), *_texts(vars(options))]
+    launch: Path | None = getattr(options, "accelerate_config", None)
+    if launch is not None:
+        # It may name DeepSpeed's.
+        texts += [str(launch), *_texts(yaml.safe_load(launch.read_text(encoding="utf-8")))]
+    return {text: _file(os.path.expanduser(text)) for text in texts if os.path.isfile(os.path.expanduser(text))}
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
