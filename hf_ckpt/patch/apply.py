@@ -24,7 +24,16 @@ from hf_ckpt.patch.layer_settings import Offloaders, set_forward, set_on_stack
 from hf_ckpt.patch.leftover import TrainCall
 from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
 from hf_ckpt.patch.use_cache import skip_in_training_forwards
-from hf_ckpt.policy.options import ApplyOptions, HeadMode, PolicyOptions, StructureOptions, parse_prove, select, takes
+from hf_ckpt.policy.options import (
+    ApplyOptions,
+    HeadMode,
+    PolicyOptions,
+    Prove,
+    StructureOptions,
+    parse_prove,
+    select,
+    takes,
+)
 from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
@@ -168,25 +177,48 @@ def apply(model: nn.Module, policy: object, **options: Unpack[ApplyOptions]) -> 
     """
     parsed = parse(policy, **select(options, PolicyOptions))
     plan, stacks = _planned(model, parsed, select(options, StructureOptions))
-    check_offload_paths(plan, model)
-    return _apply_plan(model, plan, stacks, ValueProof(parse_prove(options["prove"])))
+    return apply_plan(model, plan, stacks, prove=options["prove"])
 
 
-def make_plan(model: nn.Module, policy: Policy | Plan, **structure: Unpack[StructureOptions]) -> Plan:
+def make_plan(
+    model: nn.Module,
+    policy: Policy | Plan,
+    stacks: tuple[Stack, ...] | None = None,
+    **structure: Unpack[StructureOptions],
+) -> Plan:
     """Return the plan that `apply` would put in force, and leave the model alone.
 
     Args:
         model: see `apply`.
         policy: a policy or plan that was parsed.
+        stacks: the model's, where they are known.
         **structure: `layers`, `attention` and `ffn` of `apply`.
 
     Raises:
         HFCkptError: what `apply` raises.
     """
-    return _planned(model, policy, structure)[0]
+    return _planned(model, policy, structure, stacks)[0]
 
 
-def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, Any]) -> tuple[Plan, tuple[Stack, ...]]:
+def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove: Prove) -> Applied:
+    """Put a plan in force that was made for this model, or for one that it is a copy of. See `apply`.
+
+    Args:
+        model: carries no plan.
+        plan: of `make_plan`.
+        stacks: of the model.
+        prove: see `apply`.
+    """
+    check_offload_paths(plan, model)
+    return _apply_plan(model, plan, stacks, ValueProof(parse_prove(prove)))
+
+
+def _planned(
+    model: nn.Module,
+    policy: Policy | Plan,
+    structure: Mapping[str, Any],
+    stacks: tuple[Stack, ...] | None = None,
+) -> tuple[Plan, tuple[Stack, ...]]:
     check_model(model)
     remove_leftover(model)
     if _patches(model):
@@ -194,7 +226,7 @@ def _planned(model: nn.Module, policy: Policy | Plan, structure: Mapping[str, An
             f"{class_name(model)} carries a plan already. Call remove() on the handle that apply() returned, or "
             "hf_ckpt.remove(model), and apply the policy then."
         )
-    stacks = find_layers(model, **structure)
+    stacks = stacks or find_layers(model, **structure)
     fsdp.check_units(model, stacks)
     if isinstance(policy, Plan):
         check_plan(policy, stacks, model)

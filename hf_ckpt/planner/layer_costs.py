@@ -44,15 +44,13 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
     """Return what each layer costs under each option that is allowed, from one simulated step per mode."""
     step, device = simulator.step, simulator.device
     kept = _read(simulator, None)
-    # The optimizer does the same under any plan.
-    without = _without_optimizer(simulator)
     costs: dict[LayerKey, _Options] = {key: {NONE: kept.cost(key)} for key in kept.order}
     full: StepReading | None = None
     for mode in Mode:
         plan = None if mode is Mode.NONE else _plan_of(simulator, mode)
         if plan is None:
             continue
-        reading = _read(without, plan)
+        reading = _read(simulator, plan)
         _add(costs, reading, plan, LayerPlan(mode))
         full = reading if mode is Mode.FULL else full
     can_join = _plan_of(simulator, Mode.FULL, segment_size=2) is not None
@@ -94,7 +92,7 @@ def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAUL
     for option in TILED:
         plan = _tiled_plan(simulator, option, allowed)
         if plan is not None:
-            reading = _read(_without_optimizer(simulator), plan)
+            reading = _read(simulator, plan)
             _add(costs, reading, plan, option)
     layers = tuple(replace(layer, costs=costs[layer.stack, layer.layer_idx]) for layer in chain.layers)
     return offloaded(replace(chain, layers=layers), simulator.device, allowed.offload_option)
@@ -106,7 +104,7 @@ def with_chunked_head(chain: Chain, simulator: StepSimulator) -> Chain | None:
     plan = _plan_of(simulator, Mode.FULL, head="chunked") or _plan_of(simulator, Mode.NONE, head="chunked")
     if plan is None:
         return None
-    reading = _read(_without_optimizer(simulator), plan)
+    reading = _read(simulator, plan)
     return replace(
         chain,
         head_bytes=reading.head_bytes,
@@ -116,10 +114,6 @@ def with_chunked_head(chain: Chain, simulator: StepSimulator) -> Chain | None:
         head_seconds=reading.head_seconds,
         head=HeadMode.CHUNKED,
     )
-
-
-def _without_optimizer(simulator: StepSimulator) -> StepSimulator:
-    return simulator.with_step(replace(simulator.step, optim=None))
 
 
 def _read(simulator: StepSimulator, plan: Plan | None) -> StepReading:
@@ -148,7 +142,7 @@ def _tiled_plan(simulator: StepSimulator, option: LayerPlan, allowed: Allowed) -
         return None
     stacks = tuple(
         StackPlan(of_stack.path, tuple(option if may_tile(layer, allowed) else NONE for layer in stack.layers))
-        for of_stack, stack in zip(template.stacks, simulator.stacks_of(simulator.model), strict=True)
+        for of_stack, stack in zip(template.stacks, simulator.stacks, strict=True)
     )
     if all(entry == NONE for stack in stacks for entry in stack.layers):
         return None

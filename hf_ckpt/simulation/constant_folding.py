@@ -19,34 +19,44 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.simulation.operator_memo import run_fake
 
 _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
 _MAX_FLOATS = 2**18
 """The same for floating-point numbers: a padding mask may be one, a table of positions needs no values."""
 
-_DEVICE = torch.ops.prim.device.default
+DEVICE_OF = torch.ops.prim.device.default
 """Each operator asks fake tensors for it several times; `fake_device` is a shorter way to the answer."""
 
 
-class ConstantFolding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SimulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode of a simulation, which nobody compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # upstream
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap each call in two more, to keep its compiler out.
+        return False
+
+
+class ConstantFolding(SimulationMode):  # type: ignore[no-untyped-call]  # upstream
     """A mode inside a `FakeTensorMode`: inputs and constants have values, everything else has a shape only.
 
     Random numbers are drawn for real too. Enter it where the state of the generator is restored afterwards.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is _DEVICE:
+        if function is DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(map(_has_values, tensors)):
-            return (substitute(function) or function)(*args, **kwargs)
+            return run_fake(substitute(function) or function, args, kwargs)
         if tensors and function._schema.is_mutable:
             # It changes its arguments: run on fake copies, it would leave no trace.
             return _run_real(function, args, kwargs)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,15 +21,59 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt.simulation import quantized
+from hf_ckpt.structure.layers import Layer, Stack
+
+
+@dataclass(frozen=True)
+class FakeCopy:
+    """A copy of a model whose tensors are fake."""
+
+    model: nn.Module
+    mode: FakeTensorMode
+    """It has to run in this mode."""
+    _memo: Mapping[int, Any]
+
+    def copy_of(self, original: Any) -> Any:
+        """Return the copy of a module or tensor of the model."""
+        return self._memo[id(original)]
+
+    def has_copy_of(self, original: object) -> bool:
+        """Whether a module or tensor was copied."""
+        return id(original) in self._memo
+
+    def stacks(self, stacks: Sequence[Stack]) -> tuple[Stack, ...]:
+        """Return the stacks of the copy, for those of the model. What stands in for a layer has no parts."""
+        return tuple(
+            replace(
+                stack,
+                home=self.copy_of(stack.home),
+                owner=self.copy_of(stack.owner),
+                layers=tuple(map(self._layer, stack.layers)),
+            )
+            for stack in stacks
+        )
+
+    def _layer(self, layer: Layer) -> Layer:
+        outer = self.copy_of(layer.outer)
+        if self.has_copy_of(layer.module) and self.copy_of(layer.module) is not outer:
+            return replace(layer, module=self.copy_of(layer.module), outer=outer)
+        made = replace(layer, module=outer, outer=outer)
+        return made if any(outer.children()) else replace(made, attention=(), ffn=())
 
 
 def fake_copy(
-    model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype"), *, is_cuda: bool = True
-) -> tuple[nn.Module, FakeTensorMode]:
-    """Return a copy of a model whose tensors are fake, and the mode that it has to run in.
+    model: nn.Module,
+    dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype"),
+    *,
+    is_cuda: bool = True,
+    stand_ins: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
+) -> FakeCopy:
+    """Return a copy of a model whose tensors are fake.
 
     `dtype_of` gives the dtype that a parameter is computed with, where it is not stored in that. With `is_cuda`
-    quantised layers compute as on CUDA.
+    quantised layers compute as on CUDA. Modules that are keys of `stand_ins` are not copied, nor is what only they
+    hold: in their place stands what looks like the copy of the module that they are mapped to, but has no parameters,
+    buffers or submodules of its own, and is not to be run.
     """
 
     def fake(tensor: Tensor) -> Tensor:
@@ -37,7 +83,8 @@ def fake_copy(
     # A constant that a module has cached is real, and harmless.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        return _deep_copy(model, fake, is_cuda=is_cuda), mode
+        copied, memo = _deep_copy(model, fake, is_cuda=is_cuda, stand_ins=stand_ins)
+    return FakeCopy(copied, mode, memo)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -46,7 +93,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     To be made before FSDP shards the model. It weighs next to nothing, and nothing that happens to the model later
     changes it. What ZeRO-3 has partitioned gets its whole shape.
     """
-    copied = _deep_copy(model, _on_meta, is_cuda=False)
+    copied, _ = _deep_copy(model, _on_meta, is_cuda=False)
     for module in copied.modules():
         _move_scales_to_weight(module)
     # Mixed precision is the step's: it is simulated for a CUDA device too where there is none.
@@ -54,25 +101,47 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return bare
 
 
-def _deep_copy(model: nn.Module, empty: Callable[[Tensor], Tensor], *, is_cuda: bool) -> nn.Module:
-    """Copy a model, with the outputs of `empty` in the place of its tensors."""
-    memo: dict[int, Any] = {}
-    for tensor in _tensors_of(model):
+def _deep_copy(
+    model: nn.Module,
+    empty: Callable[[Tensor], Tensor],
+    *,
+    is_cuda: bool,
+    stand_ins: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
+) -> tuple[nn.Module, dict[int, Any]]:
+    """Copy a model, with the outputs of `empty` in the place of its tensors; return the memo of the copy as well."""
+    left_out = {module for original in stand_ins for module in original.modules()}
+    modules = [module for module in model.modules() if module not in left_out]
+    memo: dict[int, Any] = {id(original): object.__new__(type(original)) for original in stand_ins}
+    for tensor in _tensors_of(modules):
         if id(tensor) not in memo:
             made = empty(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
     copied: nn.Module = copy.deepcopy(model, memo)
-    _rebind_forwards(model, memo)
-    quantized.restore_states(model, copied, is_cuda=is_cuda)
-    return copied
+    _rebind_forwards(modules, memo)
+    quantized.restore_states(modules, memo, is_cuda=is_cuda)
+    for original, like in stand_ins.items():
+        _fill_stand_in(memo[id(original)], original, memo[id(like)])
+    return copied, memo
 
 
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+def _fill_stand_in(made: nn.Module, original: nn.Module, like: nn.Module) -> None:
+    """Let a stand-in have the settings of its original, and show what `like` holds without holding it."""
+    nn.Module.__init__(made)
+    hooks = vars(made).copy()
+    held = {name: value for kind in _HELD for name, value in vars(like)[kind].items()}
+    own = {name: value for name, value in vars(original).items() if isinstance(value, bool | int | float | str)}
+    vars(made).update({**vars(like), **hooks, **held, **own})
+
+
+def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
         held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
         yield from (value for value in held if isinstance(value, Tensor))
-    yield from quantized.constants(model)
+        yield from quantized.constants_of(module)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -94,17 +163,17 @@ def _move_scales_to_weight(module: Any) -> None:
 # --- Forwards that other libraries put on instances. ---
 
 
-def _rebind_forwards(model: nn.Module, memo: dict[int, Any]) -> None:
+def _rebind_forwards(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
     """Let the forwards of a copy's instances run on the copy.
 
     trl replaces a model's forward by a function that closes over the one before. Python does not copy functions: the
     copy's forward would call that of the model itself, and leave gradients there. So such functions are made anew, over
     the copied modules. `memo` is that of the deep copy.
     """
-    modules = {id(module) for module in model.modules()}
-    for module in model.modules():
+    ids = set(map(id, modules))
+    for module in modules:
         if "forward" in vars(module) and id(module) in memo:
-            memo[id(module)].forward = _rebound(vars(module)["forward"], modules, memo)
+            memo[id(module)].forward = _rebound(vars(module)["forward"], ids, memo)
 
 
 def _rebound(found: Any, modules: set[int], memo: dict[int, Any]) -> Any:

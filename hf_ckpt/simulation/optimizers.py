@@ -5,7 +5,7 @@ Paged state lies on the host: it is made outside of the modes, so that the track
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from types import SimpleNamespace
@@ -37,17 +37,26 @@ _NUMEL_PAGED = 1e5
 """bitsandbytes pages the state of parameters with at least so many elements."""
 
 
-def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool) -> torch.optim.Optimizer:
-    """Make the optimizer that the Trainer would make, on a model whose parameters are fake.
+FakeOf = Callable[[nn.Parameter], nn.Parameter]
+
+
+def _itself(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
+
+
+def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: FakeOf = _itself) -> torch.optim.Optimizer:
+    """Make the optimizer that the Trainer would make, on fake parameters.
+
+    They are the model's own, or what `fake_of` returns for the trainable ones.
 
     With `is_cuda` torch's own optimizers work on all tensors of a group at once, and paged state lies on the host.
     The optimizer makes its state in its first `step()`, except Adagrad, which makes it at once.
     Raises `UnsupportedError` when it cannot be simulated, or its package is not installed.
     """
     optimizer_class, kwargs = _class_and_kwargs(model, step)
-    groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0))
+    groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
     if step.optim in _OF_BITSANDBYTES:
-        return _make_bitsandbytes(model, optimizer_class, groups, kwargs, is_cuda)
+        return _make_bitsandbytes(_trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
     if is_cuda and optimizer_class in _CHOOSES_FOREACH and not kwargs.get("fused"):
         # torch reads the device of the parameters, and these are fake CPU tensors.
         kwargs["foreach"] = True
@@ -88,11 +97,11 @@ def _default(field: Field[Any]) -> Any:
     return None if field.default is MISSING else field.default
 
 
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, weight_decay: float, fake_of: FakeOf) -> list[dict[str, Any]]:
     """Return the groups of `Trainer.create_optimizer`: temporaries of foreach optimizers are made group by group."""
     # The method does not read the Trainer.
     decaying = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trainable = [(name, fake_of(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for name, parameter in trainable if name in decaying], "weight_decay": weight_decay},
         {"params": [parameter for name, parameter in trainable if name not in decaying], "weight_decay": 0.0},
@@ -102,15 +111,24 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 # --- bitsandbytes. ---
 
 
+def _trained_embeddings(model: nn.Module, fake_of: FakeOf) -> list[nn.Parameter]:
+    embeddings = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
+    return [fake_of(cast(nn.Parameter, weight)) for weight in embeddings if weight.requires_grad]
+
+
 def _make_bitsandbytes(
-    model: nn.Module, optimizer_class: Any, groups: list[dict[str, Any]], kwargs: dict[str, Any], is_cuda: bool
+    embeddings: Sequence[nn.Parameter],
+    optimizer_class: Any,
+    groups: list[dict[str, Any]],
+    kwargs: dict[str, Any],
+    is_cuda: bool,
 ) -> torch.optim.Optimizer:
     from bitsandbytes.optim.optimizer import GlobalOptimManager
 
     # It computes its quantisation maps when it is made, with values.
     with _disable_current_modes():
         optimizer = optimizer_class(groups, **kwargs)
-    fake = next((each for each in model.parameters() if isinstance(each, FakeTensor)), None)
+    fake = next((each for group in groups for each in group["params"] if isinstance(each, FakeTensor)), None)
     if fake is not None:
         converter = fake.fake_mode.from_tensor
         optimizer.name2qmap = {name: converter(qmap) for name, qmap in optimizer.name2qmap.items()}
@@ -118,10 +136,9 @@ def _make_bitsandbytes(
     optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
     optimizer.mng.initialize()
     if kwargs.get("optim_bits") == 8:
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                # As the Trainer does.
-                optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
+        for weight in embeddings:
+            # As the Trainer does.
+            optimizer.mng.register_module_override(SimpleNamespace(weight=weight), "weight", {"optim_bits": 32})
     # It warns of CPU parameters at each step.
     optimizer._cpu_paged_warned = True
     if is_cuda and optimizer.is_paged:

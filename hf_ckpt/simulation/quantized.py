@@ -6,7 +6,7 @@ that bitsandbytes' operators allocate and do not show (a weight's dequantised co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -54,17 +54,23 @@ def constants(model: nn.Module) -> Iterator[Tensor]:
 
     A copy of the model needs copies of them. On the device they take memory with the weights.
     """
-    for _, module in _quantized_modules(model):
+    for module in model.modules():
+        yield from constants_of(module)
+
+
+def constants_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield those of one module, without its submodules."""
+    if _is_quantized(module):
         yield from _state_tensors(module.quant_state) if _is_4bit(module) else _scales(module)
 
 
-def restore_states(model: nn.Module, copied_model: nn.Module, *, is_cuda: bool) -> None:
-    """Give the weights of a model's deep copy what bitsandbytes' layers expect on a weight.
+def restore_states(modules: Iterable[nn.Module], copies: Mapping[int, Any], *, is_cuda: bool) -> None:
+    """Give the weights of deep copies of modules what bitsandbytes' layers expect on a weight.
 
-    With `is_cuda` 8-bit layers of the copy compute as on CUDA.
+    `copies`: by the id of a module. With `is_cuda` 8-bit layers of the copy compute as on CUDA.
     """
-    for name, module in _quantized_modules(model):
-        copied: Any = copied_model.get_submodule(name)
+    for module in filter(_is_quantized, modules):
+        copied: Any = copies[id(module)]
         if _is_4bit(module):
             for attribute in _ATTRIBUTES:
                 setattr(copied.weight, attribute, getattr(module.weight, attribute))
@@ -81,12 +87,10 @@ def _is_weighted(module: nn.Module) -> bool:
     return isinstance(getattr(module, "weight", None), Tensor)
 
 
-def _quantized_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        if _is_of_bitsandbytes(module) and hasattr(module, "weight"):
-            is_quantized = module.quant_state is not None if _is_4bit(module) else bool(_scales(module))
-            if is_quantized:
-                yield name, module
+def _is_quantized(module: Any) -> bool:
+    if not _is_of_bitsandbytes(module) or not hasattr(module, "weight"):
+        return False
+    return module.quant_state is not None if _is_4bit(module) else bool(_scales(module))
 
 
 def _is_of_bitsandbytes(thing: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_ckpt.patch.apply import apply, make_plan
+from hf_ckpt.patch.apply import apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
@@ -21,17 +22,17 @@ from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.constant_folding import ConstantFolding, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.fake_model import fake_copy
-from hf_ckpt.simulation.layer_reuse import CannotReuseError, LayerReuse
+from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
+from hf_ckpt.simulation.layer_reuse import CannotReuseError, LayerReuse, layer_signature, shared_layers
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import LaunchQueue, busy_seconds, is_kept_selectively, operator_cost, role_of_operator
-from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
+from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.sharding import Weight, compute_dtype, one_rank_tape, weights_of
-from hf_ckpt.simulation.step import Step, make_inputs, prepare_forward, run_step
+from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import Event, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers, track_modules
-from hf_ckpt.structure.layers import Stack, find_layers
+from hf_ckpt.structure.layers import Layer, Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
@@ -59,8 +60,6 @@ class TracedStep:
 
     tape: Tape
     """Of all layers."""
-    stacks: tuple[Stack, ...]
-    """Those of the fake copy."""
     host_bytes: int
     """The most that lies on the host: what is offloaded, and the optimizer's paged state."""
 
@@ -89,8 +88,7 @@ class StepSimulator:
     device: Device
     structure: Mapping[str, Any] = field(default_factory=dict)
     """`layers`, `attention` and `ffn` of `apply`."""
-    _known: dict[tuple[Step, Plan | None], StepMemory] = field(default_factory=dict, repr=False)
-    """What `memory` has simulated, of all steps of this model on this device."""
+    _known: _Known = field(default_factory=lambda: _Known(), repr=False)
 
     def with_step(self, step: Step) -> StepSimulator:
         """Return the simulator of another step of the same model. The two share what they remember."""
@@ -98,18 +96,26 @@ class StepSimulator:
 
     def plan_of(self, policy: Policy | Plan) -> Plan:
         """Return the plan that `apply` would put in force. Raises what `apply` raises."""
-        return make_plan(self.model, policy, **self.structure)
+        return make_plan(self.model, policy, self.stacks)
 
-    def stacks_of(self, model: nn.Module) -> tuple[Stack, ...]:
-        """Return the layers of the model, or of a copy of it."""
-        return find_layers(model, **self.structure)
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The layers of the model."""
+        if not self._known.stacks:
+            self._known.stacks = find_layers(self.model, **self.structure)
+            shared = shared_layers(self.model, self._known.stacks)
+            for stack in self._known.stacks:
+                for layer in stack.layers:
+                    signature = object() if layer.outer in shared else layer_signature(layer)
+                    self._known.signatures[layer.outer] = signature
+        return self._known.stacks
 
     def memory(self, plan: Plan | None) -> StepMemory:
         """Return what the step needs under a plan. A plan that does nothing counts as none."""
-        key = self.step, None if plan is None or _does_nothing(plan) else plan
-        if key not in self._known:
-            self._known[key] = self.simulate(key[1])
-        return replace(self._known[key], plan=plan)
+        key = self._key(plan)
+        if key not in self._known.memories:
+            self._known.memories[key] = self.simulate(key[1])
+        return replace(self._known.memories[key], plan=plan)
 
     def simulate(
         self,
@@ -135,15 +141,16 @@ class StepSimulator:
             PolicyError: the policy does not suit the model.
         """
         plan = None if policy is None else self.plan_of(parse(policy))
-        traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
-        return read_tape(
-            traced.tape,
-            device=self.device.name,
-            plan=plan,
-            tokens=self.step.tokens,
-            repeats=num_repeats(self.step),
-            host_bytes=traced.host_bytes,
-        )
+        with _no_cycles_collected():
+            traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
+            return read_tape(
+                traced.tape,
+                device=self.device.name,
+                plan=plan,
+                tokens=self.step.tokens,
+                repeats=num_repeats(self.step),
+                host_bytes=traced.host_bytes,
+            )
 
     def trace(
         self,
@@ -154,13 +161,11 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
-        traced = partial(self._trace, plan, explains=explains, changed_by=changed_by or nullcontext)
-        if not traces_all and changed_by is None:
-            try:
-                return traced(reuses_layers=True)
-            except CannotReuseError:
-                pass
-        return traced(reuses_layers=False)
+        if not traces_all and not explains and changed_by is None:
+            return self._known.traced(self._key(plan), partial(self._trace_with_reuse, plan))
+        if traces_all or changed_by is not None:
+            return self._trace(plan, explains=explains, reuses_layers=False, changed_by=changed_by or nullcontext)
+        return self._trace_with_reuse(plan, explains=explains)
 
     def evaluate(self) -> Evaluation:
         """Predict the memory of one batch of `Trainer.evaluate()`, without gradients and in evaluation mode.
@@ -170,53 +175,193 @@ class StepSimulator:
         `UnsupportedError`.
         """
         step, device = self.step, self.device
-        fake, mode = fake_copy(self.model, partial(compute_dtype, step), is_cuda=device.is_cuda)
-        tracker = Tracker(rounding=BLOCK_BYTES if device.is_cuda else 1)
-        with _tracked(fake.train(), mode, self.stacks_of(fake), step, device, tracker):
-            kept_bytes = _run_batch(fake.eval(), step, tracker)
-        tape = one_rank_tape(tracker.tape, self._weights(), step, device)
+        with _no_cycles_collected():
+            try:
+                # Layers that are skipped would leave nothing in a cache.
+                tape, num_bytes = self._evaluated(reuses_layers=not _has_cache_on(self.model))
+            except CannotReuseError:
+                tape, num_bytes = self._evaluated(reuses_layers=False)
         add_workspaces(tape, device, has_trained=True)
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.batch_size * step.seq_length)
-        return Evaluation(memory, kept_bytes * step.sharding.world_size)
+        return Evaluation(memory, num_bytes * step.sharding.world_size)
+
+    def _evaluated(self, *, reuses_layers: bool) -> tuple[Tape, int]:
+        """Return the tape of a batch of evaluation, and the bytes of its predictions and labels."""
+        reuse = LayerReuse.choose(self.stacks, None, self._signature_of) if reuses_layers else None
+        fake, tracker = self._copied(reuse), self._tracker(has_costs=False)
+        if reuse is not None:
+            self._skip(reuse, fake, tracker)
+        if self.step.optim is not None:
+            names = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+            tracker.record_apart(self._optimizer(names).copied_state())
+        with self._tracked(fake, self.stacks_of(fake), tracker):
+            num_bytes = _run_batch(fake.model.eval(), self.step, tracker)
+        tape = tracker.tape if reuse is None else reuse.expand(tracker.tape)
+        sort_frees(tape)
+        return one_rank_tape(tape, self._weights(), self.step, self.device), num_bytes
+
+    def _copied(self, reuse: LayerReuse | None) -> FakeCopy:
+        return fake_copy(
+            self.model,
+            partial(compute_dtype, self.step),
+            is_cuda=self.device.is_cuda,
+            stand_ins={} if reuse is None else reuse.stand_ins(),
+        )
+
+    def _skip(self, reuse: LayerReuse, fake: FakeCopy, tracker: Tracker) -> None:
+        reuse.skip_layers(fake, self._names(), tracker)
+        self._record_left_out(reuse.stand_ins(), fake, tracker)
+
+    def _key(self, plan: Plan | None) -> _Key:
+        return self.step, None if plan is None or _does_nothing(plan) else _as_it_runs(plan)
+
+    def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
+        traced = partial(self._trace, plan, explains=explains, changed_by=nullcontext)
+        try:
+            return traced(reuses_layers=True)
+        except CannotReuseError:
+            return traced(reuses_layers=False)
 
     def _trace(self, plan: Plan | None, *, explains: bool, reuses_layers: bool, changed_by: Change) -> TracedStep:
         step, device = self.step, self.device
-        fake, mode = fake_copy(self.model, partial(compute_dtype, step), is_cuda=device.is_cuda)
-        fake.train()
-        _turn_cache_off(fake)
-        tracker = Tracker(rounding=BLOCK_BYTES if device.is_cuda else 1, costs=partial(_costs, device))
-        stacks = self.stacks_of(fake)
         plan = None if plan is None else resolve_fractions(plan)
-        reuse = LayerReuse.choose(stacks, plan) if reuses_layers else None
+        reuse = LayerReuse.choose(self.stacks, plan, self._signature_of) if reuses_layers else None
+        fake = self._copied(reuse)
+        fake.model.train()
+        _turn_cache_off(fake.model)
+        tracker = self._tracker(has_costs=True)
+        stacks = self.stacks_of(fake)
         if plan is not None:
-            self._apply(fake, plan if reuse is None else reuse.plan_for_traced(plan), tracker)
+            self._apply(fake.model, plan if reuse is None else reuse.plan_for_traced(plan), stacks, tracker)
         if reuse is not None:
-            reuse.skip_layers(fake, tracker)
+            self._skip(reuse, fake, tracker)
         hooks = torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, _as_it_is) if explains else nullcontext()
-        with _tracked(fake, mode, stacks, step, device, tracker) as optimizer, hooks, changed_by(fake) as changed:
-            run_step(changed, step, tracker, optimizer, is_cuda=device.is_cuda)
-        if step.optim != "adagrad":
-            # It makes its state before it sees a gradient.
-            tracker.drop_unused_state()
+        optimizer: list[OptimizerStep] = []
+
+        def step_optimizer() -> None:
+            optimizer.append(self._optimizer(tracker.names_with_gradient))
+            tracker.tape.events.extend(optimizer[0].copied_events())
+
+        with self._tracked(fake, stacks, tracker), hooks, changed_by(fake.model) as changed:
+            run_step(changed, step, tracker, step_optimizer if step.optim is not None else None)
+        host_bytes = 0
+        for each in optimizer:
+            tracker.tape.before.extend(each.copied_state())
+            host_bytes += each.host_bytes
         tape = tracker.tape if reuse is None else reuse.expand(tracker.tape)
         sort_frees(tape)
         _queue(tape, device, plan)
         add_copy_waits(tape, device)
         tape = one_rank_tape(tape, self._weights(), step, device)
         add_workspaces(tape, device)
-        host_bytes = 0 if optimizer is None else sum(tensor.nbytes for tensor in host_tensors(optimizer))
-        return TracedStep(tape, stacks, host_bytes + peak_host_bytes(tape))
+        return TracedStep(tape, host_bytes + peak_host_bytes(tape))
 
-    def _apply(self, fake: nn.Module, plan: Plan, tracker: Tracker) -> None:
+    def _tracker(self, *, has_costs: bool) -> Tracker:
+        rounding = BLOCK_BYTES if self.device.is_cuda else 1
+        return (
+            Tracker(rounding=rounding, costs=partial(_costs, self.device)) if has_costs else Tracker(rounding=rounding)
+        )
+
+    def _apply(self, fake: nn.Module, plan: Plan, stacks: tuple[Stack, ...], tracker: Tracker) -> None:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
         prove: Prove = "first_step" if self.step.is_proven else "off"
-        applied = apply(fake, plan, prove=prove, **self.structure)
+        applied = apply_plan(fake, plan, stacks, prove=prove)
         applied.value_proof.use_call_proofs(partial(proof_memory.simulate_proof, tracker))
         for offloader in applied.offloaders:
             offloader.use_link(SimulatedLink(tracker))
 
+    @contextmanager
+    def _tracked(self, fake: FakeCopy, stacks: Sequence[Stack], tracker: Tracker) -> Iterator[None]:
+        """Run what is inside on a fake copy in training mode, as on the device, and track it.
+
+        Random numbers that are drawn for real are drawn again afterwards.
+        """
+        with ExitStack() as entered:
+            for context in (torch.random.fork_rng(devices=[]), fake.mode, ConstantFolding(), tracker):
+                entered.enter_context(context)
+            entered.enter_context(_explained(tracker))
+            tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
+            entered.enter_context(track_modules(fake.model, stacks, tracker))
+            entered.enter_context(emulate_cuda(self.step, self.device))
+            yield
+
+    def _record_left_out(self, layers: Iterable[nn.Module], fake: FakeCopy, tracker: Tracker) -> None:
+        """Count the weights of layers that the copy does not have."""
+        names = self._names()
+        tensors = {id(each): each for layer in layers for _, each in parameters_and_buffers(layer)}
+        for tensor in tensors.values():
+            if isinstance(tensor, nn.Parameter):
+                tracker.record_weight_apart(names[tensor], tensor, compute_dtype(self.step, tensor))
+            elif not fake.has_copy_of(tensor):
+                tracker.record_weight_apart("", tensor, tensor.dtype)
+
+    def _optimizer(self, names: frozenset[str]) -> OptimizerStep:
+        """Return the optimizer's state and step where the parameters with these names get a gradient."""
+        step = replace(self.step, batch_size=1, seq_length=1, is_padded=False, is_packed=False, is_proven=False)
+        key = replace(step, gradient_accumulation_steps=min(step.gradient_accumulation_steps, MICRO_BATCHES)), names
+        for known_key, known in self._known.optimizers:
+            if known_key == key:
+                return known
+        with _disable_current_modes():
+            simulated = simulate_optimizer(
+                self.model, step, names, self._tracker(has_costs=True), is_cuda=self.device.is_cuda
+            )
+        self._known.optimizers.append((key, simulated))
+        return simulated
+
+    def stacks_of(self, fake: FakeCopy) -> tuple[Stack, ...]:
+        """Return the layers of a copy of the model."""
+        return fake.stacks(self.stacks)
+
+    def _signature_of(self, layer: Layer) -> Hashable:
+        return self._known.signatures[layer.outer]
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
     def _weights(self) -> dict[str, Weight]:
-        return weights_of(self.model, self.stacks_of(self.model), self.step)
+        return weights_of(self.model, self.stacks, self.step)
+
+
+_Key = tuple[Step, Plan | None]
+
+_MAX_EVENTS = 1_500_000
+"""Of the traced steps that are kept: some 250 MB."""
+
+
+@dataclass
+class _Known:
+    """What was found out of one model on one device, for all steps."""
+
+    memories: dict[_Key, StepMemory] = field(default_factory=dict)
+    """Of `memory`."""
+    traces: dict[_Key, TracedStep] = field(default_factory=dict)
+    """The last ones: the planner reads those of the modes layer by layer."""
+    optimizers: list[tuple[tuple[Step, frozenset[str]], OptimizerStep]] = field(default_factory=list)
+    stacks: tuple[Stack, ...] = ()
+    signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
+    """By layer."""
+
+    def traced(self, key: _Key, trace: Callable[[], TracedStep]) -> TracedStep:
+        """Return the traced step of a plan, and keep it for a while."""
+        found = self.traces.pop(key, None)
+        with _no_cycles_collected():
+            self.traces[key] = found or trace()
+        while len(self.traces) > 1 and sum(len(each.tape.events) for each in self.traces.values()) > _MAX_EVENTS:
+            del self.traces[next(iter(self.traces))]
+        return self.traces[key]
+
+
+@contextmanager
+def _no_cycles_collected() -> Iterator[None]:
+    """Hold Python's collector of cycles off: a tape has so many objects that it would take a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def num_repeats(step: Step) -> int:
@@ -226,50 +371,17 @@ def num_repeats(step: Step) -> int:
 
 def _does_nothing(plan: Plan) -> bool:
     """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
-    entries = {replace(layer, why="") for stack in plan.stacks for layer in stack.layers}
+    entries = {layer for stack in _as_it_runs(plan).stacks for layer in stack.layers}
     return entries <= {LayerPlan()} and plan.head is HeadMode.PLAIN
 
 
-@contextmanager
-def _tracked(
-    fake: nn.Module, mode: FakeTensorMode, stacks: Sequence[Stack], step: Step, device: Device, tracker: Tracker
-) -> Iterator[torch.optim.Optimizer | None]:
-    """Run what is inside on a fake copy (of `fake_copy`, in training mode), as on the device, and track it.
-
-    Yields the optimizer, with its state. Random numbers that are drawn for real are drawn again afterwards.
-    """
-    with ExitStack() as entered:
-        for context in (torch.random.fork_rng(devices=[]), mode, ConstantFolding(), tracker, _explained(tracker)):
-            entered.enter_context(context)
-        optimizer = _prepare(fake, step, tracker, is_cuda=device.is_cuda)
-        entered.enter_context(track_modules(fake, stacks, tracker))
-        entered.enter_context(emulate_cuda(step, device))
-        yield optimizer
-
-
-def _prepare(model: nn.Module, step: Step, tracker: Tracker, *, is_cuda: bool) -> torch.optim.Optimizer | None:
-    """Make the optimizer, let it make its state, and count what is there before the step."""
-    tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
-    if step.optim is None:
-        return None
-    with tracker.before_step():
-        optimizer = make_optimizer(model, step, is_cuda=is_cuda)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        model.zero_grad()
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tracker.record_existing(_state_of(optimizer, names), Category.OPTIMIZER)
-    return optimizer
-
-
-def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    elsewhere = {id(tensor) for tensor in host_tensors(optimizer)}
-    for parameter, state in optimizer.state.items():
-        for value in state.values():
-            if isinstance(value, Tensor) and id(value) not in elsewhere:
-                yield names[parameter], value
+def _as_it_runs(plan: Plan) -> Plan:
+    """Return the plan without what only its reader needs: the model's name, and why an entry is as it is."""
+    stacks = (
+        replace(stack, layers=tuple(replace(layer, why="") if layer.why else layer for layer in stack.layers))
+        for stack in plan.stacks
+    )
+    return replace(plan, model_class="", stacks=tuple(stacks))
 
 
 def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
@@ -307,6 +419,10 @@ def _layer(event: Event) -> tuple[str, int | None]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _has_cache_on(model: nn.Module) -> bool:
+    return any(getattr(getattr(module, "config", None), "use_cache", False) for module in model.modules())
 
 
 def _turn_cache_off(model: nn.Module) -> None:

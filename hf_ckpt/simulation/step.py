@@ -58,7 +58,7 @@ class Step:
         return self.batch_size * self.seq_length * self.gradient_accumulation_steps
 
 
-_MICRO_BATCHES = 2
+MICRO_BATCHES = 2
 """The first one makes the gradients, all others add to them."""
 
 _TOKEN = 5
@@ -67,18 +67,11 @@ _TOKEN = 5
 _Forward = Callable[..., Any]
 
 
-def run_step(
-    model: nn.Module,
-    step: Step,
-    tracker: Tracker,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    is_cuda: bool = False,
-) -> None:
-    """Run an optimizer step as the Trainer does: forward, backward, clipping, step. Of many micro-batches, two run.
+def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Callable[[], None] | None) -> None:
+    """Run an optimizer step as the Trainer does: forward, backward, optimizer. Of many micro-batches, two run.
 
-    The model is in training mode, the tracker is entered, the optimizer has its state; None ends the step with the last
-    backward. With `is_cuda` clipping works on all gradients at once, as on CUDA.
+    The model is in training mode, and the tracker is entered. `step_optimizer` clips gradients and steps; without
+    it the step ends with the last backward.
     """
     forward = prepare_forward(model, step)
     with tracker.before_step():
@@ -86,16 +79,14 @@ def run_step(
         batches = [make_inputs(step) for _ in range(step.gradient_accumulation_steps)]
     for inputs in batches:
         tracker.record_existing(inputs.items(), Category.TEMPORARY)
-    for number, inputs in enumerate(batches[:_MICRO_BATCHES]):
+    for number, inputs in enumerate(batches[:MICRO_BATCHES]):
         tracker.start_micro_batch(number)
         _run_backward(_loss(forward, inputs))
-    if optimizer is not None:
+    if step_optimizer is not None:
         with tracker.phase(Phase.OPTIMIZER):
-            if step.max_grad_norm > 0:
-                trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                torch.nn.utils.clip_grad_norm_(trainable, step.max_grad_norm, foreach=is_cuda or None)
-            optimizer.step()
+            step_optimizer()
             model.zero_grad()
+            tracker.free_copied_gradients()
 
 
 def make_inputs(step: Step) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, groupby
 
+import numpy as np
+
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step_memory import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
 
@@ -106,6 +108,8 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     copied_gradients: dict[str, Storage] = field(default_factory=dict)
     """By parameter of a skipped layer: the gradients whose allocation `layer_reuse` writes."""
+    has_categories: bool = False
+    """Whether `assign_categories` has run."""
 
 
 def sort_frees(tape: Tape) -> None:
@@ -166,20 +170,21 @@ def read_tape(
 
 def _columns(tape: Tape, alive: Counter[Category]) -> tuple[list[Place], dict[Category, list[int]], list[int]]:
     """Return place, bytes by category and bytes in all after each change."""
-    changes = [event for event in tape.events if event.storage is not None]
-    places = [event.place for event in changes]
-    used = {_category(storage) for storage in (*tape.before, *(event.storage for event in changes)) if storage}
-    columns: dict[Category, list[int]] = {category: [] for category in Category if category in used}
-    totals, total = [], sum(alive.values())
-    for event in changes:
-        assert event.storage is not None
-        delta = event.storage.num_bytes if event.change is MemoryChange.ALLOCATE else -event.storage.num_bytes
-        alive[_category(event.storage)] += delta
-        total += delta
-        totals.append(total)
-        for category, column in columns.items():
-            column.append(alive[category])
-    return places, columns, totals
+    order = list(Category)
+    numbers = {category: number for number, category in enumerate(order)}
+    changes = [(event, event.storage) for event in tape.events if event.storage is not None]
+    places = [event.place for event, _ in changes]
+    made = np.array([event.change is MemoryChange.ALLOCATE for event, _ in changes], dtype=bool)
+    sizes = np.array([storage.num_bytes for _, storage in changes], dtype=np.int64)
+    categories = np.array([numbers[_category(storage)] for _, storage in changes], dtype=np.int8)
+    deltas = np.where(made, sizes, -sizes)
+    used = {order[number] for number in np.unique(categories)} | {_category(storage) for storage in tape.before}
+    columns: dict[Category, list[int]] = {}
+    for category in order:
+        if category in used:
+            own = np.where(categories == numbers[category], deltas, 0)
+            columns[category] = (alive[category] + np.cumsum(own)).tolist()
+    return places, columns, (sum(alive.values()) + np.cumsum(deltas)).tolist()
 
 
 # --- Categories. ---
@@ -198,7 +203,10 @@ class _LayerBounds:
 
 
 def assign_categories(tape: Tape) -> None:
-    """Give every storage of a tape its category."""
+    """Give every storage of a tape its category, once."""
+    if tape.has_categories:
+        return
+    tape.has_categories = True
     bounds = _layer_bounds(tape.events)
     made: dict[int, int] = {}
     freed: dict[int, int] = {}
@@ -214,14 +222,18 @@ def assign_categories(tape: Tape) -> None:
 
 def _layer_bounds(events: list[Event]) -> dict[int, _LayerBounds]:
     bounds: dict[int, _LayerBounds] = defaultdict(_LayerBounds)
+    in_backward: int | None = None
     for index, event in enumerate(events):
-        here, mark = bounds[event.place.micro_batch], event.mark
+        place, mark = event.place, event.mark
         if mark is not None and mark.phase is Phase.FORWARD and mark.is_end:
-            here.last_layer = index
+            bounds[place.micro_batch].last_layer = index
         elif mark is not None and mark.phase is Phase.BACKWARD:
+            here = bounds[place.micro_batch]
             here.first_layer_back = min(here.first_layer_back, index)
-        if event.place.phase in (Phase.BACKWARD, Phase.RECOMPUTATION):
-            here.backward = min(here.backward, index)
+        is_back = place.phase is Phase.BACKWARD or place.phase is Phase.RECOMPUTATION
+        if is_back and place.micro_batch != in_backward:
+            in_backward = place.micro_batch
+            bounds[in_backward].backward = min(bounds[in_backward].backward, index)
     return bounds
 
 

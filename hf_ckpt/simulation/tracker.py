@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
 from hf_ckpt.structure.layers import Layer, Stack
@@ -37,8 +38,6 @@ _SAVE_OUTPUTS = frozenset(
     "native_group_norm fused_rms_norm max min".split()
 )
 """Operators whose backward uses what they returned; so do all kernels of attention."""
-DEVICE_OF = torch.ops.prim.device.default
-"""Each operator asks fake tensors for their device several times, through the dispatch modes."""
 
 
 def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
@@ -46,7 +45,7 @@ def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float,
     return 0.0, 0
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracker(SimulationMode):
     """Follows storages while it is entered.
 
     `rounding` is the multiple of bytes to which the device's allocator rounds up each block.
@@ -57,6 +56,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.counts_time = True
         """Whether operators that run take time."""
+        self.marks_recomputation = False
+        """Whether there are marks where a layer runs again in backward, for `layer_reuse`."""
         self._rounding = rounding
         self._costs = costs
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
@@ -70,6 +71,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._awaiting_reason: list[Storage] = []
         self._last_output: tuple[str, set[int]] = ("", set())
         self._names_with_gradient: set[str] = set()
+        self._apart: list[Storage] = []
+        # Equal places are one object: few of the tens of thousands differ.
+        self._places: dict[tuple[Phase, int, int, str], Place] = {}
+        self._kept: list[Place] = []
 
     @property
     def module(self) -> str:
@@ -94,25 +99,42 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage is not None and storage.category is None:
             storage.category, storage.parameter = Category.GRADIENTS, name
 
-    def drop_unused_state(self) -> None:
-        """Leave out the optimizer's state of parameters that got no gradient: in a real run there is none."""
+    @property
+    def names_with_gradient(self) -> frozenset[str]:
+        """The parameters that got a gradient."""
+        return frozenset(self._names_with_gradient)
 
-        def is_used(storage: Storage) -> bool:
-            return storage.category is not Category.OPTIMIZER or storage.parameter in self._names_with_gradient
+    def record_apart(self, storages: Iterable[Storage]) -> None:
+        """Count what exists before the step and stays, and what no tensor of the step that runs holds."""
+        self._apart.extend(storages)
 
-        self.tape.before = list(filter(is_used, self.tape.before))
+    def record_weight_apart(self, name: str, weight: Tensor, dtype: torch.dtype) -> None:
+        """Count a weight of a layer that is not there."""
+        storage = self._storage_like(weight, dtype)
+        storage.category, storage.parameter = Category.PARAMETERS, name
+        self.record_apart([storage])
 
-    def record_copied_gradient(self, name: str, parameter: Tensor) -> None:
-        """Make the gradient of a parameter whose layer is skipped.
+    def record_copied_gradient(self, name: str, like: Tensor) -> None:
+        """Count the gradient of a parameter whose layer is skipped: it looks like that of `like`.
 
         `layer_reuse` writes its allocation into the tape.
         """
-        with self._without_events():
-            parameter.grad = torch.empty_like(parameter)
-            self.name_gradient(name, parameter.grad)
-            storage = self._storage_of(parameter.grad)
-            assert storage is not None, "it was followed when it was made"
+        self._names_with_gradient.add(name)
+        if name not in self.tape.copied_gradients:
+            storage = self._storage_like(like, like.dtype)
+            storage.made, storage.category, storage.parameter = self._setup_place, Category.GRADIENTS, name
             self.tape.copied_gradients[name] = storage
+
+    def free_copied_gradients(self) -> None:
+        """Record that the gradients of skipped layers are freed."""
+        for storage in self.tape.copied_gradients.values():
+            self._append(Event(self._current_place(), MemoryChange.FREE, storage))
+
+    def _storage_like(self, tensor: Tensor, dtype: torch.dtype) -> Storage:
+        with _disable_current_modes():
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+        num_bytes = self._rounded(made.untyped_storage().nbytes())
+        return Storage(num_bytes, None, tuple(tensor.shape), str(dtype).removeprefix("torch."))
 
     def start_micro_batch(self, number: int) -> None:
         """Set the micro-batch that the following events belong to."""
@@ -134,7 +156,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow storages without events: those that are alive at the end exist before the step."""
         with self._without_events():
             yield
-        self.tape.before = [storage for _, storage in self._alive.values()]
+        self.tape.before = [*(storage for _, storage in self._alive.values()), *self._apart]
 
     @contextmanager
     def _without_events(self) -> Iterator[None]:
@@ -240,7 +262,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # user's (`autograd.Function`) records none either; it runs inside a module.
                 runs_again = bool(self._inner) or torch.is_grad_enabled()
                 phase = Phase.RECOMPUTATION if runs_again else Phase.BACKWARD
-        return Place(phase, self._micro_batch, where.stack, where.layer_idx, where.part, where.module, operator)
+        key = phase, self._micro_batch, id(where), operator
+        place = self._places.get(key)
+        if place is None:
+            place = Place(phase, self._micro_batch, where.stack, where.layer_idx, where.part, where.module, operator)
+            self._places[key] = place
+            # Its key names this by identity.
+            self._kept.append(where)
+        return place
 
     def record_saved(self, tensor: Tensor) -> Tensor:
         """Record that autograd saves a tensor. A hook of `saved_tensors_hooks`.
@@ -399,6 +428,8 @@ def _leave(tracker: Tracker, module: nn.Module, args: Any, output: Any) -> None:
 def _enter_layer(tracker: Tracker, mark: Mark, module: nn.Module, args: Any) -> None:
     if not is_in_backward():
         tracker.mark(mark)
+    elif tracker.marks_recomputation:
+        tracker.mark(replace(mark, phase=Phase.RECOMPUTATION))
 
 
 def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.Module, args: Any, output: Any) -> None:

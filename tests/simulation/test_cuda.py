@@ -79,7 +79,8 @@ def kept_by_model(config: PretrainedConfig, attention: str, *, padded: bool = Fa
     """Return what a model keeps for backward on an A100, in bytes."""
     input_ids = torch.zeros(2, 64, dtype=torch.long)
     mask = {"attention_mask": torch.ones(2, 64, dtype=torch.long).tril()} if padded else {}
-    twin, mode = fake_copy(on_meta(config, attention))
+    copied = fake_copy(on_meta(config, attention))
+    twin, mode = copied.model, copied.mode
     restore_attention(twin, attention)
     with mode, ConstantFolding():
         live = LiveStorages([*twin.parameters(), *twin.buffers(), input_ids, *mask.values()])
@@ -108,7 +109,8 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(batch: int, length: int, wid
     counted = length * batch * width * (34 + 5 * heads * length / width)
     config = GPT2Config(n_embd=width, n_head=heads, activation_function="gelu", attn_implementation="eager")
     with torch.device("meta"):
-        layer, mode = fake_copy(GPT2Block(config, layer_idx=0).to(BF16).train())
+        copied = fake_copy(GPT2Block(config, layer_idx=0).to(BF16).train())
+        layer, mode = copied.model, copied.mode
     with mode:
         inputs = torch.empty(batch, length, width, dtype=BF16, requires_grad=True)
         live = LiveStorages([*layer.parameters(), *layer.buffers()])
@@ -265,7 +267,8 @@ def test_flash_attention_needs_no_mask_for_sliding_windows() -> None:
 
 def test_other_attention_is_built_as_it_is() -> None:
     assert [attention_to_build(name) for name in ("eager", "sdpa", None)] == ["eager", "sdpa", None]
-    twin, _ = fake_copy(on_meta(llama(), "eager"))
+    copied = fake_copy(on_meta(llama(), "eager"))
+    twin = copied.model
     restore_attention(twin, "eager")
     assert twin.config._attn_implementation == "eager"
 

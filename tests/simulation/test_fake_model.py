@@ -54,7 +54,8 @@ def test_a_forward_put_on_an_instance_runs_on_the_copy(put_on: Any) -> None:
     model = Model().train()
     put_on(model)
     found = [vars(module).get("forward") for module in model.modules()]
-    twin, mode = fake_copy(model)
+    copied = fake_copy(model)
+    twin, mode = copied.model, copied.mode
     with mode:
         out = twin(torch.ones(2, 4))
         out.sum().backward()

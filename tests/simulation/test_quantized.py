@@ -144,7 +144,7 @@ def fake_copy(model: nn.Module, *, is_cuda: bool) -> tuple[nn.Module, FakeTensor
         for tensor in [*model.buffers(), *quantized.constants(model)]:
             memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
         twin = copy.deepcopy(model, memo)
-        quantized.restore_states(model, twin, is_cuda=is_cuda)
+        quantized.restore_states(list(model.modules()), memo, is_cuda=is_cuda)
     return twin, mode
 
 

@@ -84,15 +84,6 @@ def test_held_for_backward_is_saved_and_what_is_let_go_is_temporary() -> None:
     assert large == [("aten.exp.default", KIB)]
 
 
-def test_state_of_a_parameter_without_gradient_is_forgotten() -> None:
-    used, unused = torch.zeros(2), torch.zeros(4)
-    tracker = Tracker()
-    tracker.record_existing([("used", used), ("unused", unused)], Category.OPTIMIZER)
-    tracker.name_gradient("used", torch.zeros(2))
-    tracker.drop_unused_state()
-    assert [storage.parameter for storage in tracker.tape.before] == ["used"]
-
-
 def test_what_is_let_go_at_once_is_put_in_the_order_in_which_it_was_made() -> None:
     with Tracker() as tracker:
         held = [torch.zeros(size) for size in (1, 2, 3)]

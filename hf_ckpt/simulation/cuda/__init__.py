@@ -26,16 +26,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.cuda import attention, autocast
 from hf_ckpt.simulation.cuda.attention import attention_to_build, restore_attention
 from hf_ckpt.simulation.devices import Device, workspace_bytes
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, DEVICE_OF
+from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
@@ -81,7 +81,7 @@ class _FunctionReplacements(TorchFunctionMode):
         return run(*args, **(kwargs or {}))
 
 
-class _KernelWorkspaces(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstream
+class _KernelWorkspaces(SimulationMode):
     """Allocates what kernels allocate for themselves, while they run."""
 
     def __init__(self, known: Mapping[Callable[..., Any], Callable[..., list[quantized.Workspace]]]) -> None:

@@ -1,0 +1,96 @@
+"""The optimizer's state and its step, simulated by themselves: they depend on no plan.
+
+Parameters, gradients and state are fake; nothing of the model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_ckpt.simulation.constant_folding import ConstantFolding
+from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
+from hf_ckpt.simulation.sharding import compute_dtype
+from hf_ckpt.simulation.step import MICRO_BATCHES, Step
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import Event, Storage
+from hf_ckpt.simulation.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What the optimizer keeps from step to step, and what its step does."""
+
+    state: tuple[Storage, ...]
+    """On the device."""
+    host_bytes: int
+    """State that lies on the host."""
+    events: tuple[Event, ...]
+    """Of clipping and of the step, until gradients are freed."""
+
+    def copied_state(self) -> Iterator[Storage]:
+        """Yield the state as storages of their own, for a tape."""
+        return map(replace, self.state)
+
+    def copied_events(self) -> Iterator[Event]:
+        """Yield the events with storages of their own, for a tape."""
+        copies: dict[int, Storage] = {}
+        for event in self.events:
+            storage = event.storage
+            if storage is not None:
+                storage = copies.setdefault(id(storage), replace(storage))
+            yield replace(event, storage=storage)
+
+
+def simulate_optimizer(
+    model: nn.Module, step: Step, names: frozenset[str], tracker: Tracker, *, is_cuda: bool
+) -> OptimizerStep:
+    """Simulate the optimizer of a model's trainable parameters, of which those in `names` get a gradient.
+
+    The tracker is a new one. With `is_cuda` clipping works on all gradients at once, as on CUDA.
+    Raises what `make_optimizer` raises.
+    """
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        # Not in `ConstantFolding`, which makes for real what depends on no tensor.
+        fakes = {parameter: nn.Parameter(_fake(parameter, step)) for _, parameter in trainable}
+    with torch.random.fork_rng(devices=[]), mode, ConstantFolding(), tracker:
+        with tracker.before_step():
+            optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
+            with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]
+            _set_gradients(with_gradient)
+            optimizer.step()
+        tracker.record_existing(
+            _state_of(optimizer, {fakes[parameter]: name for name, parameter in trainable}), Category.OPTIMIZER
+        )
+        state = [storage for storage in tracker.tape.before if storage.category is Category.OPTIMIZER]
+        tracker.start_micro_batch(min(step.gradient_accumulation_steps, MICRO_BATCHES) - 1)
+        with tracker.phase(Phase.OPTIMIZER):
+            if step.max_grad_norm > 0:
+                torch.nn.utils.clip_grad_norm_(with_gradient, step.max_grad_norm, foreach=is_cuda or None)
+            optimizer.step()
+        host_bytes = sum(tensor.nbytes for tensor in host_tensors(optimizer))
+        return OptimizerStep(tuple(state), host_bytes, tuple(tracker.tape.events))
+
+
+def _fake(parameter: nn.Parameter, step: Step) -> Tensor:
+    dtype = compute_dtype(step, parameter)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="cpu")
+
+
+def _set_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
+    elsewhere = {id(tensor) for tensor in host_tensors(optimizer)}
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor) and id(value) not in elsewhere:
+                yield names[parameter], value

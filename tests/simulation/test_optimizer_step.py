@@ -1,0 +1,58 @@
+"""The optimizer simulated by itself: which state there is, and what its step allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import MemoryChange
+from hf_ckpt.simulation.tracker import Tracker
+
+STEP = Step(optim="adamw_torch", max_grad_norm=1.0)
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        made = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 8, bias=False))
+    made[0].requires_grad_(False)
+    return made
+
+
+def simulated(step: Step, *names: str, is_cuda: bool = True) -> OptimizerStep:
+    return simulate_optimizer(model(), step, frozenset(names), Tracker(), is_cuda=is_cuda)
+
+
+@pytest.mark.parametrize(("optim", "names"), [("adamw_torch", {"1.weight"}), ("adagrad", {"1.weight", "2.weight"})])
+def test_only_adagrad_keeps_state_of_a_parameter_without_gradient(optim: str, names: set[str]) -> None:
+    state = simulated(replace(STEP, optim=optim), "1.weight").state
+    assert {storage.parameter for storage in state} == names
+    assert {storage.category for storage in state} == {Category.OPTIMIZER}
+
+
+def test_the_state_of_adamw_is_two_tensors_like_the_parameter_and_a_count() -> None:
+    state = simulated(STEP, "1.weight").state
+    assert sorted(storage.num_bytes for storage in state) == [4, 4 * 32, 4 * 32]
+
+
+def test_what_the_step_allocates_is_freed_in_it() -> None:
+    events = simulated(STEP, "1.weight", "2.weight").events
+    made = [event.storage for event in events if event.change is MemoryChange.ALLOCATE]
+    freed = [event.storage for event in events if event.change is MemoryChange.FREE]
+    assert made
+    assert set(map(id, made)) == set(map(id, freed))
+    assert {event.place.phase for event in events} == {Phase.OPTIMIZER}
+
+
+def test_copies_have_storages_of_their_own() -> None:
+    found = simulated(STEP, "1.weight")
+    ids = {id(event.storage) for event in found.events if event.storage is not None}
+    for event, copied in zip(found.events, found.copied_events(), strict=True):
+        assert id(copied.storage) not in ids
+        assert copied.place == event.place
+    assert [storage.num_bytes for storage in found.copied_state()] == [storage.num_bytes for storage in found.state]
