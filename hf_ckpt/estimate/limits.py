@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
-from hf_ckpt.estimate.estimate import RECIPE, Fit, Say, budget_of, fit_of
+from hf_ckpt.estimate.estimate import RECIPE, Say, budget_of, fit_of
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, is_auto
-from hf_ckpt.estimate.tables import columns, facts
 from hf_ckpt.planner.bisect import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
@@ -19,7 +18,6 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.units import format_bytes
 
 LENGTH_UNIT = 64
 """Tokens that lengths are counted in: kernels work on tiles of so many."""
@@ -187,24 +185,12 @@ def _plans(subject: Subject) -> Iterator[tuple[str, Plan | None]]:
         return
 
 
-def sizes_table(found: FittingSizes) -> str:
-    """Return what fits as text."""
-    what = "longest row" if found.is_length else "largest micro-batch"
-    header = ("device", "plan", what, "peak", "budget")
-    body = [
-        (row.device.name, row.plan, _number(row, found), _peak(row), format_bytes(row.budget_bytes))
-        for row in found.rows
-    ]
-    lines = [f"hf-ckpt estimate {found.subject.title}", *facts(found.subject.facts), ""]
-    bound = ["*: all that the model has positions for"] if any(map(_is_bound, found.rows)) and found.is_length else []
-    return "\n".join([*lines, *columns([header, *body], numeric=(2, 3, 4)), *bound])
-
-
 def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
     """Return what fits as JSON types."""
     return {
         "recipe": found.subject.title,
         "unit": found.unit,
+        "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         "rows": [
             {
                 "device": row.device.name,
@@ -219,22 +205,6 @@ def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
     }
 
 
-def _number(row: FittingSize, found: FittingSizes) -> str:
-    if not row.limit.number:
-        return "none"
-    mark = "*" if _is_bound(row) and found.is_length else ""
-    return f"{row.limit.number:,} {found.unit}{mark}"
-
-
-def _is_bound(row: FittingSize) -> bool:
-    return bool(row.limit.number) and row.limit.is_bound
-
-
-def _peak(row: FittingSize) -> str:
-    return format_bytes(row.limit.peak_bytes) if row.limit.number else "-"
-
-
-_MARKS = {Fit.YES: "", Fit.PERHAPS: " ?", Fit.NO: " x"}
 _SHORTER, _LONGER, _GRID_ROWS = 2, 2, 4
 
 
@@ -258,32 +228,27 @@ def grids(predictor: Predictor, say: Say) -> list[Grid]:
     return [_grid(predictor, name, plan, lengths, rows, say) for name, plan in plans]
 
 
-def grid_table(found: Sequence[Grid], predictor: Predictor) -> str:
-    """Return grids as text; what does not fit on the device is marked."""
-    parts = []
-    for grid in found:
-        header = ("tokens", *(f"{rows} row{'s' if rows > 1 else ''}" for rows in grid.rows))
-        body = [(f"{length:,}", *_cells(grid, length, predictor)) for length in grid.lengths]
-        parts.append(f"{_TITLES[grid.name]}\n" + "\n".join(columns([header, *body], numeric=range(len(header)))))
-    marks = f"x: does not fit on {predictor.device.name}; ?: may fit, with nothing to spare"
-    return "\n\n".join([*parts, marks])
-
-
-def grid_as_json(found: Sequence[Grid]) -> list[dict[str, Any]]:
+def grids_as_json(found: Sequence[Grid], predictor: Predictor) -> dict[str, Any]:
     """Return grids as JSON types."""
-    return [
-        {
-            "plan": grid.name,
-            "peaks": [
-                {"seq_length": length, "batch_size": rows, "peak_bytes": peak}
-                for (length, rows), peak in grid.peaks.items()
-            ],
-        }
-        for grid in found
-    ]
-
-
-_TITLES = {"none": "Peak without checkpointing", RECIPE: "Peak under the recipe's plan"}
+    return {
+        "recipe": predictor.subject.title,
+        "device": predictor.device.name,
+        "grids": [
+            {
+                "plan": grid.name,
+                "peaks": [
+                    {
+                        "seq_length": length,
+                        "batch_size": rows,
+                        "peak_bytes": peak,
+                        "fits": str(fit_of(peak, predictor.device)),
+                    }
+                    for (length, rows), peak in grid.peaks.items()
+                ],
+            }
+            for grid in found
+        ],
+    }
 
 
 def _grid(
@@ -296,12 +261,6 @@ def _grid(
             step = with_rows(with_length(predictor.subject.step, length), number)
             peaks[length, number] = predictor.memory(plan, step).peak_bytes
     return Grid(name, tuple(lengths), tuple(rows), peaks)
-
-
-def _cells(grid: Grid, length: int, predictor: Predictor) -> Iterator[str]:
-    for rows in grid.rows:
-        peak = grid.peaks[length, rows]
-        yield f"{format_bytes(peak)}{_MARKS[fit_of(peak, predictor.device)]}"
 
 
 def _lengths(own: int, longest: int | None) -> list[int]:

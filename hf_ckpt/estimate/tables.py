@@ -284,6 +284,50 @@ def _host(document: Document) -> Iterator[str]:
             yield f"It needs {needed} of host memory; {format_bytes(free)} are free here: it {fits}."
 
 
+# --- What fits, and peaks around a recipe's own. ---
+
+
+def sizes_table(document: Document) -> str:
+    """Return the longest rows or the largest micro-batches that fit as text. `document`: of `limits.sizes_as_json`."""
+    is_length = document["unit"] == "tokens"
+    header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "peak", "budget")
+    body, is_bound = [], False
+    for row in document["rows"]:
+        number, peak = "none", "-"
+        if row["number"]:
+            # The model's positions end rows; of micro-batches there is no such end.
+            mark = "*" if is_length and row["is_bound"] else ""
+            is_bound = is_bound or bool(mark)
+            number, peak = f"{row['number']:,} {document['unit']}{mark}", format_bytes(row["peak_bytes"])
+        body.append((row["device"], row["plan"], number, peak, format_bytes(row["budget_bytes"])))
+    named = [(fact["name"], fact["text"]) for fact in document["facts"]]
+    bound = ["*: all that the model has positions for"] if is_bound else []
+    lines = [_title("estimate", document), *facts(named), "", *columns([header, *body], numeric=(2, 3, 4)), *bound]
+    return "\n".join(lines)
+
+
+_GRID_TITLES = {"none": "Peak without checkpointing", "recipe": "Peak under the recipe's plan"}
+_GRID_MARKS = {"yes": "", "perhaps": " ?", "no": " x"}
+
+
+def grid_table(document: Document) -> str:
+    """Return grids as text; what does not fit on the device is marked. `document`: of `limits.grids_as_json`."""
+    parts = []
+    for grid in document["grids"]:
+        # By row length, in the order of micro-batches.
+        cells: dict[int, list[str]] = {}
+        for peak in grid["peaks"]:
+            text = f"{format_bytes(peak['peak_bytes'])}{_GRID_MARKS[peak['fits']]}"
+            cells.setdefault(peak["seq_length"], []).append(text)
+        numbers = dict.fromkeys(peak["batch_size"] for peak in grid["peaks"])
+        header = ("tokens", *(f"{rows} row{'s' if rows > 1 else ''}" for rows in numbers))
+        body = [(f"{length:,}", *texts) for length, texts in cells.items()]
+        lines = columns([header, *body], numeric=range(len(header)))
+        parts.append("\n".join([_GRID_TITLES[grid["plan"]], *lines]))
+    marks = f"x: does not fit on {document['device']}; ?: may fit, with nothing to spare"
+    return "\n\n".join([*parts, marks])
+
+
 # --- A plan. ---
 
 
