@@ -80,6 +80,7 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
     """
     if not getattr(options, "device", None) and _has_gpu():
         return None
+    asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED}
     try:
         recipes = _shaping(recipe)
         model = _model_files(recipes[-1].model)
@@ -87,13 +88,13 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
             return None
         depends_on = {
             "command": command,
-            "options": {name: value for name, value in vars(options).items() if name not in _NOT_ASKED},
+            "options": asked,
             "recipes": [each.to_yaml() for each in recipes],
             # Titles, and what relative paths mean.
             "path": str(recipe.path),
             "folder": str(Path.cwd()),
             "model": model,
-            "files": _files(recipes, options),
+            "files": _files(recipes, asked),
             "sources": {name: _package(name) for name in _SOURCES},
             "versions": {name: _version(name) for name in _VERSIONS},
             "machine": _machine(recipe, options),
@@ -224,11 +225,11 @@ def _other_code(folder: Path) -> Iterator[Path]:
         yield found
 
 
-def _files(recipes: list[Recipe], options: argparse.Namespace) -> dict[str, str]:
+def _files(recipes: list[Recipe], asked: Mapping[str, Any]) -> dict[str, str]:
     """Return hashes of the files that recipes and options name, such as plans. Data does not count."""
     sections = [[each.model, each.lora, each.quantization, each.checkpointing, each.training] for each in recipes]
-    texts = [*_texts(sections), *_texts(vars(options))]
-    launch: Path | None = getattr(options, "accelerate_config", None)
+    texts = [*_texts(sections), *_texts(asked)]
+    launch: Path | None = asked.get("accelerate_config")
     if launch is not None:
         # It may name DeepSpeed's.
         texts += [str(launch), *_texts(yaml.safe_load(launch.read_text(encoding="utf-8")))]

@@ -12,6 +12,7 @@ from hf_ckpt.cli.common import (
     INTERRUPTED,
     STOPPED,
     Command,
+    add_cache_option,
     add_exact_option,
     add_launch_options,
     check_launch,
@@ -24,10 +25,12 @@ from hf_ckpt.cli.common import (
     with_exact,
 )
 from hf_ckpt.cli.progress import Progress
+from hf_ckpt.estimate import tables
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
     from hf_ckpt.estimate.subject import Subject
+    from hf_ckpt.recipe.recipe import Recipe
     from hf_ckpt.simulation.devices import Device
 
 
@@ -59,7 +62,12 @@ examples:
     parser.add_argument(
         "--quick", action="store_true", help="stop after the recipe's own plan, none, full and the planner's choice"
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="add to each row what fills the peak, and when")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="add to each row what fills the peak, and when; say whether the answer was kept from an earlier time",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version, and no table")
     parser.add_argument(
         "--plot",
@@ -67,6 +75,7 @@ examples:
         metavar="FILE.png",
         help="draw memory over the step; FILE-frontier.png and FILE-checkpoints.png come along",
     )
+    add_cache_option(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--grid", action="store_true", help="peaks over row lengths and micro-batches")
     what.add_argument("--max-length", action="store_true", help="the longest row that fits")
@@ -78,46 +87,76 @@ def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
     recipe = read_recipe(options)
     check_launch(options)
+    # Needs YAML, as the recipe did.
+    from hf_ckpt.cli.answers import remembered
+
+    # What pictures are drawn of: the document has no timelines.
+    drawn: list[Estimate] = []
     with Progress() as progress:
-        progress.say("Building the model without weights ...")
-        with quiet(), leaving_at_ctrl_c():
-            from hf_ckpt.estimate.predict import devices_for
-            from hf_ckpt.estimate.subject import subject_of
+        try:
+            document, is_kept = remembered(
+                "estimate", recipe, options, lambda: _document(recipe, options, progress, drawn)
+            )
+        except KeyboardInterrupt:
+            if not progress.total:
+                raise
+            progress.clear()
+            say(f"{STOPPED.rstrip('.')} after {progress.done} of {progress.total} rows.")
+            return INTERRUPTED
+        if is_kept and options.verbose:
+            say("From cache.")
+        progress.show(_text(document, options, is_kept=is_kept))
+        if options.plot is not None:
+            with quiet():
+                for found in drawn:
+                    _plot(found, options.plot, progress)
+    return HOLDS if _is_well(document, options) else FAILS
 
-            devices = devices_for(recipe, options.device or ())
-            subject = with_exact(subject_of(recipe, launch_of(options)), options)
-        with quiet():
-            if options.grid:
-                return _grid(subject, devices[0], options, progress)
-            if options.max_length or options.max_batch:
-                return _limits(subject, devices, options, progress)
-            return _estimate(subject, devices, options, progress)
+
+def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, drawn: list[Estimate]) -> dict[str, Any]:
+    """Return what is answered. An estimate's rows are printed as they come, unless all is to be JSON."""
+    progress.say("Building the model without weights ...")
+    with quiet(), leaving_at_ctrl_c():
+        from hf_ckpt.estimate import limits
+        from hf_ckpt.estimate.documents import as_json
+        from hf_ckpt.estimate.predict import Predictor, devices_for
+        from hf_ckpt.estimate.subject import subject_of
+
+        devices = devices_for(recipe, options.device or ())
+        subject = with_exact(subject_of(recipe, launch_of(options)), options)
+    with quiet():
+        if options.grid:
+            predictor = Predictor(subject, devices[0])
+            return limits.grids_as_json(limits.grids(predictor, progress.say), predictor)
+        if options.max_length or options.max_batch:
+            sizes = limits.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
+            return limits.sizes_as_json(sizes)
+        drawn.append(_grown(subject, devices, options, progress))
+        return as_json(drawn[0])
 
 
-def _estimate(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> int:
-    from hf_ckpt.estimate import tables
-    from hf_ckpt.estimate.documents import as_json
-
-    try:
-        found = _grown(subject, devices, options, progress)
-    except KeyboardInterrupt:
-        progress.clear()
-        say(f"{STOPPED.rstrip('.')} after {progress.done} of {progress.total} rows.")
-        return INTERRUPTED
-    read = as_json(found)
+def _text(document: tables.Document, options: argparse.Namespace, *, is_kept: bool) -> str:
+    """Return what is still to be printed."""
     if options.json:
-        progress.show(tables.to_json(read, options.words))
-    else:
-        progress.show(tables.closing(read, is_verbose=options.verbose))
-    if options.plot is not None:
-        _plot(found, options.plot, progress)
-    return HOLDS if found.fits else FAILS
+        return tables.to_json(document, options.words)
+    if options.grid:
+        return tables.grid_table(document)
+    if options.max_length or options.max_batch:
+        return tables.sizes_table(document)
+    return (tables.table if is_kept else tables.closing)(document, is_verbose=options.verbose)
+
+
+def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
+    if options.grid:
+        return True
+    if options.max_length or options.max_batch:
+        return any(row["number"] for row in document["rows"])
+    return bool(document["fits"])
 
 
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
     """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate import tables
     from hf_ckpt.estimate.documents import as_json, row_as_json
 
     names = estimates.QUICK if options.quick else ()
@@ -142,27 +181,6 @@ def _plot(found: Estimate, path: Path, progress: Progress) -> None:
     for written in draw_all(found, path, progress.say):
         progress.clear()
         say(f"Wrote {written}")
-
-
-def _grid(subject: Subject, device: Device, options: argparse.Namespace, progress: Progress) -> int:
-    from hf_ckpt.estimate import limits
-    from hf_ckpt.estimate.predict import Predictor
-    from hf_ckpt.estimate.tables import to_json
-
-    predictor = Predictor(subject, device)
-    found = limits.grids(predictor, progress.say)
-    read: dict[str, Any] = {"recipe": subject.title, "device": device.name, "grids": limits.grid_as_json(found)}
-    progress.show(to_json(read, options.words) if options.json else limits.grid_table(found, predictor))
-    return HOLDS
-
-
-def _limits(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> int:
-    from hf_ckpt.estimate import limits
-    from hf_ckpt.estimate.tables import to_json
-
-    found = limits.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
-    progress.show(to_json(limits.sizes_as_json(found), options.words) if options.json else limits.sizes_table(found))
-    return HOLDS if any(row.limit.number for row in found.rows) else FAILS
 
 
 ESTIMATE = Command(_parser, _run, "will it fit, and how fast: every mode's peak and step time; no GPU, no weights")

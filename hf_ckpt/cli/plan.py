@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.cli.common import (
     HOLDS,
     Command,
+    add_cache_option,
     add_exact_option,
     add_launch_options,
     check_launch,
@@ -21,9 +23,12 @@ from hf_ckpt.cli.common import (
     with_exact,
 )
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.estimate import tables
+from hf_ckpt.units import Budget, parse_budget
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.plan import PlannedRecipe
+    from hf_ckpt.recipe.recipe import Recipe
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,22 +57,33 @@ examples:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the frontier of peak against step time")
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version")
+    add_cache_option(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     # What is wrong here is refused before torch is loaded.
     recipe = read_recipe(options)
-    from hf_ckpt.units import parse_budget
-
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_folder(options.out)
     check_launch(options)
+    # Needs YAML, as the recipe did.
+    from hf_ckpt.cli.answers import remembered
+
+    document, _ = remembered("plan", recipe, options, lambda: _document(recipe, options, budget))
+    if options.out is not None:
+        options.out.write_text(json.dumps(document["plan"], indent=1) + "\n", encoding="utf-8")
+        say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
+    print(tables.to_json(document, options.words) if options.json else tables.plan_text(document))
+    return HOLDS
+
+
+def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None) -> dict[str, Any]:
+    """Return what is answered, and draw it where that is wanted."""
     say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import plan
         from hf_ckpt.estimate.subject import subject_of
-        from hf_ckpt.estimate.tables import plan_text, to_json
 
         device, assumed = plan.device_for(recipe, options.device, budget)
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
@@ -75,12 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         found = plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=options.plot is not None)
         if options.plot is not None:
             _plot(found, options.plot)
-    if options.out is not None:
-        options.out.write_text(found.plan.to_json() + "\n", encoding="utf-8")
-        say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
-    read = plan.as_json(found)
-    print(to_json(read, options.words) if options.json else plan_text(read))
-    return HOLDS
+    return plan.as_json(found)
 
 
 def _check_folder(path: Path | None) -> None:

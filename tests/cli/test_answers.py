@@ -175,6 +175,16 @@ def test_plan_that_a_recipe_names_counts_by_content(tmp_path: Path) -> None:
     assert key_of(recipe) not in (None, first)
 
 
+def test_recipe_and_written_plan_do_not_count_as_files_for_being_named_in_the_command(tmp_path: Path) -> None:
+    recipe, out = small_recipes.write(tmp_path), tmp_path / "plan.json"
+    words = ["plan", str(recipe), "--out", str(out)]
+    first = key_of(recipe, words=words, out=out)
+    recipe.write_text("# a comment\n" + recipe.read_text())
+    out.write_text("{}")
+    assert first is not None
+    assert key_of(recipe, words=words, out=out) == first
+
+
 def test_data_does_not_count(tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path)
     first = key_of(recipe)

@@ -1,0 +1,156 @@
+"""Commands asked twice: the second answer is the first one, and nothing of torch is loaded for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hf_ckpt import Plan
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+ASKED = ("recipes/tiny_llama_base.yaml", "model.config.num_hidden_layers=2", "--device", "rtx4090")
+# The command, and on the last line of standard error what it has loaded.
+CODE = """
+import sys
+from hf_ckpt.cli.main import main
+code = main(sys.argv[1:])
+heavy = {"torch", "transformers", "numpy", "accelerate", "peft", "datasets"}
+print(*sorted({name.partition(".")[0] for name in sys.modules} & heavy), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command printed and returned."""
+
+    code: int
+    out: str
+    err: str
+    loaded: str
+
+
+def run(cache: Path, *words: str, path: str = "") -> Done:
+    """Run a command in a process of its own. `path`: where packages are looked for first."""
+    paths = [each for each in (path, str(ROOT), os.environ.get("PYTHONPATH")) if each]
+    environment = {**os.environ, "HF_CKPT_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE, words[0], *ASKED, *words[1:]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    *said, loaded = ended.stderr.splitlines()
+    return Done(ended.returncode, ended.stdout, "\n".join(said), loaded)
+
+
+def kept_files(cache: Path) -> dict[str, tuple[int, bytes]]:
+    """Return the answers in a cache: when each was used, and what it is."""
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in cache.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """Return a cache with one plan, and what was printed when it was made."""
+    cache = tmp_path_factory.mktemp("answered")
+    return cache, run(cache, "plan")
+
+
+@pytest.fixture
+def planned(answered: tuple[Path, Done], tmp_path: Path) -> tuple[Path, Done]:
+    """Return a copy of `answered` for one test."""
+    cache, first = answered
+    return shutil.copytree(cache, tmp_path / "planned"), first
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        # 4096 rows do not fit.
+        (["estimate", "--quick", "training.per_device_train_batch_size=4096"], 1),
+        (["estimate", "--grid"], 0),
+        (["estimate", "--max-length"], 0),
+        (["plan"], 0),
+    ],
+    ids=["too large", "grid", "max-length", "plan"],
+)
+def test_second_answer_is_the_first_one_without_torch(words: list[str], code: int, tmp_path: Path) -> None:
+    first = run(tmp_path, *words)
+    assert first.code == code
+    assert "torch" in first.loaded
+    second = run(tmp_path, *words)
+    assert second == Done(code, first.out, "", "")
+    # JSON comes from the same answer.
+    read = run(tmp_path, *words, "--json")
+    assert (read.code, read.err, read.loaded) == (code, "", "")
+    document = json.loads(read.out)
+    assert document["command"].endswith("--json")
+    assert "torch" in document["versions"]
+    assert len(kept_files(tmp_path)) == 1
+    (content,) = (json.loads(content) for _, content in kept_files(tmp_path).values())
+    assert {"command", "versions"} & content["document"].keys() == set()
+
+
+def test_text_comes_from_the_answer_that_json_was_printed_of(tmp_path: Path) -> None:
+    first = run(tmp_path, "estimate", "--quick", "--json")
+    rows = json.loads(first.out)["rows"]
+    text = run(tmp_path, "estimate", "--quick", "-v")
+    assert (text.code, text.err, text.loaded) == (first.code, "From cache.", "")
+    printed = [line.split()[0] for line in text.out.splitlines() if line.startswith("  ")]
+    assert [name for name in printed if name in {row["name"] for row in rows}] == [row["name"] for row in rows]
+    # What fills the peak, and when.
+    assert "saved activations" in text.out
+
+
+def test_no_cache_neither_reads_nor_writes(planned: tuple[Path, Done]) -> None:
+    cache, first = planned
+    before = kept_files(cache)
+    assert len(before) == 1
+    without = run(cache, "plan", "--no-cache")
+    assert (without.out, "torch" in without.loaded) == (first.out, True)
+    assert kept_files(cache) == before
+
+
+def test_plan_is_written_of_a_kept_answer_too(planned: tuple[Path, Done], tmp_path: Path) -> None:
+    cache, _ = planned
+    out = tmp_path / "plan.json"
+    # The second time the file is there, which does not count.
+    for _ in range(2):
+        done = run(cache, "plan", "--out", str(out))
+        assert (done.loaded, f"checkpointing.policy={out}" in done.err) == ("", True)
+    assert out.read_text() == Plan.from_json(out.read_text()).to_json() + "\n"
+
+
+def test_another_option_makes_the_answer_anew(planned: tuple[Path, Done]) -> None:
+    cache, _ = planned
+    assert "torch" in run(cache, "plan", "--exact", "true").loaded
+    assert len(kept_files(cache)) == 2
+
+
+def test_edited_modelling_file_makes_the_answer_anew(planned: tuple[Path, Done], tmp_path: Path) -> None:
+    cache, first = planned
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    # Links are enough: what is edited becomes a file of its own.
+    shutil.copytree(Path(spec.origin).parent, tmp_path / "path" / "transformers", copy_function=os.symlink)
+    path = str(tmp_path / "path")
+    assert run(cache, "plan", path=path) == Done(0, first.out, "", "")
+    modelling = tmp_path / "path" / "transformers" / "models" / "llama" / "modeling_llama.py"
+    text = modelling.read_text(encoding="utf-8")
+    modelling.unlink()
+    modelling.write_text(text + "# edited\n", encoding="utf-8")
+    edited = run(cache, "plan", path=path)
+    assert (edited.out, "torch" in edited.loaded) == (first.out, True)
