@@ -31,6 +31,7 @@ SUITES = {
     "resident": "benchmarks.resident",
     "budgets": "benchmarks.budgets",
     "simulation_cost": "benchmarks.simulation_cost",
+    "answer_time": "benchmarks.answer_time",
     "longctx": "benchmarks.longctx",
     "longctx_predict": "benchmarks.longctx_predict",
     "recipe_figures": "benchmarks.recipe_figures",
