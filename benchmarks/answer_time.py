@@ -79,7 +79,13 @@ def run(options: Namespace) -> None:
     floor = measured(["-c", _FLOOR], _ROOT, os.devnull)["whole"]
     print("floor", floor, flush=True)
     commands = {name: compared(name, checkouts) for name in options.only or COMMANDS}
-    write(options.out, describe() | {"user_seconds": {"floor": floor} | commands})
+    found = describe() | {"against": None, "user_seconds": {"floor": floor} | commands}
+    if options.against is not None:
+        # A result says which commit it was, not where that lay.
+        found["command"] = found["command"].replace(str(options.against), "../before")
+        git = ["git", "-C", str(options.against), "rev-parse", "HEAD"]
+        found["against"] = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    write(options.out, found)
 
 
 if __name__ == "__main__":
