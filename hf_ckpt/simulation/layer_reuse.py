@@ -342,8 +342,8 @@ class _TapeExpansion:
         mark, place = event.mark, event.place
         if mark is not None and not mark.is_end:
             # A layer that runs again by itself does so within its own backward.
-            is_within = mark.phase is Phase.RECOMPUTATION and section is not None
-            if not is_within or section is None or section[2:] != (mark.stack, mark.layer_idx):
+            is_same = section is not None and section[2:] == (mark.stack, mark.layer_idx)
+            if not is_same or mark.phase is not Phase.RECOMPUTATION:
                 return mark.phase, mark.micro_batch, mark.stack, mark.layer_idx
         if section is not None:
             is_over = place.phase is Phase.OPTIMIZER or place.micro_batch != section[1]

@@ -194,7 +194,7 @@ class StepSimulator:
         if self.step.optim is not None:
             names = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
             tracker.record_apart(self._optimizer(names).copied_state())
-        with self._tracked(fake, self.stacks_of(fake), tracker):
+        with self._tracked(fake, fake.stacks(self.stacks), tracker):
             num_bytes = _run_batch(fake.model.eval(), self.step, tracker)
         tape = tracker.tape if reuse is None else reuse.expand(tracker.tape)
         sort_frees(tape)
@@ -230,7 +230,7 @@ class StepSimulator:
         fake.model.train()
         _turn_cache_off(fake.model)
         tracker = self._tracker(has_costs=True)
-        stacks = self.stacks_of(fake)
+        stacks = fake.stacks(self.stacks)
         if plan is not None:
             self._apply(fake.model, plan if reuse is None else reuse.plan_for_traced(plan), stacks, tracker)
         if reuse is not None:
@@ -299,19 +299,11 @@ class StepSimulator:
         """Return the optimizer's state and step where the parameters with these names get a gradient."""
         step = replace(self.step, batch_size=1, seq_length=1, is_padded=False, is_packed=False, is_proven=False)
         key = replace(step, gradient_accumulation_steps=min(step.gradient_accumulation_steps, MICRO_BATCHES)), names
-        for known_key, known in self._known.optimizers:
-            if known_key == key:
-                return known
-        with _disable_current_modes():
-            simulated = simulate_optimizer(
-                self.model, step, names, self._tracker(has_costs=True), is_cuda=self.device.is_cuda
-            )
-        self._known.optimizers.append((key, simulated))
-        return simulated
-
-    def stacks_of(self, fake: FakeCopy) -> tuple[Stack, ...]:
-        """Return the layers of a copy of the model."""
-        return fake.stacks(self.stacks)
+        if key not in self._known.optimizers:
+            tracker, is_cuda = self._tracker(has_costs=True), self.device.is_cuda
+            with _disable_current_modes():
+                self._known.optimizers[key] = simulate_optimizer(self.model, step, names, tracker, is_cuda=is_cuda)
+        return self._known.optimizers[key]
 
     def _signature_of(self, layer: Layer) -> Hashable:
         return self._known.signatures[layer.outer]
@@ -337,7 +329,7 @@ class _Known:
     """Of `memory`."""
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
     """The last ones: the planner reads those of the modes layer by layer."""
-    optimizers: list[tuple[tuple[Step, frozenset[str]], OptimizerStep]] = field(default_factory=list)
+    optimizers: dict[tuple[Step, frozenset[str]], OptimizerStep] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
     """By layer."""
