@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.operator_memo import run_fake
+from hf_ckpt.simulation.operator_memo import run_once
 
 _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
@@ -42,31 +42,28 @@ class SimulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class ConstantFolding(SimulationMode):  # type: ignore[no-untyped-call]  # upstream
-    """A mode inside a `FakeTensorMode`: inputs and constants have values, everything else has a shape only.
+def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator in a `FakeTensorMode`: inputs and constants have values, everything else has a shape only.
 
-    Random numbers are drawn for real too. Enter it where the state of the generator is restored afterwards.
+    Random numbers are drawn for real too: restore the state of the generator afterwards.
     """
+    return run_once(_fold, function, args, kwargs)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is DEVICE_OF:
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not all(map(_has_values, tensors)):
-            return run_fake(substitute(function) or function, args, kwargs)
-        if tensors and function._schema.is_mutable:
-            # It changes its arguments: run on fake copies, it would leave no trace.
-            return _run_real(function, args, kwargs)
-        try:
-            output = function(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            # It reads values, and these exist.
-            return _run_real(function, args, kwargs)
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        return _run_real(function, args, kwargs) if made and all(map(_is_small, made)) else output
+
+def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not all(map(_has_values, tensors)):
+        return (substitute(function) or function)(*args, **kwargs)
+    if tensors and function._schema.is_mutable:
+        # It changes its arguments: run on fake copies, it would leave no trace.
+        return _run_real(function, args, kwargs)
+    try:
+        output = function(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        # It reads values, and these exist.
+        return _run_real(function, args, kwargs)
+    made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return _run_real(function, args, kwargs) if made and all(map(_is_small, made)) else output
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -65,7 +65,7 @@ class SimulatedLink(Link):
             return
         self._note(TransferKind.FETCH, layout)
         if not self._has_values:
-            # Made of a fake tensor: `ConstantFolding` makes what depends on no tensor for real.
+            # Made of a fake tensor: `fold` makes what depends on no tensor for real.
             sent.ready = sent.values.new_empty_strided(layout.shape, layout.strides)
             return
         made, content = layout.empty()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_ckpt.simulation.constant_folding import ConstantFolding
 from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
@@ -51,15 +50,15 @@ def simulate_optimizer(
 ) -> OptimizerStep:
     """Simulate the optimizer of a model's trainable parameters, of which those in `names` get a gradient.
 
-    The tracker is a new one. With `is_cuda` clipping works on all gradients at once, as on CUDA.
+    The tracker is a new one, which folds constants. With `is_cuda` clipping works on all gradients at once, as on CUDA.
     Raises what `make_optimizer` raises.
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        # Not in `ConstantFolding`, which makes for real what depends on no tensor.
+        # Without the tracker: `fold` makes for real what depends on no tensor.
         fakes = {parameter: nn.Parameter(_fake(parameter, step)) for _, parameter in trainable}
-    with torch.random.fork_rng(devices=[]), mode, ConstantFolding(), tracker:
+    with torch.random.fork_rng(devices=[]), mode, tracker:
         with tracker.before_step():
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]

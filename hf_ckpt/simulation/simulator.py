@@ -19,7 +19,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation import proof_memory
-from hf_ckpt.simulation.constant_folding import ConstantFolding, to_unsupported_error
+from hf_ckpt.simulation.constant_folding import fold, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
@@ -31,7 +31,7 @@ from hf_ckpt.simulation.sharding import Weight, compute_dtype, one_rank_tape, we
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import Event, Tape, read_tape, sort_frees
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers, track_modules
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, no_costs, parameters_and_buffers, track_modules
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -258,9 +258,7 @@ class StepSimulator:
 
     def _tracker(self, *, has_costs: bool) -> Tracker:
         rounding = BLOCK_BYTES if self.device.is_cuda else 1
-        return (
-            Tracker(rounding=rounding, costs=partial(_costs, self.device)) if has_costs else Tracker(rounding=rounding)
-        )
+        return Tracker(rounding=rounding, costs=partial(_costs, self.device) if has_costs else no_costs, run=fold)
 
     def _apply(self, fake: nn.Module, plan: Plan, stacks: tuple[Stack, ...], tracker: Tracker) -> None:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
@@ -277,7 +275,7 @@ class StepSimulator:
         Random numbers that are drawn for real are drawn again afterwards.
         """
         with ExitStack() as entered:
-            for context in (torch.random.fork_rng(devices=[]), fake.mode, ConstantFolding(), tracker):
+            for context in (torch.random.fork_rng(devices=[]), fake.mode, tracker):
                 entered.enter_context(context)
             entered.enter_context(_explained(tracker))
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)

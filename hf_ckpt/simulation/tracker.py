@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
+from hf_ckpt.simulation.operator_memo import Run, call
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
 from hf_ckpt.structure.layers import Layer, Stack
@@ -48,10 +49,11 @@ def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float,
 class Tracker(SimulationMode):
     """Follows storages while it is entered.
 
-    `rounding` is the multiple of bytes to which the device's allocator rounds up each block.
+    `rounding` is the multiple of bytes to which the device's allocator rounds up each block. `run` runs an operator:
+    `constant_folding.fold` where tensors are fake.
     """
 
-    def __init__(self, *, rounding: int = 1, costs: CostFunction = no_costs) -> None:
+    def __init__(self, *, rounding: int = 1, costs: CostFunction = no_costs, run: Run = call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.counts_time = True
@@ -60,6 +62,7 @@ class Tracker(SimulationMode):
         """Whether there are marks where a layer runs again in backward, for `layer_reuse`."""
         self._rounding = rounding
         self._costs = costs
+        self._run = run
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._is_silent = False
         self._phase: Phase | None = None
@@ -228,7 +231,7 @@ class Tracker(SimulationMode):
         if function is DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
         kwargs = kwargs or {}
-        output = function(*args, **kwargs)
+        output = self._run(function, args, kwargs)
         if self._awaiting_reason and function is not _DETACH:
             self._add_reason(self._awaiting_reason, str(function))
             self._awaiting_reason = []

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.simulation.constant_folding import ConstantFolding, substitute, to_unsupported_error
+from hf_ckpt.simulation.constant_folding import fold, substitute, to_unsupported_error
 from hf_ckpt.simulation.fake_model import fake_copy
+from hf_ckpt.simulation.tracker import Tracker
 from tests import zoo
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
@@ -69,7 +70,7 @@ def test_models_with_experts_step_on_fake_tensors(model_type: str) -> None:
     case = zoo.build(model_type, task="causal", num_layers=2)
     copied = fake_copy(case.model)
     twin, mode = copied.model, copied.mode
-    with mode, ConstantFolding():
+    with mode, Tracker(run=fold):
         zoo.loss(twin, case.inputs).backward()
     without = {name for name, parameter in twin.named_parameters() if parameter.grad is None}
     zoo.loss(case.model, case.inputs).backward()

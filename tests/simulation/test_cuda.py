@@ -20,7 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 import hf_ckpt
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
-from hf_ckpt.simulation.constant_folding import ConstantFolding
+from hf_ckpt.simulation.constant_folding import fold
 from hf_ckpt.simulation.cuda import add_workspaces, attention_to_build, emulate_cuda, restore_attention
 from hf_ckpt.simulation.cuda.attention import Kernel, choose_kernel
 from hf_ckpt.simulation.devices import CPU, DEVICES, Device, find_device, workspace_bytes
@@ -29,6 +29,7 @@ from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
 from hf_ckpt.simulation.tape import Event, Tape
+from hf_ckpt.simulation.tracker import Tracker
 from tests import exactness
 from tests.live_storages import LiveStorages
 
@@ -82,7 +83,7 @@ def kept_by_model(config: PretrainedConfig, attention: str, *, padded: bool = Fa
     copied = fake_copy(on_meta(config, attention))
     twin, mode = copied.model, copied.mode
     restore_attention(twin, attention)
-    with mode, ConstantFolding():
+    with mode, Tracker(run=fold):
         live = LiveStorages([*twin.parameters(), *twin.buffers(), input_ids, *mask.values()])
         with live, emulate_cuda(Step(is_padded=padded), A100):
             output = twin(input_ids=input_ids, use_cache=False, **mask)

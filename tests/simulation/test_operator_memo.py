@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt.simulation import operator_memo
-from hf_ckpt.simulation.operator_memo import run_fake
+from hf_ckpt.simulation.operator_memo import call, run_once
 
 aten = torch.ops.aten
 CASES: dict[str, tuple[Any, Callable[[Tensor], tuple[Any, ...]], dict[str, Any]]] = {
@@ -48,7 +48,7 @@ def test_outputs_made_again_look_like_those_of_the_fake_mode(name: str) -> None:
     function, arguments, kwargs = CASES[name]
     with FakeTensorMode():
         seen = []
-        for run in (lambda *args, **kwargs: function(*args, **kwargs), lambda *a, **k: run_fake(function, a, k)):
+        for run in (lambda *args, **kwargs: function(*args, **kwargs), lambda *a, **k: run_once(call, function, a, k)):
             for _ in range(2):
                 args = arguments(torch.empty(4, 6))
                 seen.append(look(run(*args, **kwargs), args))
@@ -58,7 +58,7 @@ def test_outputs_made_again_look_like_those_of_the_fake_mode(name: str) -> None:
 def test_numbers_of_different_types_are_told_apart() -> None:
     with FakeTensorMode():
         counts = torch.empty(3, dtype=torch.long)
-        made = [run_fake(aten.add.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True)]
+        made = [run_once(call, aten.add.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True)]
     assert made == [torch.long, torch.float32, torch.long]
 
 
@@ -66,7 +66,7 @@ def test_an_operator_that_changes_what_its_argument_looks_like_runs_each_time() 
     with FakeTensorMode():
         for _ in range(3):
             flat = torch.empty(6)
-            run_fake(aten.resize_.default, (flat, [2, 6]), {})
+            run_once(call, aten.resize_.default, (flat, [2, 6]), {})
             assert tuple(flat.shape) == (2, 6)
 
 
@@ -80,5 +80,5 @@ def test_what_was_run_once_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> 
 
     with FakeTensorMode():
         for _ in range(3):
-            run_fake(counted, (torch.empty(2, 3), torch.empty(3, 2)), {})
+            run_once(call, counted, (torch.empty(2, 3), torch.empty(3, 2)), {})
     assert len(calls) == 1

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, L
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation import quantized
-from hf_ckpt.simulation.constant_folding import ConstantFolding
+from hf_ckpt.simulation.constant_folding import fold
 from hf_ckpt.simulation.cuda import emulate_cuda
 from hf_ckpt.simulation.devices import CPU, DEVICES, Device
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.tracker import Tracker
 from tests.live_storages import LiveStorages
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -239,6 +240,6 @@ def test_a_fake_step_needs_what_a_real_one_needs(options: dict[str, Any], tmp_pa
     simulated = []
     for model in (made, real):
         twin, mode = fake_copy(model, is_cuda=False)
-        with mode, ConstantFolding():
+        with mode, Tracker(run=fold):
             simulated.append(followed(twin))
     assert simulated == [followed(real)] * 2
