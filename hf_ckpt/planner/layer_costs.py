@@ -80,7 +80,7 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
 def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
     start, end = full.span(Phase.FORWARD, key)
-    events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event))
+    events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event.place))
     return sum(full.weight(event) for event in events) * device.selective_seconds
 
 

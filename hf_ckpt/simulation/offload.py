@@ -23,7 +23,7 @@ from hf_ckpt.regions.offload.pacing import is_offloaded
 from hf_ckpt.regions.offload.wire import TensorLayout
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import copy_seconds
-from hf_ckpt.simulation.tape import Event, Tape, Transfer, TransferKind
+from hf_ckpt.simulation.tape import Tape, Transfer, TransferKind
 from hf_ckpt.simulation.tracker import Tracker
 
 
@@ -130,30 +130,31 @@ def resolve_fractions(plan: Plan) -> Plan:
 def peak_host_bytes(tape: Tape) -> int:
     """Return the most that lies on the host at any moment of a step."""
     peak = now = 0
-    for event in tape.events:
-        if event.transfer is not None:
-            sign = {TransferKind.SEND: 1, TransferKind.RELEASE: -1}.get(event.transfer.kind, 0)
-            now += sign * event.transfer.num_bytes
+    for _, note in tape.columns.noted():
+        if isinstance(note, Transfer):
+            sign = {TransferKind.SEND: 1, TransferKind.RELEASE: -1}.get(note.kind, 0)
+            now += sign * note.num_bytes
             peak = max(peak, now)
     return peak
 
 
 def add_copy_waits(tape: Tape, device: Device) -> None:
     """Let the device wait for copies that are not done in time. See Note [Copies during computation]."""
+    columns = tape.columns
+    transfers = {row: note for row, note in columns.noted() if isinstance(note, Transfer)}
+    if not transfers:
+        return
     now = 0.0
     ends = {TransferKind.SEND: deque[float](), TransferKind.FETCH: deque[float]()}
     free = {TransferKind.SEND: 0.0, TransferKind.FETCH: 0.0}
     begins = {TransferKind.WAIT_FOR_SEND: TransferKind.SEND, TransferKind.RECEIVE: TransferKind.FETCH}
-    for event in tape.events:
-        transfer = event.transfer
+    for row, seconds in enumerate(columns.seconds.tolist()):
+        transfer = transfers.get(row)
         if transfer is not None and transfer.kind in ends:
             free[transfer.kind] = max(now, free[transfer.kind]) + copy_seconds(transfer.num_bytes, device)
             ends[transfer.kind].append(free[transfer.kind])
         elif transfer is not None and transfer.kind in begins and (waiting := ends[begins[transfer.kind]]):
-            _wait(event, max(0.0, waiting.popleft() - now))
-        now += event.seconds
-
-
-def _wait(event: Event, seconds: float) -> None:
-    event.seconds = seconds
-    event.is_copy = True
+            seconds = columns.seconds[row] = max(0.0, waiting.popleft() - now)
+            columns.is_copy[row] = True
+        now += seconds
+    tape.columns = columns

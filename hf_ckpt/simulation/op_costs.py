@@ -19,8 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.regions.selective.save_rules import operator_kind as selective_kind_of
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.step_memory import Phase
-from hf_ckpt.simulation.tape import Event
+from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tracker import is_without_memory
 
 Formula = Callable[[Any, Any, Any], int]
@@ -123,9 +122,9 @@ def role_of_operator(operator: str) -> OperatorRole:
     return selective_kind_of(function).role if isinstance(function, OperatorBase) else OperatorRole.CHEAP
 
 
-def is_kept_selectively(event: Event) -> bool:
-    """Whether an event is an operator of a forward whose output, or that of its module, a selective region keeps."""
-    return event.place.phase is Phase.FORWARD and role_of_operator(event.place.operator) is not OperatorRole.CHEAP
+def is_kept_selectively(place: Place) -> bool:
+    """Whether an operator of a forward is one whose output, or that of its module, a selective region keeps."""
+    return place.phase is Phase.FORWARD and role_of_operator(place.operator) is not OperatorRole.CHEAP
 
 
 def copy_seconds(num_bytes: int, device: Device, *, between_ranks: bool = False) -> float:

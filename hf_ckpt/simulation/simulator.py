@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,14 +24,15 @@ from hf_ckpt.simulation.constant_folding import fold, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
-from hf_ckpt.simulation.layer_reuse import CannotReuseError, LayerReuse, layer_signature, shared_layers
+from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_layers
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import LaunchQueue, busy_seconds, is_kept_selectively, operator_cost, role_of_operator
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.sharding import Weight, compute_dtype, one_rank_tape, weights_of
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
-from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-from hf_ckpt.simulation.tape import Event, Tape, read_tape, sort_frees
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
+from hf_ckpt.simulation.tape import Places, Tape, read_tape, sort_frees
+from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, no_costs, parameters_and_buffers, track_modules
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 
@@ -196,7 +198,7 @@ class StepSimulator:
             tracker.record_apart(self._optimizer(names).copied_state())
         with self._tracked(fake, fake.stacks(self.stacks), tracker):
             num_bytes = _run_batch(fake.model.eval(), self.step, tracker)
-        tape = tracker.tape if reuse is None else reuse.expand(tracker.tape)
+        tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
         return one_rank_tape(tape, self._weights(), self.step, self.device), num_bytes
 
@@ -248,7 +250,7 @@ class StepSimulator:
         for each in optimizer:
             tracker.tape.before.extend(each.copied_state())
             host_bytes += each.host_bytes
-        tape = tracker.tape if reuse is None else reuse.expand(tracker.tape)
+        tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
         _queue(tape, device, plan)
         add_copy_waits(tape, device)
@@ -258,7 +260,10 @@ class StepSimulator:
 
     def _tracker(self, *, has_costs: bool) -> Tracker:
         rounding = BLOCK_BYTES if self.device.is_cuda else 1
-        return Tracker(rounding=rounding, costs=partial(_costs, self.device) if has_costs else no_costs, run=fold)
+        costs = partial(_costs, self.device) if has_costs else no_costs
+        tracker = Tracker(rounding=rounding, costs=costs, run=fold)
+        tracker.tape.places = self._known.places
+        return tracker
 
     def _apply(self, fake: nn.Module, plan: Plan, stacks: tuple[Stack, ...], tracker: Tracker) -> None:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
@@ -316,7 +321,7 @@ class StepSimulator:
 _Key = tuple[Step, Plan | None]
 
 _MAX_EVENTS = 1_500_000
-"""Of the traced steps that are kept: some 250 MB."""
+"""Of the traced steps that are kept: some 200 MB, and as much again of those that the planner has read."""
 
 
 @dataclass
@@ -327,6 +332,8 @@ class _Known:
     """Of `memory`."""
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
     """The last ones: the planner reads those of the modes layer by layer."""
+    places: Places = field(default_factory=Places)
+    """Of all traces: most are in each of them."""
     optimizers: dict[tuple[Step, frozenset[str]], OptimizerStep] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
@@ -337,7 +344,7 @@ class _Known:
         found = self.traces.pop(key, None)
         with _no_cycles_collected():
             self.traces[key] = found or trace()
-        while len(self.traces) > 1 and sum(len(each.tape.events) for each in self.traces.values()) > _MAX_EVENTS:
+        while len(self.traces) > 1 and sum(len(each.tape.columns) for each in self.traces.values()) > _MAX_EVENTS:
             del self.traces[next(iter(self.traces))]
         return self.traces[key]
 
@@ -388,23 +395,32 @@ def _queue(tape: Tape, device: Device, plan: Plan | None) -> None:
         for layer_idx, entry in enumerate(stack.layers)
         if entry.mode in SELECTIVE_MODES
     }
+    columns = tape.columns
+    places = columns.places.all
+    used = {number: places[number] for number in np.unique(columns.place).tolist()}
     has_kernel = {
-        _layer(event) for event in tape.events if role_of_operator(event.place.operator) is OperatorRole.ATTENTION
+        _layer(place) for place in used.values() if role_of_operator(place.operator) is OperatorRole.ATTENTION
     }
-    for event in tape.events:
-        if event.seconds:
-            mode = modes.get(_layer(event))
-            is_recorded = event.place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
-            if mode is Mode.SELECTIVE_ATTENTION and _layer(event) not in has_kernel:
-                # Its probabilities are followed from operator to operator.
-                is_intercepted = is_recorded
-            else:
-                is_intercepted = mode is not None and is_kept_selectively(event)
-            event.seconds = queue.take(event.seconds, records_graph=is_recorded, is_intercepted=is_intercepted)
+    issued: dict[int, tuple[bool, bool]] = {}
+    for number, place in used.items():
+        mode = modes.get(_layer(place))
+        is_recorded = place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
+        if mode is Mode.SELECTIVE_ATTENTION and _layer(place) not in has_kernel:
+            # Its probabilities are followed from operator to operator.
+            issued[number] = is_recorded, is_recorded
+        else:
+            issued[number] = is_recorded, mode is not None and is_kept_selectively(place)
+    rows = np.flatnonzero(columns.seconds)
+    taken = []
+    for number, busy in zip(columns.place[rows].tolist(), columns.seconds[rows].tolist(), strict=True):
+        is_recorded, is_intercepted = issued[number]
+        taken.append(queue.take(busy, records_graph=is_recorded, is_intercepted=is_intercepted))
+    columns.seconds[rows] = taken
+    tape.columns = columns
 
 
-def _layer(event: Event) -> tuple[str, int | None]:
-    return event.place.stack, event.place.layer_idx
+def _layer(place: Place) -> tuple[str, int | None]:
+    return place.stack, place.layer_idx
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What happened in a step, event by event: storages that come and go, operators that run, and where.
 
-A tape is written by `tracker` and filled up by `layer_reuse`. `read_tape` sums it up: what each storage is for, when
+A tape is written by `tracker` and filled up by `tape_expansion`. `read_tape` sums it up: what each storage is for, when
 the peak is, what is held for backward, how long it takes. Pure data.
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step_memory import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
@@ -100,16 +102,220 @@ class Event:
     transfer: Transfer | None = None
 
 
-@dataclass(slots=True)
-class Tape:
-    """A step: the storages that exist when it begins, and the events in their order."""
+IntColumn = NDArray[np.int64]
+_CHANGES = tuple(MemoryChange)
+ALLOCATED, FREED = _CHANGES.index(MemoryChange.ALLOCATE), _CHANGES.index(MemoryChange.FREE)
+_PHASES = tuple(Phase)
 
-    before: list[Storage] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    copied_gradients: dict[str, Storage] = field(default_factory=dict)
-    """By parameter of a skipped layer: the gradients whose allocation `layer_reuse` writes."""
-    has_categories: bool = False
-    """Whether `assign_categories` has run."""
+
+class Places:
+    """Numbers for places, so that columns can hold them. Equal places have one number."""
+
+    def __init__(self) -> None:
+        self.all: list[Place] = []
+        """By number."""
+        self._numbers: dict[Place, int] = {}
+        self._phases: list[int] = []
+        self._micro_batches: list[int] = []
+        self._moved: dict[tuple[str, int], IntColumn] = {}
+
+    def numbers_of(self, places: list[Place]) -> IntColumn:
+        """Return the number of each place."""
+        # By identity first: to hash a place takes longer than all else here.
+        known: dict[int, int] = {}
+        for place in places:
+            if id(place) not in known:
+                known[id(place)] = self._number(place)
+        return np.array([known[id(place)] for place in places], dtype=np.int64)
+
+    def _number(self, place: Place) -> int:
+        number = self._numbers.get(place)
+        if number is None:
+            number = self._numbers[place] = len(self.all)
+            self.all.append(place)
+            self._phases.append(_PHASES.index(place.phase))
+            self._micro_batches.append(place.micro_batch)
+        return number
+
+    def is_in(self, numbers: IntColumn, *phases: Phase) -> NDArray[np.bool_]:
+        """Return, for each place, whether it lies in one of the phases."""
+        return np.isin(np.array(self._phases, dtype=np.int8)[numbers], [_PHASES.index(phase) for phase in phases])
+
+    def micro_batches(self, numbers: IntColumn) -> IntColumn:
+        """Return the micro-batch of each place."""
+        return np.array(self._micro_batches, dtype=np.int64)[numbers]
+
+    def moved(self, numbers: IntColumn, path: str, shift: int) -> IntColumn:
+        """Return the same places in the layer `shift` further on in the stack at `path`."""
+        moved = self._moved.get((path, shift), np.empty(0, dtype=np.int64))
+        if len(moved) < len(self.all):
+            moved = np.concatenate([moved, np.full(len(self.all) - len(moved), -1)])
+        for number in np.unique(numbers[moved[numbers] < 0]).tolist():
+            moved[number] = self._number(_moved(self.all[number], path, shift))
+        self._moved[path, shift] = moved
+        return moved[numbers]
+
+
+def _moved(place: Place, path: str, shift: int) -> Place:
+    if place.stack != path or place.layer_idx is None:
+        return place
+    return replace(place, layer_idx=place.layer_idx + shift, module=moved_path(place.module, path, shift))
+
+
+def moved_path(path: str, stack: str, shift: int) -> str:
+    """Return the path of the module or parameter in the layer `shift` further on in the stack at the path `stack`."""
+    if not path.startswith(f"{stack}."):
+        return path
+    number, _, rest = path[len(stack) + 1 :].partition(".")
+    return f"{stack}.{int(number) + shift}.{rest}".rstrip(".")
+
+
+@dataclass(slots=True, eq=False)
+class Columns:
+    """Events as columns, all of the same length: see `Event`."""
+
+    places: Places
+    storages: list[Storage]
+    notes: list[Mark | Transfer]
+    place: IntColumn
+    """Numbers of `places`."""
+    change: NDArray[np.int8]
+    """`ALLOCATED`, `FREED`, or neither."""
+    storage: IntColumn
+    """Indices of `storages`; -1 for none."""
+    seconds: NDArray[np.float64]
+    num_flops: IntColumn
+    is_copy: NDArray[np.bool_]
+    note: IntColumn
+    """Indices of `notes`; -1 for none."""
+
+    @classmethod
+    def of(cls, events: list[Event], places: Places) -> Columns:
+        """Return events as columns."""
+        indices: dict[int, int] = {}
+        storages: list[Storage] = []
+        of_events: list[int] = []
+        for storage in (event.storage for event in events):
+            if storage is not None and id(storage) not in indices:
+                indices[id(storage)] = len(storages)
+                storages.append(storage)
+            of_events.append(-1 if storage is None else indices[id(storage)])
+        noted = [event.mark or event.transfer for event in events]
+        note = np.full(len(events), -1, dtype=np.int64)
+        rows = [row for row, each in enumerate(noted) if each is not None]
+        note[rows] = np.arange(len(rows))
+        return cls(
+            places,
+            storages,
+            [each for each in noted if each is not None],
+            places.numbers_of([event.place for event in events]),
+            np.array([_CHANGES.index(event.change) for event in events], dtype=np.int8),
+            np.array(of_events, dtype=np.int64),
+            np.array([event.seconds for event in events], dtype=np.float64),
+            np.array([event.num_flops for event in events], dtype=np.int64),
+            np.array([event.is_copy for event in events], dtype=bool),
+            note,
+        )
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def take(self, rows: NDArray[Any]) -> Columns:
+        """Return the rows with these indices, or those where a mask holds."""
+        return Columns(
+            self.places,
+            self.storages,
+            self.notes,
+            self.place[rows],
+            self.change[rows],
+            self.storage[rows],
+            self.seconds[rows],
+            self.num_flops[rows],
+            self.is_copy[rows],
+            self.note[rows],
+        )
+
+    def events(self) -> list[Event]:
+        """Return the rows as events."""
+        places = self.places.all
+        rows = zip(
+            self.place.tolist(),
+            self.change.tolist(),
+            self.storage.tolist(),
+            self.seconds.tolist(),
+            self.num_flops.tolist(),
+            self.is_copy.tolist(),
+            strict=True,
+        )
+        events = [
+            Event(
+                places[place],
+                _CHANGES[change],
+                None if storage < 0 else self.storages[storage],
+                seconds,
+                num_flops,
+                None,
+                is_copy,
+            )
+            for place, change, storage, seconds, num_flops, is_copy in rows
+        ]
+        for row, note in self.noted():
+            if isinstance(note, Mark):
+                events[row].mark = note
+            else:
+                events[row].transfer = note
+        return events
+
+    def noted(self) -> Iterator[tuple[int, Mark | Transfer]]:
+        """Yield the rows that have a mark or a transfer, with it."""
+        for row in np.flatnonzero(self.note >= 0).tolist():
+            yield row, self.notes[self.note[row]]
+
+    def rows_of_storages(self, change: int) -> IntColumn:
+        """Return, for each storage, the row that allocates or frees it; -1 for none."""
+        rows = np.full(len(self.storages), -1, dtype=np.int64)
+        found = np.flatnonzero(self.change == change)
+        rows[self.storage[found]] = found
+        return rows
+
+
+class Tape:
+    """A step: the storages that exist when it begins, and the events in their order.
+
+    Events are objects while they are written, and columns when they are read. Each is made of the other where it is
+    asked for; what was changed last holds.
+    """
+
+    def __init__(
+        self, before: Iterable[Storage] = (), events: Iterable[Event] = (), *, places: Places | None = None
+    ) -> None:
+        self.before = list(before)
+        self.copied_gradients: dict[str, Storage] = {}
+        """By parameter of a skipped layer: the gradients whose allocation `tape_expansion` writes."""
+        self.has_categories = False
+        """Whether `assign_categories` has run."""
+        self.places = Places() if places is None else places
+        self._events: list[Event] | None = list(events)
+        self._columns: Columns | None = None
+
+    @property
+    def events(self) -> list[Event]:
+        """One object for each event, to append to."""
+        if self._events is None:
+            assert self._columns is not None, "one of the two is there"
+            self._events = self._columns.events()
+        return self._events
+
+    @property
+    def columns(self) -> Columns:
+        """The events as columns. Assign changed ones."""
+        if self._columns is None or (self._events is not None and len(self._events) != len(self._columns)):
+            self._columns = Columns.of(self.events, self.places)
+        return self._columns
+
+    @columns.setter
+    def columns(self, columns: Columns) -> None:
+        self._columns, self._events = columns, None
 
 
 def sort_frees(tape: Tape) -> None:
@@ -117,16 +323,14 @@ def sort_frees(tape: Tape) -> None:
 
     Autocast clears its cache in the order of addresses, which differs from run to run.
     """
-    made = {
-        id(event.storage): index for index, event in enumerate(tape.events) if event.change is MemoryChange.ALLOCATE
-    }
-    ordered: list[Event] = []
-    for (change, _), run in groupby(tape.events, key=lambda event: (event.change, event.place)):
-        events = list(run)
-        if change is MemoryChange.FREE:
-            events.sort(key=lambda event: made.get(id(event.storage), -1))
-        ordered.extend(events)
-    tape.events = ordered
+    columns = tape.columns
+    rows = np.arange(len(columns))
+    is_same = (columns.change[1:] == columns.change[:-1]) & (columns.place[1:] == columns.place[:-1])
+    runs = np.cumsum(np.concatenate([[0], ~is_same])) if len(columns) else rows
+    is_freed = columns.change == FREED
+    order = rows.copy()
+    order[is_freed] = columns.rows_of_storages(ALLOCATED)[columns.storage[is_freed]]
+    tape.columns = columns.take(np.lexsort((order, runs)))
 
 
 # --- Reading. ---
@@ -140,51 +344,53 @@ def read_tape(
     `tokens` are those of the whole step; the last micro-batch of the tape runs `repeats` times in it.
     """
     assign_categories(tape)
+    columns = tape.columns
     alive: Counter[Category] = Counter()
     for storage in tape.before:
         alive[_category(storage)] += storage.num_bytes
-    places, columns, totals = _columns(tape, alive)
-    peak = max(range(len(totals)), key=totals.__getitem__)
-    by_category = {category: column[peak] for category, column in columns.items() if column[peak]}
-    seconds = list(accumulate(event.seconds for event in tape.events))
-    at_changes = [second for second, event in zip(seconds, tape.events, strict=True) if event.storage is not None]
+    changes = np.flatnonzero(columns.storage >= 0)
+    places = tuple([columns.places.all[number] for number in columns.place[changes].tolist()])
+    by_category, totals = _bytes_after(columns, changes, alive)
+    peak = int(np.argmax(totals))
+    seconds = np.cumsum(columns.seconds)
     timeline = Timeline(
-        tuple(places),
-        {category: tuple(column) for category, column in columns.items()},
-        tuple(at_changes) if seconds and seconds[-1] > 0 else (),
+        places,
+        {category: tuple(column.tolist()) for category, column in by_category.items()},
+        tuple(seconds[changes].tolist()) if len(seconds) and seconds[-1] > 0 else (),
     )
     return StepMemory(
         device=device,
         plan=plan,
         tokens=tokens,
-        peak_bytes=totals[peak],
+        peak_bytes=int(totals[peak]),
         peak_at=places[peak],
-        by_category=by_category,
+        by_category={category: int(column[peak]) for category, column in by_category.items() if column[peak]},
         timeline=timeline,
-        ledger=_ledger(tape),
-        time=_time(tape, repeats),
-        num_flops=_num_flops(tape, repeats),
+        ledger=_ledger(columns),
+        time=_time(columns, repeats),
+        num_flops=_num_flops(columns, repeats),
         host_bytes=host_bytes,
     )
 
 
-def _columns(tape: Tape, alive: Counter[Category]) -> tuple[list[Place], dict[Category, list[int]], list[int]]:
-    """Return place, bytes by category and bytes in all after each change."""
+def _bytes_after(
+    columns: Columns, changes: IntColumn, alive: Counter[Category]
+) -> tuple[dict[Category, IntColumn], IntColumn]:
+    """Return the bytes after each change, by category and in all."""
     order = list(Category)
     numbers = {category: number for number, category in enumerate(order)}
-    changes = [(event, event.storage) for event in tape.events if event.storage is not None]
-    places = [event.place for event, _ in changes]
-    made = np.array([event.change is MemoryChange.ALLOCATE for event, _ in changes], dtype=bool)
-    sizes = np.array([storage.num_bytes for _, storage in changes], dtype=np.int64)
-    categories = np.array([numbers[_category(storage)] for _, storage in changes], dtype=np.int8)
-    deltas = np.where(made, sizes, -sizes)
-    used = {order[number] for number in np.unique(categories)} | {_category(storage) for storage in tape.before}
-    columns: dict[Category, list[int]] = {}
-    for category in order:
-        if category in used:
-            own = np.where(categories == numbers[category], deltas, 0)
-            columns[category] = (alive[category] + np.cumsum(own)).tolist()
-    return places, columns, (sum(alive.values()) + np.cumsum(deltas)).tolist()
+    sizes = np.array([storage.num_bytes for storage in columns.storages], dtype=np.int64)
+    kinds = np.array([numbers[_category(storage)] for storage in columns.storages], dtype=np.int8)
+    storages = columns.storage[changes]
+    deltas = np.where(columns.change[changes] == ALLOCATED, sizes[storages], -sizes[storages])
+    categories = kinds[storages]
+    used = {order[number] for number in np.unique(categories)} | set(alive)
+    by_category = {
+        category: alive[category] + np.cumsum(np.where(categories == numbers[category], deltas, 0))
+        for category in order
+        if category in used
+    }
+    return by_category, sum(alive.values()) + np.cumsum(deltas)
 
 
 # --- Categories. ---
@@ -207,33 +413,27 @@ def assign_categories(tape: Tape) -> None:
     if tape.has_categories:
         return
     tape.has_categories = True
-    bounds = _layer_bounds(tape.events)
-    made: dict[int, int] = {}
-    freed: dict[int, int] = {}
-    for index, event in enumerate(tape.events):
-        if event.storage is not None:
-            (made if event.change is MemoryChange.ALLOCATE else freed)[id(event.storage)] = index
-    for event in tape.events:
-        storage = event.storage
-        if storage is not None and storage.category is None:
-            key = id(storage)
-            storage.category = _category_for(storage, made.get(key, 0), freed.get(key, math.inf), bounds)
+    columns = tape.columns
+    bounds = _layer_bounds(columns)
+    made, freed = (columns.rows_of_storages(change).tolist() for change in (ALLOCATED, FREED))
+    for number, storage in enumerate(columns.storages):
+        if storage.category is None:
+            freed_at = math.inf if freed[number] < 0 else freed[number]
+            storage.category = _category_for(storage, max(0, made[number]), freed_at, bounds)
 
 
-def _layer_bounds(events: list[Event]) -> dict[int, _LayerBounds]:
+def _layer_bounds(columns: Columns) -> dict[int, _LayerBounds]:
     bounds: dict[int, _LayerBounds] = defaultdict(_LayerBounds)
-    in_backward: int | None = None
-    for index, event in enumerate(events):
-        place, mark = event.place, event.mark
-        if mark is not None and mark.phase is Phase.FORWARD and mark.is_end:
-            bounds[place.micro_batch].last_layer = index
-        elif mark is not None and mark.phase is Phase.BACKWARD:
-            here = bounds[place.micro_batch]
-            here.first_layer_back = min(here.first_layer_back, index)
-        is_back = place.phase is Phase.BACKWARD or place.phase is Phase.RECOMPUTATION
-        if is_back and place.micro_batch != in_backward:
-            in_backward = place.micro_batch
-            bounds[in_backward].backward = min(bounds[in_backward].backward, index)
+    for row, note in columns.noted():
+        here = bounds[columns.places.all[columns.place[row]].micro_batch]
+        if isinstance(note, Mark) and note.phase is Phase.FORWARD and note.is_end:
+            here.last_layer = row
+        elif isinstance(note, Mark) and note.phase is Phase.BACKWARD:
+            here.first_layer_back = min(here.first_layer_back, row)
+    back = np.flatnonzero(columns.places.is_in(columns.place, Phase.BACKWARD, Phase.RECOMPUTATION))
+    numbers, first = np.unique(columns.places.micro_batches(columns.place[back]), return_index=True)
+    for number, index in zip(numbers.tolist(), first.tolist(), strict=True):
+        bounds[number].backward = int(back[index])
     return bounds
 
 
@@ -262,37 +462,36 @@ def _category(storage: Storage | None) -> Category:
 # --- Ledger and time. ---
 
 
-def _ledger(tape: Tape) -> tuple[HeldTensor, ...]:
+def _ledger(columns: Columns) -> tuple[HeldTensor, ...]:
     """Return what the first micro-batch holds for its backward."""
+    rows = np.flatnonzero((columns.change == ALLOCATED) & (columns.places.micro_batches(columns.place) == 0))
     held = []
-    for event in tape.events:
-        storage = event.storage
-        is_first = event.change is MemoryChange.ALLOCATE and event.place.micro_batch == 0
-        if is_first and storage is not None and storage.category is Category.SAVED:
-            held.append(HeldTensor(event.place, storage.num_bytes, storage.shape, storage.dtype, storage.why))
+    for place, number in zip(columns.place[rows].tolist(), columns.storage[rows].tolist(), strict=True):
+        storage = columns.storages[number]
+        if storage.category is Category.SAVED:
+            made = columns.places.all[place]
+            held.append(HeldTensor(made, storage.num_bytes, storage.shape, storage.dtype, storage.why))
     return tuple(held)
 
 
-def _num_repeats(place: Place, last: int, repeats: int) -> int:
-    is_repeated = place.phase is not Phase.OPTIMIZER and place.micro_batch == last
-    return repeats if is_repeated else 1
+def _weights(columns: Columns, repeats: int) -> IntColumn:
+    """Return how often each event happens in the step: the last micro-batch `repeats` times."""
+    micro_batches = columns.places.micro_batches(columns.place)
+    is_last = micro_batches == micro_batches.max(initial=0)
+    return np.where(is_last & ~columns.places.is_in(columns.place, Phase.OPTIMIZER), repeats, 1)
 
 
-def _time(tape: Tape, repeats: int) -> StepTime:
-    last = max((event.place.micro_batch for event in tape.events), default=0)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for event in tape.events:
-        if event.seconds:
-            spent_on = "copies" if event.is_copy else event.place.phase.value
-            seconds[spent_on].append(event.seconds * _num_repeats(event.place, last, repeats))
+def _time(columns: Columns, repeats: int) -> StepTime:
+    seconds = columns.seconds * _weights(columns, repeats)
     # Exact sums, so that equal steps take equal times in whatever order their layers run.
-    return StepTime(**{spent_on: math.fsum(each) for spent_on, each in seconds.items()})
+    times = {
+        phase.value: math.fsum(seconds[columns.places.is_in(columns.place, phase) & ~columns.is_copy])
+        for phase in Phase
+    }
+    return StepTime(**times, copies=math.fsum(seconds[columns.is_copy]))
 
 
-def _num_flops(tape: Tape, repeats: int) -> dict[Phase, int]:
-    last = max((event.place.micro_batch for event in tape.events), default=0)
-    flops: Counter[Phase] = Counter()
-    for event in tape.events:
-        if event.num_flops:
-            flops[event.place.phase] += event.num_flops * _num_repeats(event.place, last, repeats)
-    return dict(flops)
+def _num_flops(columns: Columns, repeats: int) -> dict[Phase, int]:
+    flops = columns.num_flops * _weights(columns, repeats)
+    totals = {phase: int(flops[columns.places.is_in(columns.place, phase)].sum()) for phase in Phase}
+    return {phase: total for phase, total in totals.items() if total}

@@ -38,18 +38,18 @@ CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "llama-every-2": ("llama", 8, "full", {"every_n_layers": 2}, 2),
     "llama-mixed": ("llama", 14, MIXED, {}, 6),
     "gemma3-full": ("gemma3_text", 8, "full", {}, 2),
-    "qwen3-moe-ffn": ("qwen3_moe", 7, "ffn", {}, 3),
-    "gpt2-range": ("gpt2", 8, [{"layers": "1:7", "mode": "full"}], {}, 2),
+    "qwen3-moe-ffn": ("qwen3_moe", 7, "ffn", {}, 4),
+    "gpt2-range": ("gpt2", 8, [{"layers": "1:7", "mode": "full"}], {}, 3),
     "gpt-oss-attention": ("gpt_oss", 8, "attention", {}, 2),
     "bamba-none": ("bamba", 8, None, {}, 2),
-    "llama-selective": ("llama", 7, "selective", {}, 3),
-    "llama-full-offload": ("llama", 9, "full", {"offload": SMALL}, 3),
-    "qwen3-moe-selective-attention-offload": ("qwen3_moe", 9, "selective_attention", {"offload": SMALL}, 3),
-    "llama-offload-between": ("llama", 10, BETWEEN, {}, 2),
+    "llama-selective": ("llama", 7, "selective", {}, 4),
+    "llama-full-offload": ("llama", 9, "full", {"offload": SMALL}, 4),
+    "qwen3-moe-selective-attention-offload": ("qwen3_moe", 9, "selective_attention", {"offload": SMALL}, 4),
+    "llama-offload-between": ("llama", 10, BETWEEN, {}, 3),
     "llama-segments": ("llama", 16, "full", {"segment_size": 4}, 4),
     "llama-segments-and-a-rest": ("llama", 14, "full", {"segment_size": 3}, 6),
     "gemma3-segments-nested": ("gemma3_text", 20, "full", {"segment_size": 4, "nested": True}, 8),
-    "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 3),
+    "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 4),
 }
 
 
@@ -101,14 +101,14 @@ def test_adapters_and_micro_batches_are_traced_once() -> None:
     step = replace(STEP, gradient_accumulation_steps=3)
     with counted_copies() as counts:
         once, whole = both(get_peft_model(model("llama", 7), settings), "full", step)
-    assert counts == [3]
+    assert counts == [4]
     assert_equal(once, whole)
 
 
 def test_both_stacks_of_an_encoder_and_a_decoder_are_traced_once() -> None:
     with counted_copies() as counts:
         once, whole = both(model("t5", 7, "seq2seq"), "full")
-    assert counts == [4]
+    assert counts == [6]
     assert_equal(once, whole)
 
 
@@ -117,7 +117,7 @@ def test_a_layer_that_is_frozen_in_part_is_told_apart() -> None:
     built.model.layers[8].mlp.requires_grad_(False)
     with counted_copies() as counts:
         once, whole = both(built, "full")
-    assert counts == [4]
+    assert counts == [5]
     assert_equal(once, whole)
 
 
@@ -127,7 +127,7 @@ def test_a_parameter_without_gradient_has_none_in_the_layers_that_are_not_traced
         layer.unused = nn.Linear(64, 64)
     with counted_copies() as counts:
         once, whole = both(built, None, Step(batch_size=2, seq_length=16))
-    assert counts == [2]
+    assert counts == [3]
     assert_equal(once, whole)
 
 

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -184,7 +185,9 @@ def add_workspaces(tape: Tape, device: Device, *, has_trained: bool = False) -> 
     num_bytes = -(-workspace_bytes(device) // BLOCK_BYTES) * BLOCK_BYTES
     if not num_bytes:
         return
-    threads = {event.place.phase in _OF_AUTOGRAD for event in tape.events if _is_product(event.place.operator)}
+    columns = tape.columns
+    places = (columns.places.all[number] for number in np.unique(columns.place).tolist())
+    threads = {place.phase in _OF_AUTOGRAD for place in places if _is_product(place.operator)}
     num_threads = 2 if has_trained and threads else len(threads)
     tape.before += [Storage(num_bytes, category=Category.WORKSPACES) for _ in range(num_threads)]
 

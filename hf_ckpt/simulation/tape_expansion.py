@@ -1,0 +1,393 @@
+"""Fills up the tape of a step in which equal layers were skipped: with the events of the layers that represent them.
+
+A layer's forward and backward may free only its own storages and those of its neighbours, within a segment those of the
+whole segment. Otherwise `CannotReuseError` is raised, and every layer has to be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_ckpt.simulation.step_memory import Category, Phase
+from hf_ckpt.simulation.tape import (
+    ALLOCATED,
+    FREED,
+    Columns,
+    IntColumn,
+    Mark,
+    Places,
+    Storage,
+    Tape,
+    Transfer,
+    moved_path,
+)
+
+
+class CannotReuseError(Exception):
+    """Equal layers do not do the same in this model. Caught where every layer can be traced instead."""
+
+
+def expand(
+    tape: Tape,
+    paths: Sequence[str],
+    segments: Sequence[Sequence[int | None]],
+    representatives: Sequence[Mapping[int, int]],
+) -> Tape:
+    """Return the tape as it would be with every layer traced. Raises `CannotReuseError`.
+
+    Args:
+        tape: of a step with `Mark`s where layers begin and end, skipped ones too.
+        paths: of the stacks of layers.
+        segments: for each stack and layer, the segment that it belongs to, if any.
+        representatives: for each stack, the traced layer for each one that was skipped.
+    """
+    stacks = [_Stack(*of_stack) for of_stack in zip(range(len(paths)), paths, segments, representatives, strict=True)]
+    return _Expansion(tape, stacks).run()
+
+
+@dataclass(frozen=True)
+class _Stack:
+    number: int
+    path: str
+    segments: Sequence[int | None]
+    representatives: Mapping[int, int]
+
+    def ranks(self) -> IntColumn:
+        """Return the place of each traced layer among them; -1 for skipped ones."""
+        is_traced = np.array([idx not in self.representatives for idx in range(len(self.segments))])
+        return np.where(is_traced, np.cumsum(is_traced) - 1, -1)
+
+    def end_of_gap(self, layer: int) -> int:
+        """Return the last of the skipped layers that follow a traced one; the layer itself where none does."""
+        while layer + 1 in self.representatives:
+            layer += 1
+        return layer
+
+
+_Section = tuple[Phase, int, int, int]
+"""Forward, recomputation or backward, micro-batch, number of the stack, `layer_idx`."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The events of a traced layer's section, as a skipped layer repeats them."""
+
+    rows: IntColumn
+    steps: IntColumn
+    """For each event: which neighbour made its storage, counted in layers from this one."""
+    slots: IntColumn
+    """Its storage, among those that a layer makes; -1 for none."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of the tape that was traced, with what is changed in them."""
+
+    rows: IntColumn
+    place: IntColumn
+    storage: IntColumn
+    note: IntColumn
+
+
+class _Expansion:
+    def __init__(self, tape: Tape, stacks: Sequence[_Stack]) -> None:
+        self._tape = tape
+        self._traced = columns = tape.columns
+        self._places: Places = columns.places
+        self._stacks = stacks
+        self._ranks = [stack.ranks() for stack in stacks]
+        self._storages: list[Storage] = list(columns.storages)
+        self._notes: list[Mark | Transfer] = list(columns.notes)
+        self._sections = [(section, np.arange(start, end)) for section, start, end in self._split()]
+        self._rows = {section: rows for section, rows in self._sections if section is not None}
+        # By storage: the stack and the layer that made it, and as the how many-th (its slot).
+        self._owner = np.full((3, len(self._storages)), -1, dtype=np.int64)
+        # By stack, layer and slot: the storage.
+        self._made = [self._made_by_traced(stack) for stack in stacks]
+        # By storage: equal where one is to its layer what the other is to another.
+        self._looks = [-1] * len(self._storages)
+        self._looks_of = np.empty(0, dtype=np.int64)
+        self._copied: dict[_Section, _Copied] = {}
+        self._freed_outside = set[tuple[int, int, int]]()
+
+    def run(self) -> Tape:
+        for stack in self._stacks:
+            self._copy_storages(stack)
+        self._looks_of = np.array(self._looks, dtype=np.int64)
+        outside = [rows for section, rows in self._sections if section is None]
+        if outside:
+            freed = np.concatenate(outside)
+            storages = self._traced.storage[freed[self._traced.change[freed] == FREED]]
+            self._freed_outside = set(map(tuple, self._owner[:, storages].T.tolist()))
+        parts = [part for section, rows in self._sections for part in self._expanded(section, rows)]
+        rows, place, storage, note = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "place", "storage", "note")
+        )
+        found = self._traced.take(rows)
+        found.storages, found.notes = self._storages, self._notes
+        found.place, found.storage, found.note = place, storage, note
+        self._check_frees(found)
+        # Only here it matters where a layer of a segment runs again.
+        runs_again = [isinstance(each, Mark) and each.phase is Phase.RECOMPUTATION for each in self._notes]
+        expanded = Tape(self._tape.before, places=self._places)
+        expanded.columns = found.take(~np.array([*runs_again, False])[note])
+        return expanded
+
+    # --- What was traced. ---
+
+    def _split(self) -> Iterator[tuple[_Section | None, int, int]]:
+        """Yield the tape in pieces: the forward or backward of a layer, with what follows, or what lies outside."""
+        columns = self._traced
+        section: _Section | None = None
+        start = 0
+        for row, (place, number) in enumerate(zip(columns.place.tolist(), columns.note.tolist(), strict=True)):
+            note = columns.notes[number] if number >= 0 else None
+            mark = note if isinstance(note, Mark) else None
+            begun = self._section_at(place, mark, section)
+            if begun != section:
+                yield section, start, row
+                section, start = begun, row
+            if mark is not None and mark.is_end and mark.phase is Phase.FORWARD and self._is_last(mark):
+                yield section, start, row + 1
+                section, start = None, row + 1
+        yield section, start, len(columns)
+
+    def _is_last(self, mark: Mark) -> bool:
+        return mark.layer_idx == len(self._stacks[mark.stack].segments) - 1
+
+    def _section_at(self, number: int, mark: Mark | None, section: _Section | None) -> _Section | None:
+        if mark is not None and not mark.is_end:
+            # A layer that runs again by itself does so within its own backward.
+            is_same = section is not None and section[2:] == (mark.stack, mark.layer_idx)
+            if not is_same or mark.phase is not Phase.RECOMPUTATION:
+                return mark.phase, mark.micro_batch, mark.stack, mark.layer_idx
+        if section is not None:
+            place = self._places.all[number]
+            is_over = place.phase is Phase.OPTIMIZER or place.micro_batch != section[1]
+            turned = section[0] is Phase.FORWARD and place.phase in (Phase.BACKWARD, Phase.RECOMPUTATION)
+            if is_over or turned:
+                return None
+        return section
+
+    def _allocated(self, section: _Section) -> IntColumn:
+        rows = self._rows[section]
+        made: IntColumn = self._traced.storage[rows[self._traced.change[rows] == ALLOCATED]]
+        return made
+
+    def _made_by_traced(self, stack: _Stack) -> IntColumn:
+        """Return the storages that each layer makes [layers, slots]; -1 for none."""
+        sections = [section for section in self._rows if section[2] == stack.number]
+        counts: dict[tuple[Phase, int], int] = {}
+        for section in sections:
+            kind = section[:2]
+            counts[kind] = max(counts.get(kind, 0), len(self._allocated(section)))
+        begins = dict(zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False))
+        made = np.full((len(stack.segments), sum(counts.values())), -1, dtype=np.int64)
+        for section in sections:
+            storages = self._allocated(section)
+            slots = begins[section[:2]] + np.arange(len(storages))
+            made[section[3], slots] = storages
+            self._owner[0, storages], self._owner[1, storages] = stack.number, section[3]
+            self._owner[2, storages] = slots
+        return made
+
+    # --- What skipped layers would make. ---
+
+    def _copy_storages(self, stack: _Stack) -> None:
+        """Make the storages of skipped layers."""
+        made, path = self._made[stack.number], stack.path
+        rows = self._traced.rows_of_storages(ALLOCATED)
+        known: dict[object, int] = {}
+        for layer in np.flatnonzero(self._ranks[stack.number] >= 0).tolist():
+            storages = made[layer][made[layer] >= 0]
+            # As if in layer 0.
+            places = self._places.moved(self._traced.place[rows[storages]], path, -layer).tolist()
+            for number, place in zip(storages.tolist(), places, strict=True):
+                storage = self._storages[number]
+                of_place = None if storage.category is Category.GRADIENTS else place
+                look = (of_place, storage.num_bytes, storage.shape, storage.dtype)
+                self._looks[number] = known.setdefault(look, len(known))
+        numbers = {id(storage): number for number, storage in enumerate(self._storages)}
+        for layer, representative in stack.representatives.items():
+            slots = np.flatnonzero(made[representative] >= 0)
+            originals = made[representative, slots]
+            shift = layer - representative
+            places = self._places.moved(self._traced.place[rows[originals]], path, shift).tolist()
+            for slot, original, place in zip(slots.tolist(), originals.tolist(), places, strict=True):
+                storage = self._copied_storage(self._storages[original], place, path, shift)
+                number = numbers.get(id(storage), len(self._storages))
+                if number == len(self._storages):
+                    self._storages.append(storage)
+                    self._looks.append(0)
+                self._looks[number] = self._looks[original]
+                made[layer, slot] = number
+
+    def _copied_storage(self, storage: Storage, place: int, path: str, shift: int) -> Storage:
+        if storage.parameter:
+            return self._copied_gradient(storage, path, shift)
+        made = self._places.all[place]
+        return Storage(storage.num_bytes, made, storage.shape, storage.dtype, storage.category, storage.why)
+
+    def _copied_gradient(self, storage: Storage, path: str, shift: int) -> Storage:
+        """Return the gradient that the tracker has made for the skipped layer."""
+        name = moved_path(storage.parameter, path, shift)
+        found = self._tape.copied_gradients.get(name)
+        if found is None or found.num_bytes != storage.num_bytes:
+            raise CannotReuseError(f"{name} has no gradient like that of {storage.parameter}")
+        return found
+
+    # --- The whole step. ---
+
+    def _expanded(self, section: _Section | None, rows: IntColumn) -> Iterator[_Part]:
+        if section is None:
+            yield self._outside(rows)
+            return
+        phase, _, number, layer = section
+        stack = self._stacks[number]
+        if layer not in stack.representatives:
+            yield self._traced_part(section, rows)
+            return
+        columns = self._traced
+        if (columns.storage[rows] >= 0).any():
+            raise CannotReuseError("something comes or goes between layers that are passed through")
+        yield self._part(rows[(columns.seconds[rows] > 0) | (columns.num_flops[rows] > 0)])
+        yield self._copied_part(section)
+        segment = stack.segments[layer]
+        if phase is Phase.BACKWARD and segment is not None and segment not in stack.segments[layer + 1 :]:
+            yield from self._recomputed_segment(section)
+
+    def _recomputed_segment(self, section: _Section) -> Iterator[_Part]:
+        """Yield how a skipped segment runs again, in the backward of its last layer."""
+        _, micro_batch, number, last = section
+        segments = self._stacks[number].segments
+        for layer in range(segments.index(segments[last]), last + 1):
+            yield self._copied_part((Phase.RECOMPUTATION, micro_batch, number, layer))
+
+    def _part(self, rows: IntColumn, storage: IntColumn | None = None) -> _Part:
+        columns = self._traced
+        storage = columns.storage[rows] if storage is None else storage
+        return _Part(rows, columns.place[rows], storage, columns.note[rows])
+
+    def _traced_part(self, section: _Section, rows: IntColumn) -> _Part:
+        """Return the events of a traced layer. Storages from beyond a gap are replaced by those of real neighbours."""
+        _, _, number, layer = section
+        storages = self._traced.storage[rows].copy()
+        (freed,) = np.nonzero(self._traced.change[rows] == FREED)
+        stack, owner, slot = self._owner[:, storages[freed]]
+        ranks = self._ranks[number]
+        steps = ranks[owner] - ranks[layer]
+        is_over_gap = (stack == number) & (owner - layer != steps)
+        freed, slot, steps = freed[is_over_gap], slot[is_over_gap], steps[is_over_gap]
+        if (abs(steps) > 1).any():
+            raise CannotReuseError("a layer lets go of what a far one has made")
+        storages[freed] = self._of_neighbours(number, storages[freed], layer + steps, slot)
+        return self._part(rows, storages)
+
+    def _copied_part(self, section: _Section) -> _Part:
+        """Return the events of a skipped layer."""
+        phase, micro_batch, number, layer = section
+        stack = self._stacks[number]
+        representative = stack.representatives[layer]
+        copied = self._as_copied((phase, micro_batch, number, representative))
+        columns, shift = self._traced, layer - representative
+        storages = np.full(len(copied.rows), -1, dtype=np.int64)
+        (has_one,) = np.nonzero(copied.slots >= 0)
+        storages[has_one] = self._of_neighbours(
+            number, columns.storage[copied.rows[has_one]], layer + copied.steps[has_one], copied.slots[has_one]
+        )
+        note = columns.note[copied.rows].copy()
+        for at in np.flatnonzero(note >= 0).tolist():
+            each = self._notes[note[at]]
+            if isinstance(each, Mark):
+                note[at] = len(self._notes)
+                self._notes.append(replace(each, layer_idx=each.layer_idx + shift))
+        place = self._places.moved(columns.place[copied.rows], stack.path, shift)
+        return _Part(copied.rows, place, storages, note)
+
+    def _as_copied(self, section: _Section) -> _Copied:
+        """Return what a skipped layer repeats of a traced one's section."""
+        if section in self._copied:
+            return self._copied[section]
+        phase, _, number, representative = section
+        # Where the whole layer runs again in its own backward, it has no section of its own for that.
+        rows = np.empty(0, dtype=np.int64) if phase is Phase.RECOMPUTATION else None
+        rows = self._rows.get(section, rows)
+        if rows is None:
+            raise CannotReuseError("a layer has no backward like that of an equal one")
+        storages = self._traced.storage[rows]
+        stack, owner, slot = np.where(storages >= 0, self._owner[:, storages], -1)
+        if ((storages >= 0) & (stack != number)).any():
+            raise CannotReuseError("a layer lets go of what is not its own")
+        ranks = self._ranks[number]
+        steps = np.where(storages >= 0, ranks[owner] - ranks[representative], 0)
+        segments = self._stacks[number].segments
+        far = owner[abs(steps) > 1].tolist()
+        if any(segments[representative] is None or segments[each] != segments[representative] for each in far):
+            raise CannotReuseError("a layer lets go of what a far one has made")
+        copied = self._copied[section] = _Copied(rows, steps, slot)
+        return copied
+
+    def _of_neighbours(self, number: int, storages: IntColumn, layers: IntColumn, slots: IntColumn) -> IntColumn:
+        """Return the storages that are to layers what `storages` are to their owners."""
+        made = self._made[number]
+        if ((layers < 0) | (layers >= len(made))).any():
+            raise CannotReuseError("neighbours of equal layers differ")
+        found: IntColumn = made[layers, slots]
+        if (found < 0).any() or (self._looks_of[found] != self._looks_of[storages]).any():
+            raise CannotReuseError("neighbours of equal layers differ")
+        return found
+
+    def _outside(self, rows: IntColumn) -> _Part:
+        """Return events outside of all layers. Where they free a storage of a layer, they free its copies too."""
+        columns = self._traced
+        found: list[int] = []
+        storages: list[int] = []
+        for row, change, storage in zip(
+            rows.tolist(), columns.change[rows].tolist(), columns.storage[rows].tolist(), strict=True
+        ):
+            freed = [storage]
+            if change == FREED and self._owner[0, storage] >= 0:
+                freed = list(self._freed_with(storage))
+            found.extend([row] * len(freed))
+            storages.extend(freed)
+        return self._part(np.array(found, dtype=np.int64), np.array(storages, dtype=np.int64))
+
+    def _freed_with(self, storage: int) -> Iterator[int]:
+        number, layer, slot = self._owner[:, storage].tolist()
+        stack, made = self._stacks[number], self._made[number]
+        if self._storages[storage].category is Category.GRADIENTS:
+            yield storage
+            return
+        last = stack.end_of_gap(layer)
+        if last != layer and not self._is_freed_of_all(stack, layer, last, slot):
+            # What follows the layers frees what the last but one of them has made.
+            yield from self._of_neighbours(number, np.array([storage]), np.array([last]), np.array([slot])).tolist()
+            return
+        yield storage
+        for copy, representative in stack.representatives.items():
+            if representative == layer:
+                yield int(made[copy, slot])
+
+    def _is_freed_of_all(self, stack: _Stack, layer: int, last: int, slot: int) -> bool:
+        """Whether what follows the layers frees a storage of each layer, and not that of the last but one only."""
+        representative = stack.representatives[last]
+        other = representative if representative != layer else layer - 1
+        return (stack.number, other, slot) in self._freed_outside
+
+    def _check_frees(self, expanded: Columns) -> None:
+        """Check that of traced and of skipped layers the same is freed."""
+        was, now = (_is_freed(columns, len(self._storages)) for columns in (self._traced, expanded))
+        for stack, made in zip(self._stacks, self._made, strict=True):
+            traced = [stack.representatives.get(layer, layer) for layer in range(len(made))]
+            if (was[made[traced]] != now[made])[made >= 0].any():
+                raise CannotReuseError("equal layers do not free the same")
+
+
+def _is_freed(columns: Columns, num_storages: int) -> NDArray[np.bool_]:
+    is_freed = np.zeros(num_storages, dtype=bool)
+    is_freed[columns.storage[columns.change == FREED]] = True
+    return is_freed
