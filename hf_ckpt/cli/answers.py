@@ -22,6 +22,7 @@ from huggingface_hub import constants
 
 from hf_ckpt.cli import answer_store
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 
 # Every source counts: models import each other, and all of them are hashed in a tenth of a second.
 _SOURCES = ("hf_ckpt", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -64,8 +65,9 @@ def remembered(
     key = answer_key(command, recipe, options, environment) if is_wanted else None
     if key is not None and (kept := answer_store.read(key)) is not None:
         return kept, True
-    # As it will be read: the same types the first time and later.
-    document: dict[str, Any] = json.loads(json.dumps(make()))
+    with no_cycles_collected():
+        # As it will be read: the same types the first time and later.
+        document: dict[str, Any] = json.loads(json.dumps(make()))
     # Sources may have been edited meanwhile, or a config fetched from the hub.
     if key is not None and key == answer_key(command, recipe, options, environment):
         answer_store.write(key, document)

@@ -29,6 +29,7 @@ from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import WHOLE_LAYER_MODES, Mode, Policy
 from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import Phase
@@ -117,7 +118,8 @@ def with_chunked_head(chain: Chain, simulator: StepSimulator) -> Chain | None:
 
 
 def _read(simulator: StepSimulator, plan: Plan | None) -> StepReading:
-    return StepReading(simulator.trace(plan).tape, simulator.step)
+    with no_cycles_collected():
+        return StepReading(simulator.trace(plan).tape, simulator.step)
 
 
 def _add(costs: Mapping[LayerKey, _Options], reading: StepReading, plan: Plan, option: LayerPlan) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 
 from hf_ckpt.planner.chain import Cost
 from hf_ckpt.simulation.simulator import num_repeats
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Tape, assign_categories
+from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Tape, assign_categories, bytes_after
 
 LayerKey = tuple[int, int]
 """Number of the stack, and `layer_idx`."""
@@ -29,7 +28,7 @@ class StepReading:
     def __init__(self, tape: Tape, step: Step) -> None:
         assign_categories(tape)
         self.events = tape.events
-        self.levels = list(_levels(tape))
+        self.levels: list[int] = bytes_after(tape).tolist()
         self._last = max(event.place.micro_batch for event in tape.events)
         self._repeats = num_repeats(step) if self._last else 1
         self._starts: dict[tuple[Phase, LayerKey], int] = {}
@@ -200,12 +199,3 @@ class StepReading:
         """Time outside the layers and the optimizer: of embeddings, head and loss."""
         optimizer = [event.seconds for event in self.events if event.place.phase is Phase.OPTIMIZER]
         return self.other_seconds - math.fsum(optimizer)
-
-
-def _levels(tape: Tape) -> Iterator[int]:
-    """Yield what is allocated after each event."""
-    level = sum(storage.num_bytes for storage in tape.before)
-    for event in tape.events:
-        if event.storage is not None:
-            level += event.storage.num_bytes if event.change is MemoryChange.ALLOCATE else -event.storage.num_bytes
-        yield level

@@ -8,7 +8,7 @@ Operators that fake CPU tensors lack are replaced here too. Knows operators, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.operator_memo import run_once
+from hf_ckpt.simulation.operator_memo import look, run_once
 
 _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
@@ -54,6 +54,9 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(map(_has_values, tensors)):
         return (substitute(function) or function)(*args, **kwargs)
+    key = None if tensors else look(function, args, kwargs)
+    if key is not None and key in _made_for_real:
+        return _run_real(function, args, kwargs)
     if tensors and function._schema.is_mutable:
         # It changes its arguments: run on fake copies, it would leave no trace.
         return _run_real(function, args, kwargs)
@@ -63,7 +66,15 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # It reads values, and these exist.
         return _run_real(function, args, kwargs)
     made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return _run_real(function, args, kwargs) if made and all(map(_is_small, made)) else output
+    if not made or not all(map(_is_small, made)):
+        return output
+    if key is not None:
+        _made_for_real.add(key)
+    return _run_real(function, args, kwargs)
+
+
+_made_for_real = set[Hashable]()
+"""Calls without tensors whose output is small: such as each parameter's counter of steps."""
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -127,6 +138,14 @@ def _grouped_mm(
     return torch.empty_strided((rows, columns), (stride, 1), dtype=dtype)
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Step an optimizer in place, which returns nothing. The fake mode would make a fake of each counter of steps."""
+
+
 _SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
-    {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    {
+        torch.ops.aten._grouped_mm.default: _grouped_mm,
+        torch.ops.aten._fused_adam_.default: _nothing,
+        torch.ops.aten._fused_adamw_.default: _nothing,
+    }
 )

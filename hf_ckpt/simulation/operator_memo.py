@@ -107,11 +107,8 @@ def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 def run_once(run: Run, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same."""
     fakes: list[FakeTensor] = []
-    try:
-        key = function, _look(args, fakes), _look(tuple(kwargs.items()), fakes) if kwargs else ()
-    except _NotKnownError:
-        return run(function, args, kwargs)
-    if not fakes:
+    key = look(function, args, kwargs, fakes)
+    if key is None or not fakes:
         return run(function, args, kwargs)
     known = _known.get(key)
     if known is not None:
@@ -125,6 +122,17 @@ def run_once(run: Run, function: Callable[..., Any], args: Any, kwargs: dict[str
     except _NotKnownError:
         pass
     return output
+
+
+def look(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], fakes: list[FakeTensor] | None = None
+) -> tuple[Hashable, ...] | None:
+    """Return what a call looks like, as a key, and add its fake tensors to a list; None where it has other tensors."""
+    fakes = [] if fakes is None else fakes
+    try:
+        return function, _look(args, fakes), _look(tuple(kwargs.items()), fakes) if kwargs else ()
+    except _NotKnownError:
+        return None
 
 
 def _look(value: Any, fakes: list[FakeTensor]) -> Hashable:

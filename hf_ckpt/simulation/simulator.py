@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from hf_ckpt.simulation.constant_folding import fold, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
+from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_layers
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import LaunchQueue, busy_seconds, is_kept_selectively, operator_cost, role_of_operator
@@ -143,7 +143,7 @@ class StepSimulator:
             PolicyError: the policy does not suit the model.
         """
         plan = None if policy is None else self.plan_of(parse(policy))
-        with _no_cycles_collected():
+        with no_cycles_collected():
             traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
             return read_tape(
                 traced.tape,
@@ -177,7 +177,7 @@ class StepSimulator:
         `UnsupportedError`.
         """
         step, device = self.step, self.device
-        with _no_cycles_collected():
+        with no_cycles_collected():
             try:
                 # Layers that are skipped would leave nothing in a cache.
                 tape, num_bytes = self._evaluated(reuses_layers=not _has_cache_on(self.model))
@@ -342,23 +342,11 @@ class _Known:
     def traced(self, key: _Key, trace: Callable[[], TracedStep]) -> TracedStep:
         """Return the traced step of a plan, and keep it for a while."""
         found = self.traces.pop(key, None)
-        with _no_cycles_collected():
+        with no_cycles_collected():
             self.traces[key] = found or trace()
         while len(self.traces) > 1 and sum(len(each.tape.columns) for each in self.traces.values()) > _MAX_EVENTS:
             del self.traces[next(iter(self.traces))]
         return self.traces[key]
-
-
-@contextmanager
-def _no_cycles_collected() -> Iterator[None]:
-    """Hold Python's collector of cycles off: a tape has so many objects that it would take a quarter of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def num_repeats(step: Step) -> int:

@@ -336,6 +336,16 @@ def sort_frees(tape: Tape) -> None:
 # --- Reading. ---
 
 
+def bytes_after(tape: Tape) -> IntColumn:
+    """Return the bytes that are allocated after each event."""
+    columns = tape.columns
+    sizes = np.array([*(storage.num_bytes for storage in columns.storages), 0], dtype=np.int64)
+    signs = np.where(columns.change == ALLOCATED, 1, -1)
+    before = sum(storage.num_bytes for storage in tape.before)
+    levels: IntColumn = before + np.cumsum(signs * sizes[columns.storage])
+    return levels
+
+
 def read_tape(
     tape: Tape, *, device: str, plan: Plan | None, tokens: int, repeats: int = 1, host_bytes: int = 0
 ) -> StepMemory:

@@ -18,7 +18,7 @@ from hf_ckpt.simulation import simulator
 from hf_ckpt.simulation.devices import DEVICES
 from hf_ckpt.simulation.layer_reuse import LayerReuse
 from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import StepMemory
 from tests import zoo
 
@@ -103,6 +103,13 @@ def test_adapters_and_micro_batches_are_traced_once() -> None:
         once, whole = both(get_peft_model(model("llama", 7), settings), "full", step)
     assert counts == [4]
     assert_equal(once, whole)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phimoe"])
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding(engine="zero3", world_size=4)], ids=["whole", "zero3"])
+def test_the_first_step_s_proof_is_traced_once(model_type: str, sharding: Sharding) -> None:
+    step = Step(batch_size=8, seq_length=64, autocast="bfloat16", is_proven=True, sharding=sharding)
+    assert_equal(*both(model(model_type, 8), "full", step))
 
 
 def test_both_stacks_of_an_encoder_and_a_decoder_are_traced_once() -> None:
