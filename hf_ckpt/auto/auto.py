@@ -21,6 +21,7 @@ from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import Step
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
@@ -104,9 +105,10 @@ class Auto:
             InputGradients(shape, is_on)
         sharding = sharding_of(args, model)
 
+        any_step = StepSimulator(shape, Step(), device, self._structure)
+
         def simulator(batch: Batch) -> StepSimulator:
-            step = step_of(args, batch, sharding, is_proven=self._is_proven)
-            return StepSimulator(shape, step, device, self._structure)
+            return any_step.anew(step_of(args, batch, sharding, is_proven=self._is_proven))
 
         planning = RunPlanner(
             make_plan(shape, Policy.parse("none"), **self._structure),

@@ -101,6 +101,7 @@ class RunPlanner:
         Raises:
             BudgetError: no plan fits.
         """
+        logger.info("Planning for %s within %s: simulating steps.", batch.describe(), format_bytes(self.budget_bytes))
         work = partial(_undisturbed, self._decide, batch)
         text, peak_bytes, where = store.broadcast_result(work, self._timeout_s, "planning")
         self.plan = Plan.from_json(text)

@@ -141,6 +141,7 @@ def test_a_large_budget_recomputes_nothing(tmp_path: Path, caplog: pytest.LogCap
         run(llama(num_hidden_layers=1), tmp_path, callback)
     assert callback.plan is not None
     assert callback.plan.count(Mode.NONE) == 1
+    assert "Planning for 2 rows of 64 tokens within" in caplog.text
     assert "Planned for 2 rows of 64 tokens: predicted peak" in caplog.text
     assert "a CPU does not count what is allocated, so nothing was measured." in caplog.text
 

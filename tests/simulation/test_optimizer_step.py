@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from hf_ckpt.simulation import simulator
+from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import MemoryChange
 from hf_ckpt.simulation.tracker import Tracker
+from tests import zoo
 
 STEP = Step(optim="adamw_torch", max_grad_norm=1.0)
 
@@ -56,3 +60,11 @@ def test_copies_have_storages_of_their_own() -> None:
         assert id(copied.storage) not in ids
         assert copied.place == event.place
     assert [storage.num_bytes for storage in found.copied_state()] == [storage.num_bytes for storage in found.state]
+
+
+def test_steps_of_other_lengths_share_the_optimizer() -> None:
+    shared = simulator.StepSimulator(zoo.build("llama").model, STEP, CPU)
+    with mock.patch.object(simulator, "simulate_optimizer", wraps=simulate_optimizer) as calls:
+        peaks = [shared.anew(replace(STEP, seq_length=length)).memory(None).peak_bytes for length in (16, 32)]
+    assert peaks[0] < peaks[1]
+    assert calls.call_count == 1
