@@ -103,7 +103,12 @@ class _Expansion:
         self._storages: list[Storage] = list(columns.storages)
         self._notes: list[Mark | Transfer] = list(columns.notes)
         self._sections = [(section, np.arange(start, end)) for section, start, end in self._split()]
-        self._rows = {section: rows for section, rows in self._sections if section is not None}
+        self._rows: dict[_Section, IntColumn] = {}
+        for section, rows in self._sections:
+            if section in self._rows:
+                raise CannotReuseError("a layer runs more than once")
+            if section is not None:
+                self._rows[section] = rows
         # By storage: the stack and the layer that made it, and as the how many-th (its slot).
         self._owner = np.full((3, len(self._storages)), -1, dtype=np.int64)
         # By stack, layer and slot: the storage.
