@@ -130,6 +130,7 @@ def choose_traced(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> 
         first.setdefault(key, idx)
     counts = Counter[Hashable](keys)
     represented = {idx for key, idx in first.items() if counts[key] > 1}
+    # `around[idx]` is the layer before.
     before = {idx - 1 for idx in represented if idx > 0}
     after = {idx + 1 for idx in represented if idx + 1 < len(kinds) and around[idx] != kinds[idx]}
     traced = {*first.values(), *before, *after}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,20 +40,20 @@ class _Made:
         return _fake_of(made, self.device, fake.fake_mode)
 
 
-_attributes: WeakKeyDictionary[FakeTensorMode, dict[torch.device, dict[str, Any]]] = WeakKeyDictionary()
-"""By fake mode and device: what a new fake tensor of theirs has in its `__dict__`."""
+_attributes: dict[torch.device, dict[str, Any]] = {}
+"""By device: what a new fake tensor has in its `__dict__`, but for its mode."""
 
 
 def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
     """Return a tensor on `meta` as a fake one. `FakeTensor(mode, made, device)` takes four times as long."""
-    of_mode = _attributes.setdefault(mode, {})
-    if device not in of_mode:
+    if device not in _attributes:
         fake = FakeTensor(mode, made, device)
-        of_mode[device] = dict(vars(fake))
+        _attributes[device] = {name: value for name, value in vars(fake).items() if value is not mode}
         return fake
     fake = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(of_mode[device])
+    fake.__dict__.update(_attributes[device])
+    fake.fake_mode = mode
     return fake
 
 

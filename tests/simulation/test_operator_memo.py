@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +42,7 @@ def look(value: Any, args: Any) -> Any:
     shared = [each.untyped_storage()._cdata == storage._cdata for each in tensors]
     same = [each is value for each in tensors]
     form = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, storage.nbytes()
-    return *form, str(value.device), shared, same
+    return *form, str(value.device), shared, same, vars(value)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,6 +55,17 @@ def test_outputs_made_again_look_like_those_of_the_fake_mode(name: str) -> None:
                 args = arguments(torch.empty(4, 6))
                 seen.append(look(run(*args, **kwargs), args))
     assert seen[1:] == seen[:-1]
+
+
+def test_nothing_holds_a_fake_mode_that_is_over() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        for _ in range(2):
+            run_once(call, aten.mm.default, (torch.empty(4, 6), torch.empty(6, 4)), {})
+    alive = weakref.ref(mode)
+    del mode
+    gc.collect()
+    assert alive() is None
 
 
 def test_numbers_of_different_types_are_told_apart() -> None:
