@@ -68,11 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-ckpt",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Activation checkpointing per decoder layer: predict what a recipe needs, plan for a budget, and "
-        "prove that a plan is right.",
-        epilog="""hf-ckpt COMMAND --help says more. To train: accelerate launch scripts/finetune.py recipe.yaml
+        description="Activation checkpointing per decoder layer: predict what a recipe needs,\n"
+        "plan for a budget, and prove that a plan is right.",
+        epilog="""hf-ckpt COMMAND --help says more.
+To train: accelerate launch scripts/finetune.py recipe.yaml
 
-exit codes: 0 all is well; 1 a check of verify failed, or nothing fits; 2 wrong input; 130 Ctrl-C
+exit codes: 0 all is well; 1 a check of verify failed, or nothing fits;
+  2 wrong input; 130 Ctrl-C
 
 examples:
   hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090

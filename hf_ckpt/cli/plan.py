@@ -34,14 +34,16 @@ if TYPE_CHECKING:
 def _parser() -> argparse.ArgumentParser:
     parser = recipe_parser(
         "plan",
-        "Choose, layer by layer, the fastest way to checkpoint a recipe's activations that fits a memory budget, and\n"
-        "simulate it whole. Needs no GPU and loads no weights.",
+        "Choose, layer by layer, the fastest way to checkpoint a recipe's activations\n"
+        "that fits a memory budget, and simulate it whole. Needs no GPU and loads no\nweights.",
         epilog="""exit codes: 0 there is a plan; 1 none fits; 2 wrong input
 
 examples:
   hf-ckpt plan recipes/llama7b_lora.yaml --memory-budget 22GiB
-  hf-ckpt plan recipes/llama7b_lora.yaml --device rtx4090 --memory-budget 0.9 --out plan.json --plot frontier.png
-  accelerate launch scripts/finetune.py recipes/llama7b_lora.yaml checkpointing.policy=plan.json""",
+  hf-ckpt plan recipes/llama7b_lora.yaml --device rtx4090 --memory-budget 0.9 \\
+    --out plan.json --plot frontier.png
+  accelerate launch scripts/finetune.py recipes/llama7b_lora.yaml \\
+    checkpointing.policy=plan.json""",
     )
     parser.add_argument(
         "--memory-budget",

@@ -184,6 +184,16 @@ def test_help_and_version(words: list[str], expected: str, capsys: pytest.Captur
     assert expected in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("command", [[], ["estimate"], ["plan"], ["verify"], ["inspect"]], ids=" ".join)
+def test_help_fits_a_terminal(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
 def test_wrong_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     recipe = small_recipes.write(tmp_path, training={"learning_rat": 1})
     code = (
