@@ -60,6 +60,7 @@ examples:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the frontier of peak against step time")
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version")
     add_cache_option(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="say whether the answer was kept from before")
     return parser
 
 
@@ -72,7 +73,9 @@ def _run(options: argparse.Namespace) -> int:
     # Needs YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered
 
-    document, _ = remembered("plan", recipe, options, lambda: _document(recipe, options, budget))
+    document, is_kept = remembered("plan", recipe, options, lambda: _document(recipe, options, budget))
+    if is_kept and options.verbose:
+        say("From cache.")
     if options.out is not None:
         options.out.write_text(json.dumps(document["plan"], indent=1) + "\n", encoding="utf-8")
         say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")

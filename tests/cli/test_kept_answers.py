@@ -128,8 +128,9 @@ def test_plan_is_written_of_a_kept_answer_too(planned: tuple[Path, Done], tmp_pa
     out = tmp_path / "plan.json"
     # The second time the file is there, which does not count.
     for _ in range(2):
-        done = run(cache, "plan", "--out", str(out))
+        done = run(cache, "plan", "-v", "--out", str(out))
         assert (done.loaded, f"checkpointing.policy={out}" in done.err) == ("", True)
+        assert done.err.startswith("From cache.\n")
     assert out.read_text() == Plan.from_json(out.read_text()).to_json() + "\n"
 
 
