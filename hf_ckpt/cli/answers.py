@@ -21,6 +21,7 @@ import yaml
 from huggingface_hub import constants
 
 from hf_ckpt.cli import answer_store
+from hf_ckpt.errors import BudgetError
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 
@@ -58,20 +59,40 @@ def remembered(
         recipe: what was read.
         options: of the command line.
         make: makes the document, of what JSON can hold.
+
+    Raises:
+        BudgetError: `make` raised it, now or then.
     """
     # Libraries write into the environment when they are imported.
     environment = dict(os.environ)
     is_wanted = not options.no_cache and getattr(options, "plot", None) is None
     key = answer_key(command, recipe, options, environment) if is_wanted else None
     if key is not None and (kept := answer_store.read(key)) is not None:
-        return kept, True
+        return _given(kept), True
     with no_cycles_collected():
         # As it will be read: the same types the first time and later.
-        document: dict[str, Any] = json.loads(json.dumps(make()))
+        document: dict[str, Any] = json.loads(json.dumps(_made(make)))
     # Sources may have been edited meanwhile, or a config fetched from the hub.
     if key is not None and key == answer_key(command, recipe, options, environment):
         answer_store.write(key, document)
-    return document, False
+    return _given(document), False
+
+
+_NOTHING_FITS = "nothing_fits"
+
+
+def _made(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the document; that nothing fits is an answer too, and takes longest to find out."""
+    try:
+        return make()
+    except BudgetError as error:
+        return {_NOTHING_FITS: str(error)}
+
+
+def _given(document: dict[str, Any]) -> dict[str, Any]:
+    if _NOTHING_FITS in document:
+        raise BudgetError(document[_NOTHING_FITS])
+    return document
 
 
 def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:

@@ -134,6 +134,14 @@ def test_plan_is_written_of_a_kept_answer_too(planned: tuple[Path, Done], tmp_pa
     assert out.read_text() == Plan.from_json(out.read_text()).to_json() + "\n"
 
 
+def test_that_nothing_fits_is_kept_too(tmp_path: Path) -> None:
+    first, second = (run(tmp_path, "plan", "--memory-budget", "1MiB") for _ in range(2))
+    assert "torch" in first.loaded
+    assert (first.code, second.code, second.out, second.loaded) == (1, 1, "", "")
+    assert second.err.startswith("No plan fits memory_budget=1.0 MiB.")
+    assert first.err.endswith(second.err)
+
+
 def test_another_option_makes_the_answer_anew(planned: tuple[Path, Done]) -> None:
     cache, _ = planned
     assert "torch" in run(cache, "plan", "--exact", "true").loaded
