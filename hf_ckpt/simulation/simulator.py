@@ -102,8 +102,7 @@ class StepSimulator:
         For a training that goes on: steps that were traced take hundreds of megabytes.
         """
         known = self._known
-        shared = _Known(places=known.places, optimizers=known.optimizers, signatures=known.signatures)
-        shared.stacks = self.stacks
+        shared = replace(known, memories={}, traces={}, stacks=self.stacks)
         return replace(self, step=step, _known=shared)
 
     def plan_of(self, policy: Policy | Plan) -> Plan:
@@ -322,7 +321,9 @@ class StepSimulator:
         return self._known.signatures[layer.outer]
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.model.named_parameters()}
+        if not self._known.names:
+            self._known.names.update((parameter, name) for name, parameter in self.model.named_parameters())
+        return self._known.names
 
     def _weights(self) -> dict[str, Weight]:
         return weights_of(self.model, self.stacks, self.step)
@@ -345,6 +346,7 @@ class _Known:
     places: Places = field(default_factory=Places)
     """Of all traces: most are in each of them."""
     optimizers: dict[tuple[Step, frozenset[str]], OptimizerStep] = field(default_factory=dict)
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
     """By layer."""

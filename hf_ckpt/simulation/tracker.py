@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ BLOCK_BYTES = 512
 """CUDA's caching allocator rounds every block up to a multiple of this."""
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
+_name_of: Callable[[Any], str] = cache(str)
 _MAX_REASONS = 2
 _SAVE_OUTPUTS = frozenset(
     "softmax log_softmax exp sqrt rsqrt reciprocal tanh sigmoid relu native_dropout native_layer_norm "
@@ -134,9 +135,7 @@ class Tracker(SimulationMode):
             self._append(Event(self._current_place(), MemoryChange.FREE, storage))
 
     def _storage_like(self, tensor: Tensor, dtype: torch.dtype) -> Storage:
-        with _disable_current_modes():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
-        num_bytes = self._rounded(made.untyped_storage().nbytes())
+        num_bytes = self._rounded(_bytes_of(tuple(tensor.shape), tensor.stride(), dtype))
         return Storage(num_bytes, None, tuple(tensor.shape), str(dtype).removeprefix("torch."))
 
     def start_micro_batch(self, number: int) -> None:
@@ -233,12 +232,12 @@ class Tracker(SimulationMode):
         kwargs = kwargs or {}
         output = self._run(function, args, kwargs)
         if self._awaiting_reason and function is not _DETACH:
-            self._add_reason(self._awaiting_reason, str(function))
+            self._add_reason(self._awaiting_reason, _name_of(function))
             self._awaiting_reason = []
         if self._is_silent:
             self._record_outputs(output, self._setup_place)
             return output
-        place = self._current_place(str(function))
+        place = self._current_place(_name_of(function))
         seconds, num_flops = self._costs(function, args, kwargs, output) if self.counts_time else (0.0, 0)
         if seconds or num_flops:
             self._append(Event(place, seconds=seconds, num_flops=num_flops))
@@ -325,6 +324,12 @@ class Tracker(SimulationMode):
     def _append(self, event: Event) -> None:
         if not self._is_silent:
             self.tape.events.append(event)
+
+
+@cache
+def _bytes_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+    with _disable_current_modes():
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
 
 
 def is_without_memory(tensor: Tensor) -> bool:
