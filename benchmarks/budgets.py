@@ -140,15 +140,17 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
     # A plan that is the same as a fixed mode takes the same time to the last digits of a sum.
     slack = 1e-9
     rows = [row for row in result["budgets"] if row["best_fixed_seconds"] is not None]
-    between = rows[1:-1]
+    between = result["budgets"][1:-1]
     return {
         "num_budgets": len(result["budgets"]),
         "num_over_budget": sum(row["peak_bytes"] > row["budget_bytes"] for row in result["budgets"]),
         "num_slower": sum(row["seconds"] > row["best_fixed_seconds"] * (1 + slack) for row in rows),
-        "num_between": len(result["budgets"]) - 2,
+        "num_between": len(between),
         # Where no fixed mode fits at all, the plan beats them all.
-        "num_faster_between": sum(row["seconds"] < row["best_fixed_seconds"] * (1 - slack) for row in between)
-        + sum(row["best_fixed_seconds"] is None for row in result["budgets"][1:-1]),
+        "num_faster_between": sum(
+            row["best_fixed_seconds"] is None or row["seconds"] < row["best_fixed_seconds"] * (1 - slack)
+            for row in between
+        ),
     }
 
 
