@@ -6,7 +6,8 @@ time: a decoder layer, or the rest of the model, which stays gathered from its f
 Note [What engines hold].
 - DDP: everything, and buckets as large as all gradients, which are copied into them (torch's `Reducer`).
 - FSDP: of weights, gradients and optimizer state one share. Of units, whole weights in the dtype of the computation:
-  the one that runs, and the next one, which is gathered meanwhile. A unit's gradients are copied into one buffer, which
+  the one that runs, and the next one, which is gathered meanwhile; while the loss runs backward, that is the last
+  layer. A unit's gradients are copied into one buffer, which
   is freed when the next unit's are. Ranks exchange gradients in the last micro-batch only (the Trainer's `no_sync`):
   until then each holds all of them whole. accelerate keeps what is trained in float32 under mixed precision.
 - ZeRO-1: a share of the optimizer's state, with weights in float32 for what is trained; ZeRO-2: of gradients as well,
@@ -109,6 +110,7 @@ class _RankTape:
         self._engine = step.sharding.engine
         self._world_size = step.sharding.world_size
         self._reshards = step.sharding.reshards_after_forward
+        self._prefetches = step.sharding.prefetches_in_backward
         self._device = device
         self._rounding = BLOCK_BYTES if device.is_cuda else 1
         self._order = self._units_in_order()
@@ -194,6 +196,8 @@ class _RankTape:
                 running = None
                 if place.phase is Phase.OPTIMIZER:
                     yield from self._end_backward(place)
+            if running is None and place.phase is Phase.BACKWARD:
+                yield from self._prefetch_last_layer(place)
             yield self._event(event, running)
         yield from self._leave_layer(running, place)
         yield from self._end_backward(place)
@@ -203,9 +207,15 @@ class _RankTape:
             return
         key = (mark.stack, mark.layer_idx)
         yield from self._gather(key, place)
-        following = self._neighbour(key, 1 if mark.phase is Phase.FORWARD else -1)
-        if following is not None:
+        is_forward = mark.phase is Phase.FORWARD
+        following = self._neighbour(key, 1 if is_forward else -1)
+        if following is not None and (is_forward or self._prefetches):
             yield from self._gather(following, place)
+
+    def _prefetch_last_layer(self, place: Place) -> Iterator[Event]:
+        """Gather the last layer: the hook of the root module does, as soon as the loss has a gradient."""
+        if self._prefetches and self._engine.startswith("fsdp") and self._shards_weights and self._order:
+            yield from self._gather(self._order[-1], place)
 
     def _leave_layer(self, running: _Running | None, place: Place) -> Iterator[Event]:
         if running is None:

@@ -23,6 +23,9 @@ class Sharding:
     world_size: int = 1
     reshards_after_forward: bool = True
     """Whether layers gathered in forward are freed until backward (FSDP's full shard)."""
+    prefetches_in_backward: bool = True
+    """Whether the next unit is gathered while one runs backward. FSDP1 does not with `backward_prefetch=None`, nor
+    where layers ran forward without a graph (reentrant checkpointing)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import hf_ckpt
 from benchmarks.cases import LLAMAS, build_llama
 from benchmarks.collectives import OTHERS, POLICIES, Collectives, Counts, contenders, measure, shard, table
 from tests.distributed.ranks import has_gpus
@@ -72,6 +78,38 @@ def test_torchs_own_counter_agrees(engine: str) -> None:
     with CommDebugMode() as torchs, Collectives() as ours:
         model(**inputs).loss.backward()
     assert torchs.get_total_counts() == sum(ours.seen.values())
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_last_layer_is_gathered_before_the_loss_runs_backward(engine: str, mode: str) -> None:
+    model, inputs = build_llama(LLAMAS["llama_tiny"], "cuda" if has_gpus() else "cpu")
+    sharded = shard_as_accelerate(model, engine)
+    hf_ckpt.apply(sharded, mode)
+    loss = sharded(**inputs).loss
+    seen = []
+    with Collectives() as counted:
+        loss.register_hook(lambda gradient: seen.append(counted.num("gather", in_backward=True)))
+        loss.backward()
+    assert seen == [1]
+
+
+def shard_as_accelerate(model: LlamaForCausalLM, engine: str) -> nn.Module:
+    """Make each layer a unit, and the rest of the model one, with what the next unit needs gathered ahead."""
+    if engine == "fsdp1":
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+            use_orig_params=True,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if has_gpus() else torch.device("cpu"),
+        )
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
 
 
 class CountedSteps(TrainerCallback):

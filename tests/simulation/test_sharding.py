@@ -115,6 +115,18 @@ def test_two_layers_and_the_rest_of_the_model_are_whole_at_a_time(engine: str) -
     assert max(forward) == pytest.approx(num_bytes(whole) - layers + 2 * largest_layer(whole), abs=3 * 512)
 
 
+@pytest.mark.parametrize(("engine", "is_there"), [("fsdp1", True), ("fsdp2", True), ("zero2", False)])
+def test_fsdp_gathers_the_last_layer_while_the_loss_runs_backward(engine: str, is_there: bool) -> None:
+    timeline = simulated(engine).timeline
+    at_loss = next(index for index, place in enumerate(timeline.places) if place.phase is Phase.BACKWARD)
+    gathered = timeline.bytes_by_category.get(Category.GATHERED)
+    whole = model()
+    rest = num_bytes(whole) - sum(num_bytes(layer.module) for layer in find_layers(whole)[0].layers)
+    # Each of the two is rounded to a block of the allocator.
+    expected = pytest.approx(rest + largest_layer(whole), abs=2 * 512) if is_there else 0
+    assert (gathered[at_loss + 1] if gathered else 0) == expected
+
+
 def test_fsdp_keeps_whole_gradients_until_the_last_micro_batch() -> None:
     once, often = (simulated("fsdp2", num_micro_batches=number) for number in (1, 4))
     assert most(once, Category.GRADIENTS) < num_bytes(model())
