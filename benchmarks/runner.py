@@ -32,6 +32,8 @@ SUITES = {
     "budgets": "benchmarks.budgets",
     "simulation_cost": "benchmarks.simulation_cost",
     "answer_time": "benchmarks.answer_time",
+    "published": "benchmarks.published.measure",
+    "published_page": "benchmarks.published.page",
     "longctx": "benchmarks.longctx",
     "longctx_predict": "benchmarks.longctx_predict",
     "recipe_figures": "benchmarks.recipe_figures",

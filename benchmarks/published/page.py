@@ -1,0 +1,210 @@
+"""docs/accuracy.md and its picture, from the result of `measure`.
+
+python -m benchmarks published_page
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.pages.drawing import GIB, digest_in, digest_of, figure_of, plain, save
+from benchmarks.pages.words import table
+from benchmarks.published.points import FOLDER, Source, is_held_out, sources
+from benchmarks.published.summary import group_of
+from benchmarks.runner import RESULTS, add_out, main
+
+RESULT = RESULTS / "published.json"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "accuracy.md"
+PICTURE = "accuracy.png"
+
+Record = dict[str, Any]
+
+_HEAD = """<!-- Written by benchmarks/published/page.py from benchmarks/results/published.json: run that. -->
+
+# Accuracy
+
+How near are predictions to what others measured on GPUs? Each row is a measurement that somebody published with a
+configuration precise enough to build the same step. Nothing is fitted. What the measured versions of other libraries
+did differently from the installed ones (their loss, their checkpointing) is emulated by name, in
+`benchmarks/published/emulations.py`. No GPU is needed to run it again:
+
+```sh
+python -m benchmarks published          # predict all points: a few minutes on one core
+python -m benchmarks published_page     # write this page
+```
+
+![Predicted against published memory](images/accuracy.png)
+"""
+_LINK = "[published.json](../benchmarks/results/published.json)"
+_OTHERS = """## What others state
+
+<!-- given: as their authors state it -->
+| estimator | stated error of memory |
+| --- | --- |
+| [LLMem](https://arxiv.org/abs/2404.10933) | 1.6 % on one GPU, 3.0 % on several |
+| [estimator for multimodal models](https://arxiv.org/abs/2512.07853) | 8.7 % |
+"""
+
+
+def render(result: Record) -> str:
+    """Return docs/accuracy.md."""
+    records = result["points"]
+    why = {name: entry["reason"] for entry in reasons() for name in entry["points"]}
+    parts = [_HEAD, _in_short(result), _OTHERS, _sources(), _held_out(records)]
+    groups = dict.fromkeys(map(group_of, records))
+    parts += [_points(group, [one for one in records if group_of(one) == group], why) for group in groups]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _in_short(result: Record) -> str:
+    rows = [
+        (
+            summary["group"],
+            str(summary["num_points"]),
+            _percent(summary["median_error"]),
+            _percent(summary["share_within_1_percent"], 0),
+            _percent(summary["share_within_2_percent"], 0),
+            _percent(summary["largest_error"]),
+        )
+        for summary in result["summary"]
+    ]
+    header = ("what was measured", "points", "median error", "within 1 %", "within 2 %", "largest error")
+    fits = result["answers"]
+    told = (
+        f'Of {fits["num_ran"]} steps that ran, {fits["num_ran_but_does_not_fit"]} are answered "does not fit" and '
+        f'{fits["num_ran_and_perhaps"]} "perhaps"; of {fits["num_failed"]} that ran out of memory, '
+        f'{fits["num_failed_but_fits"]} are answered "fits".'
+    )
+    note = '<!-- given "within 1 %", "within 2 %": names of columns -->'
+    of_what = f"Peak of `max_memory_allocated`, from {_LINK}:"
+    return f"## In short\n\n{of_what}\n\n{note}\n{table(header, rows)}\n\n{told} ({_LINK})"
+
+
+def _percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _sources() -> str:
+    rows = [
+        (
+            f"[{source.title}]({source.link('')})",
+            source.hardware,
+            source.versions,
+            source.measured,
+            source.configuration,
+        )
+        for source in sources().values()
+    ]
+    header = ("source", "hardware", "versions", "what was measured", "configuration")
+    return f"## Sources\n\n<!-- given: what the sources say -->\n{table(header, rows)}"
+
+
+def _held_out(records: Sequence[Record]) -> str:
+    names = [record["name"] for record in records if is_held_out(record["name"])]
+    return (
+        "## Held out\n\nSome points, chosen by the hash of their names, were predicted only when the code was final: "
+        f"rows marked with a star, {len(names)} of {len(records)}."
+    )
+
+
+def _points(group: str, records: Sequence[Record], why: Mapping[str, str]) -> str:
+    by_name = sources()
+    rows = [_row(record, by_name[record["source"]], why) for record in records]
+    header = ("what", "published (GiB)", "predicted (GiB)", "ratio", "why it differs")
+    note = '<!-- given "published (GiB)", "what": what the sources say -->'
+    return f"## Points: {group}\n\nFrom {_LINK}.\n\n{note}\n{table(header, rows)}"
+
+
+def _row(record: Record, source: Source, why: Mapping[str, str]) -> tuple[str, ...]:
+    star = " *" if is_held_out(record["name"]) else ""
+    published, ratio = record["published_bytes"], record["ratio"]
+    return (
+        f"[{record['title']}]({source.link(record['file'])}#L{record['row']}){star}",
+        "out of memory" if published is None else f"{published / GIB:.3f}",
+        f"{record['predicted_bytes'] / GIB:.3f}",
+        "" if ratio is None else f"{ratio:.4f}",
+        why.get(record["name"], "") if ratio is None or abs(ratio - 1) > 0.01 else "",
+    )
+
+
+def reasons() -> list[Record]:
+    """Return why points differ: their names, and the reason."""
+    read: list[Record] = yaml.safe_load((FOLDER / "reasons.yaml").read_text(encoding="utf-8"))
+    return read
+
+
+# --- The picture. ---
+
+_MARKS = {"one module": ("#0072B2", "o"), "a step on one GPU": ("#D55E00", "s")}
+_OTHER = ("#CC79A7", "^")
+
+
+def picture_data(result: Record) -> Record:
+    """Return what is drawn."""
+    measured = [record for record in result["points"] if record["ratio"] is not None]
+    return {
+        group: [
+            [record["published_bytes"] / GIB, record["predicted_bytes"] / GIB]
+            for record in measured
+            if group_of(record) == group
+        ]
+        for group in dict.fromkeys(map(group_of, measured))
+    }
+
+
+def draw(data: Record, path: Path) -> None:
+    """Draw what `picture_data` returned."""
+    figure = figure_of((8.0, 6.0), "Predicted against published peak memory")
+    panel = figure.subplots()
+    plain(panel, "published (GiB)", "predicted (GiB)", 12)
+    ends = list(_ends(data))
+    panel.plot(ends, ends, color="#999999", linewidth=1, zorder=1, label="equal")
+    for group, points in data.items():
+        colour, marker = _MARKS.get(group, _OTHER)
+        panel.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=36, label=group, alpha=0.8, zorder=2)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    ticks = [0.1, 0.3, 1, 3, 10, 30, 100]
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_minor_locator(_no_ticks())
+    panel.legend(frameon=False, fontsize=12)
+    save(figure, path, data)
+
+
+def _ends(data: Record) -> Iterator[float]:
+    values = [value for points in data.values() for point in points for value in point]
+    yield from (min(values), max(values))
+
+
+def _no_ticks() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add what this suite is asked."""
+    add_out(parser, DOCUMENT, "the page")
+
+
+def run(options: Namespace) -> None:
+    """Write the page and its picture."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    options.out.write_text(render(result), encoding="utf-8")
+    data, picture = picture_data(result), options.out.parent / "images" / PICTURE
+    if not picture.is_file() or digest_in(picture) != digest_of(data):
+        draw(data, picture)
+    print(options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__name__))
