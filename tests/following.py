@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -50,7 +51,7 @@ class Run:
         layers: how many it has.
         policy: what the callback is given; None trains without it.
         options: of the policy.
-        adapters: whether LoRA with dropout is trained, or everything.
+        adapters: whether LoRA with dropout is trained, or everything; or the PEFT config of what is trained.
         is_4bit: whether the weights are quantised.
         attention: `sdpa` or `eager`.
         dtype: of the weights.
@@ -65,7 +66,7 @@ class Run:
     layers: int = 3
     policy: Any = None
     options: dict[str, Any] = field(default_factory=dict)
-    adapters: bool = False
+    adapters: bool | PeftConfig = False
     is_4bit: bool = False
     attention: str = "sdpa"
     dtype: str = "float32"
@@ -111,6 +112,9 @@ class Run:
             model = _in_4_bit(model, options)
         if not self.adapters:
             return model
+        if isinstance(self.adapters, PeftConfig):
+            # PEFT writes into it.
+            return get_peft_model(model, copy.deepcopy(self.adapters))
         targets: dict[str, Any] = {"fan_in_fan_out": True} if self.model_type == "gpt2" else {}
         targets["target_modules"] = ["q_proj", "v_proj"] if self.model_type == "mixtral" else "all-linear"
         return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, **targets))

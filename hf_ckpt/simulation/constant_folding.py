@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import HFCkptError, UnsupportedError
 from hf_ckpt.simulation.operator_memo import look, run_once
 
 _MAX_ELEMENTS = 2**22
@@ -104,10 +104,23 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def to_unsupported_error(error: Exception, module: str) -> UnsupportedError | None:
-    """Translate an error of the fake mode for a user; None for other errors. `module` is the innermost one that ran."""
+    """Translate an error of a simulated step for a user; None where the error itself says what is wrong.
+
+    `module` is the innermost one that ran.
+    """
+    where = f'Module "{module}"' if module else "The model"
+    if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
+        return UnsupportedError(
+            f"{where} cannot be simulated: it computes with a sparse tensor, whose memory cannot be followed. Measure "
+            "a step on the device instead, or use an adapter without sparse weights."
+        )
+    if isinstance(error, ValueError) and not isinstance(error, HFCkptError):
+        return UnsupportedError(
+            f"{where} cannot be simulated: given input_ids and labels, as a simulated step gives them, it raises "
+            f'"{error}". Measure a step on the device instead, with the inputs that it needs.'
+        )
     if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return None
-    where = f'Module "{module}"' if module else "The model"
     return UnsupportedError(
         f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}), and a "
         "simulated step has shapes only. Measure a step on the device instead, or choose an implementation with fixed "

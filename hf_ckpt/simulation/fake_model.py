@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.simulation import quantized
 from hf_ckpt.structure.layers import Layer, Stack
@@ -117,12 +118,30 @@ def _deep_copy(
             made = empty(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-    copied: nn.Module = copy.deepcopy(model, memo)
+    with _EmptyCopies(empty):
+        copied: nn.Module = copy.deepcopy(model, memo)
     _rebind_forwards(modules, memo)
     quantized.restore_states(modules, memo, is_cuda=is_cuda)
     for original, like in stand_ins.items():
         _fill_stand_in(memo[id(original)], original, memo[id(like)])
     return copied, memo
+
+
+class _EmptyCopies(TorchFunctionMode):
+    """Lets a deep copy put the output of `empty` in the place of each tensor, wherever a module holds it.
+
+    PEFT keeps some in dictionaries, such as the numbers of virtual tokens.
+    """
+
+    def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._empty = empty
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make an empty tensor where Python would copy one."""
+        if function is Tensor.__deepcopy__:
+            return self._empty(args[0])
+        return function(*args, **(kwargs or {}))
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -139,8 +158,7 @@ def _fill_stand_in(made: nn.Module, original: nn.Module, like: nn.Module) -> Non
 
 def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     for module in modules:
-        held = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        yield from (value for value in held if isinstance(value, Tensor))
+        yield from (value for value in module._parameters.values() if value is not None)
         yield from quantized.constants_of(module)
 
 

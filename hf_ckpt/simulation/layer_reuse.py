@@ -41,9 +41,14 @@ class LayerReuse:
 
     @classmethod
     def choose(cls, stacks: tuple[Stack, ...], plan: Plan | None, signature_of: SignatureFunction) -> LayerReuse:
-        """Choose the layers that need no tracing under a plan. `signature_of`: see `layer_signature`."""
+        """Choose the layers that need no tracing under a plan. Raises `CannotReuseError`.
+
+        `signature_of`: see `layer_signature`.
+        """
         segments, representatives = [], []
         for number, stack in enumerate(stacks):
+            if isinstance(stack.home, nn.ModuleDict):
+                raise CannotReuseError(f"the layers of {stack.path} have names instead of numbers")
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments.append(tuple(entry.segment for entry in entries))
             representatives.append(choose_traced(kinds_of(stack, entries, signature_of), segments[-1])[0])

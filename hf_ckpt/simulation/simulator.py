@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse
@@ -212,6 +213,7 @@ class StepSimulator:
         return one_rank_tape(tape, self._weights(), self.step, self.device), num_bytes
 
     def _copied(self, reuse: LayerReuse | None) -> FakeCopy:
+        _check_modules(self.model)
         return fake_copy(
             self.model,
             partial(compute_dtype, self.step),
@@ -381,6 +383,17 @@ def _as_it_runs(plan: Plan) -> Plan:
     return replace(plan, model_class="", stacks=tuple(stacks))
 
 
+def _check_modules(model: nn.Module) -> None:
+    """Refuse a model with a module whose real kernel holds what a fake one does not."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise UnsupportedError(
+                f'Module "{name}" cannot be simulated: the kernel of {type(module).__name__} keeps memory of its own, '
+                "which differs from device to device. Measure a step on the device instead; for p-tuning, "
+                "encoder_reparameterization_type: MLP does without it."
+            )
+
+
 def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
     cost = operator_cost(function, args, kwargs, output)
     return busy_seconds(cost, device), cost.num_flops
@@ -443,7 +456,7 @@ def _explained(tracker: Tracker) -> Iterator[None]:
     """Say what a step that cannot be simulated needs."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         unsupported = to_unsupported_error(error, tracker.module)
         if unsupported is None:
             raise

@@ -213,7 +213,9 @@ def _found_lists(model: nn.Module, finder: PartFinder) -> list[_NamedList]:
 def _outermost_lists(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> Iterator[_NamedList]:
     inside: set[nn.Module] = set()
     for path, modules in _module_lists(model):
-        if modules[0] in inside or not any(is_layer(unwrapped(module)) for module in modules):
+        # PEFT keeps what encodes its virtual tokens in a dictionary of adapters.
+        is_one_by_name = len(modules) == 1 and isinstance(model.get_submodule(path), nn.ModuleDict)
+        if is_one_by_name or modules[0] in inside or not any(is_layer(unwrapped(module)) for module in modules):
             continue
         yield path, modules
         inside.update(child for module in modules for child in module.modules())

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_ckpt.errors import PolicyError
 from hf_ckpt.simulation.constant_folding import fold, substitute, to_unsupported_error
 from hf_ckpt.simulation.fake_model import fake_copy
 from hf_ckpt.simulation.tracker import Tracker
@@ -96,3 +97,4 @@ def test_what_depends_on_values_is_explained() -> None:
 
 def test_other_errors_are_left_alone() -> None:
     assert to_unsupported_error(RuntimeError("out of tokens"), "") is None
+    assert to_unsupported_error(PolicyError("out of layers"), "") is None
