@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hf_ckpt.errors import did_you_mean
 from hf_ckpt.policy.plan import Plan
 
 
@@ -161,7 +162,14 @@ class StepMemory:
     num_flops: Mapping[Phase, int] = field(default_factory=dict)
     host_bytes: int = 0
 
-    def peak_of(self, phase: Phase) -> int:
-        """Return the most that is allocated during one part of the step, in bytes; 0 where it never runs."""
+    def peak_of(self, phase: Phase | str) -> int:
+        """Return the most that is allocated during one part of the step, in bytes; 0 where it never runs.
+
+        `phase` may be its name. Raises `ValueError` for a name of none.
+        """
+        if phase not in list(Phase):
+            raise ValueError(
+                f'No phase is called "{phase}". Phases are {", ".join(Phase)}.{did_you_mean(phase, Phase)}'
+            )
         totals = zip(self.timeline.places, self.timeline.total_bytes(), strict=True)
-        return max((total for place, total in totals if place.phase is phase), default=0)
+        return max((total for place, total in totals if place.phase == phase), default=0)

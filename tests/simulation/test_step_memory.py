@@ -1,0 +1,27 @@
+"""What a simulated step says of itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
+
+TIMELINE = Timeline(
+    (Place(Phase.FORWARD), Place(Phase.BACKWARD), Place(Phase.OPTIMIZER)), {Category.PARAMETERS: (10, 30, 20)}
+)
+MEMORY = StepMemory("cpu", None, 1, 30, Place(Phase.BACKWARD), {Category.PARAMETERS: 30}, TIMELINE)
+
+
+def test_the_peak_of_a_phase_is_told_for_its_name_too() -> None:
+    expected = {Phase.FORWARD: 10, Phase.BACKWARD: 30, Phase.RECOMPUTATION: 0, Phase.OPTIMIZER: 20}
+    assert {phase: MEMORY.peak_of(phase) for phase in Phase} == expected
+    assert {phase: MEMORY.peak_of(str(phase)) for phase in Phase} == expected
+
+
+def test_a_name_of_no_phase_is_refused() -> None:
+    names = "forward, backward, recomputation, optimizer"
+    message = f'No phase is called "optimiser". Phases are {names}. Did you mean "optimizer"?'
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MEMORY.peak_of("optimiser")
