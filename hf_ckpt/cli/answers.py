@@ -250,7 +250,9 @@ def _other_code(folder: Path) -> Iterator[Path]:
 
 def _files(recipes: list[Recipe], asked: Mapping[str, Any]) -> dict[str, str]:
     """Return hashes of the files that recipes and options name, such as plans. Data does not count."""
-    sections = [[each.model, each.lora, each.quantization, each.checkpointing, each.training] for each in recipes]
+    sections = [
+        [each.model, each.adapter_section, each.quantization, each.checkpointing, each.training] for each in recipes
+    ]
     texts = [*_texts(sections), *_texts(asked)]
     launch: Path | None = asked.get("accelerate_config")
     if launch is not None:

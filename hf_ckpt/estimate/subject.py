@@ -22,7 +22,7 @@ from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
-from hf_ckpt.loading.model import Found, find_config, made, with_adapter
+from hf_ckpt.loading.model import Found, find_config, made, with_empty_adapter
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.allowances import Allowed, allowed_in
@@ -38,8 +38,6 @@ from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
-# Initial values made from the weights need the weights, and change no size.
-_NEEDS_WEIGHTS = ("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 _SDPA = "sdpa"
 
 
@@ -99,7 +97,7 @@ class Subject:
             plan = parsed
         else:
             plan = resolve(parsed, self.stacks, self.class_name)
-        check_exact(plan, self.stacks)
+        check_exact(plan, self.stacks, self.model)
         if plan.head is HeadMode.CHUNKED:
             find_head(self.model)
         return plan
@@ -122,7 +120,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     found = find_config(recipe)
     attention, notes = _attention(recipe)
     base = _base(recipe, found, attention, torch.device("meta"))
-    model: Any = _adapted(_quantised(base, recipe, found), recipe, low_cpu_mem_usage=True)
+    model: Any = with_empty_adapter(_quantised(base, recipe, found), recipe)
     model.train()
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     names = checkpointing.structure | dict(structure or {})
@@ -183,7 +181,7 @@ def random_model(recipe: Recipe, place: torch.device) -> nn.Module:
     """
     found = find_config(recipe)
     attention, _ = _attention(recipe)
-    return _adapted(_base(recipe, found, attention, place), recipe).to(place)
+    return with_empty_adapter(_base(recipe, found, attention, place), recipe, low_cpu_mem_usage=False).to(place)
 
 
 def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.device) -> Any:
@@ -244,13 +242,6 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
             "simulated. What can is bitsandbytes, and weights that are not quantised."
         )
     return {key: value for key, value in fields.items() if not key.startswith("_") and key != "quant_method"}
-
-
-def _adapted(model: nn.Module, recipe: Recipe, **options: Any) -> nn.Module:
-    if recipe.lora is None:
-        return model
-    section = {key: value for key, value in recipe.lora.items() if key not in _NEEDS_WEIGHTS}
-    return with_adapter(model, section, **options)
 
 
 def _require_input_gradients(model: nn.Module, stacks: tuple[Stack, ...], asked: bool | None) -> None:

@@ -36,7 +36,7 @@ from hf_ckpt.loading.engine import (
     ready_to_generate,
 )
 from hf_ckpt.loading.examples import decode
-from hf_ckpt.loading.model import build_model, holds_weights, load_base, rehearse
+from hf_ckpt.loading.model import build_model, can_be_merged, holds_weights, load_base, rehearse
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
@@ -65,7 +65,7 @@ def finetune(
             return finetune(recipe, is_resumed=is_resumed, is_merged=is_merged, processes=processes)
     with processes.stage("checking the recipe"):
         args = _checked_arguments(recipe, is_merged=is_merged)
-        checkpoint = _checkpoint_to_resume(args) if is_resumed else None
+        checkpoint = _checkpoint_to_resume(recipe, args) if is_resumed else None
         with on_one_process():
             _check_optimizer(args, rehearse(recipe, _section_with_shape(recipe)))
     processes.set_timeout(args.ddp_timeout)
@@ -93,7 +93,7 @@ def finetune(
         figures={} if callback is None else callback.report(),
         log_history=trainer.state.log_history,
         saved=_output_dir(args),
-        is_adapter=recipe.lora is not None,
+        is_adapter=recipe.adapter_section is not None,
         merged=merged,
         engine=describe(trainer),
         verdict=expected.verdict(),
@@ -112,8 +112,12 @@ def finetune(
 
 
 def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
-    if is_merged and recipe.lora is None:
+    section = recipe.adapter_section
+    if is_merged and section is None:
         raise RecipeError("--merge merges an adapter, but this recipe has no lora section. Leave --merge out.")
+    if is_merged and section is not None and not can_be_merged(section):
+        kind = section["type"]
+        raise RecipeError(f"--merge: PEFT cannot merge an adapter of type {kind} into its base. Leave --merge out.")
     if is_merged and "name_or_path" not in recipe.model:
         raise RecipeError(
             "--merge loads the base model again, but model.config makes new weights in each run. Make them with a "
@@ -141,7 +145,9 @@ def _check_optimizer(args: TrainingArguments, model: Any) -> None:
 # --- Checkpoints to go on from. ---
 
 
-def _checkpoint_to_resume(args: TrainingArguments) -> Path:
+def _checkpoint_to_resume(recipe: Recipe, args: TrainingArguments) -> Path:
+    if recipe.has_virtual_tokens:
+        raise RecipeError("--resume: PEFT trains virtual tokens that were saved no further. Start without --resume.")
     checkpoint = _newest_checkpoint(args)
     if checkpoint is None:
         raise RecipeError(
@@ -181,7 +187,7 @@ def _missing_base(recipe: Recipe) -> Recipe | None:
         raise RecipeError(
             f"model.base_recipe {path} writes to {made}, but model.name_or_path is {wanted}. Make them the same folder."
         )
-    if base.lora is not None:
+    if base.adapter_section is not None:
         raise RecipeError(f"model.base_recipe {path} makes an adapter. Name a recipe without a lora section.")
     return base
 

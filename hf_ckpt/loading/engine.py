@@ -71,7 +71,7 @@ def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
         _check_saving(args, engine)
     if engine is Engine.FSDP2:
         _check_optimizer(args)
-    if engine is Engine.DEEPSPEED and recipe.lora is None:
+    if engine is Engine.DEEPSPEED and recipe.adapter_section is None:
         # Adapters are gathered whatever the configuration says.
         _check_zero3_saving(args)
 

@@ -33,10 +33,10 @@ from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from hf_ckpt.regions.offload.disk import check_path
 
-# What says where adapters go. The rest, such as initial values made from the weights, needs the weights.
-_ADAPTER_SHAPE = (
-    *("task_type", "r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("layer_replication", "modules_to_save", "target_parameters", "rank_pattern", "bias"),
+# Initial values made from the weights, or by a tokenizer, need these, and change no size.
+_NEEDS_WEIGHTS = (
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
 )
 
 
@@ -49,9 +49,7 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
     """
     with torch.device("meta"):
         model: torch.nn.Module = made(_config_of(shape), shape)
-    if recipe.lora is not None:
-        section = {key: recipe.lora[key] for key in _ADAPTER_SHAPE if key in recipe.lora}
-        model = with_adapter(model, section, low_cpu_mem_usage=True)
+    model = with_empty_adapter(model, recipe)
     if recipe.checkpointing is not None:
         _check_folders(recipe.checkpointing)
         # Policy `auto` plans when the step is known; what any plan would be refused for is refused now.
@@ -70,12 +68,13 @@ def _check_folders(checkpointing: Checkpointing) -> None:
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
-    """Build what the recipe's `model`, `quantization` and `lora` sections describe.
+    """Build what the recipe's `model`, `quantization` and `lora` or `adapter` sections describe.
 
     `tokenizer`: tells the vocabulary size and special tokens of a model that is built from a config.
     """
     model: torch.nn.Module = _base_model(recipe, tokenizer)
-    return model if recipe.lora is None else with_adapter(model, recipe.lora)
+    section = recipe.adapter_section
+    return model if section is None else _with_adapter(model, section)
 
 
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
@@ -159,17 +158,35 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
-    """Return a model with the adapters that a `lora` section describes."""
-    from peft import LoraConfig, get_peft_model
+def with_empty_adapter(model: torch.nn.Module, recipe: Recipe, **options: Any) -> torch.nn.Module:
+    """Return a model, on `meta` or with random weights, with an adapter of the recipe's sizes, if it has one."""
+    section = recipe.adapter_section
+    if section is None:
+        return model
+    kept = {key: value for key, value in section.items() if key not in _NEEDS_WEIGHTS}
+    return _with_adapter(model, kept, **{"low_cpu_mem_usage": True, **options})
 
+
+def can_be_merged(section: Mapping[str, Any]) -> bool:
+    """Whether PEFT can add an adapter to the weights of its base: not where it has tokens or layers of its own."""
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+
+    return hasattr(PEFT_TYPE_TO_TUNER_MAPPING[section["type"].upper()], "merge_and_unload")
+
+
+def _with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
+    """Return a model with the adapter that a section with a `type` describes."""
+    from peft import get_peft_config, get_peft_model
+
+    kind: str = section["type"]
+    fields = {key: value for key, value in section.items() if key != "type"}
     try:
-        config = LoraConfig(**{"task_type": "CAUSAL_LM", **section})
+        config = get_peft_config({"task_type": "CAUSAL_LM", **fields, "peft_type": kind.upper()})
         adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
     except (ValueError, TypeError, ImportError) as error:
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         raise RecipeError(
-            f"lora does not suit {type(model).__name__}: {error} Its linear layers are {', '.join(sorted(linear))}."
+            f"{kind} does not suit {type(model).__name__}: {error} Its linear layers are {', '.join(sorted(linear))}."
         ) from error
     return adapted
 

@@ -106,7 +106,7 @@ def _float16_overrides(recipe: Recipe) -> str:
         yield "training.bf16=false training.fp16=true"
         if recipe.model.get("dtype") == "bfloat16":
             # Gradients are scaled for float32 weights: adapters are in float32, other weights are as loaded.
-            yield f"model.dtype={'float32' if recipe.lora is None else 'float16'}"
+            yield f"model.dtype={'float32' if recipe.adapter_section is None else 'float16'}"
         if recipe.quantization is not None and recipe.quantization.get("bnb_4bit_compute_dtype") == "bfloat16":
             yield "quantization.bnb_4bit_compute_dtype=float16"
 

@@ -234,7 +234,7 @@ def _planned(
     else:
         plan = resolve(policy, stacks, class_name(model))
     plan = _with_head(plan, model)
-    check_exact(plan, stacks)
+    check_exact(plan, stacks, model)
     deepspeed.check_version(plan, stacks)
     return plan, stacks
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model
+from hf_ckpt.structure.parts import unwrapped
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
@@ -93,8 +94,9 @@ def _asks_for_reentrant(args: TrainingArguments) -> bool:
     return False
 
 
-def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
-    """Refuse entries of a plan that would not keep loss, gradients and buffers as they are."""
+def check_exact(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
+    """Refuse entries of a plan that would not keep loss, gradients and buffers of a model as they are."""
+    _check_trained_cache(plan, model)
     treated: dict[nn.Module, tuple[object, str]] = {}
     for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
         for entry, layer in zip(stack_plan.layers, stack.layers, strict=True):
@@ -104,6 +106,23 @@ def check_exact(plan: Plan, stacks: Sequence[Stack]) -> None:
             if entry.tiles is not None:
                 tiled_modules(layer)
         _check_saves(stack_plan, stack)
+
+
+_TRAINED_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
+
+
+def _check_trained_cache(plan: Plan, model: nn.Module) -> None:
+    """Refuse to recompute an attention that reads the keys and values which an adapter of PEFT trains."""
+    configs: Mapping[str, Any] = getattr(unwrapped(model), "peft_config", {})
+    kinds = [str(config.peft_type.value) for config in configs.values() if config.peft_type in _TRAINED_CACHES]
+    for stack in plan.stacks if kinds else ():
+        for layer_idx, entry in enumerate(stack.layers):
+            if entry.mode not in (Mode.NONE, Mode.FFN):
+                raise UnsupportedError(
+                    f'Layer {layer_idx} of {stack.path} is set to "{entry.mode}", but PEFT\'s {kinds[0]} hands layers '
+                    "a key/value cache, which recomputed layers can neither read nor fill: the loss would change "
+                    'without a word. Use mode "none" or "ffn", or prompt tuning.'
+                )
 
 
 def _check_saves(plan: StackPlan, stack: Stack) -> None:

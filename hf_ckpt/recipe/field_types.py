@@ -228,6 +228,8 @@ _TRAINING_TYPES = {
     "log_level": f"Literal{_LOG_LEVELS}",
     "log_level_replica": f"Literal{_LOG_LEVELS}",
 }
+# LoHa and LoKr share the fields of a class that lies here.
+_SHARED_CONFIG = "tuners/lycoris_utils.py"
 # The class has no annotations: these are the parameters whose default does not say what they take.
 _QUANTIZATION_TYPES = {
     "llm_int8_skip_modules": "list[str] | None",
@@ -261,15 +263,42 @@ def training_keys() -> Keys:
 
 
 @functools.lru_cache
-def lora_keys() -> Keys:
-    """Return the fields of `peft.LoraConfig`, its bases' included."""
-    enums = _enums(_tree("peft", "utils/peft_types.py"))
-    places = (
-        ("config.py", "PeftConfigMixin"),
-        ("config.py", "PeftConfig"),
-        ("tuners/lora/config.py", "LoraConfig"),
-    )
-    return {name: key for place in places for name, key in _fields(_class("peft", *place), enums).items()}
+def adapter_classes() -> Mapping[str, tuple[str, str]]:
+    """Return, for each kind of adapter that PEFT registers, the file and the name of its config class."""
+    found: dict[str, tuple[str, str]] = {}
+    tuners = _folder("peft") / "tuners"
+    for path in sorted(tuners.glob("*/__init__.py")):
+        for call in re.findall(r"register_peft_method\((.*?)\)", path.read_text(encoding="utf-8"), re.DOTALL):
+            words = dict(re.findall(r"(name|config_cls)=[\"']?(\w+)", call))
+            found[words["name"]] = f"tuners/{path.parent.name}/config.py", words["config_cls"]
+    return found
+
+
+@functools.lru_cache
+def adapter_keys(kind: str) -> Keys:
+    """Return the fields of PEFT's config of a kind of adapter, such as `lora`; its bases' included."""
+    enums: dict[str, Sequence[str]] = dict(_enums(_tree("peft", "utils/peft_types.py")))
+    found: dict[str, Key] = {}
+    for path, name in _adapter_lineage(*adapter_classes()[kind]):
+        enums |= _enums(_tree("peft", path))
+        found |= _fields(_class("peft", path, name), enums)
+    return found
+
+
+@functools.lru_cache
+def has_virtual_tokens(kind: str) -> bool:
+    """Whether a kind of adapter puts tokens of its own before a row's, or keys and values before theirs."""
+    return any(name == "PromptLearningConfig" for _, name in _adapter_lineage(*adapter_classes()[kind]))
+
+
+def _adapter_lineage(path: str, name: str) -> list[tuple[str, str]]:
+    """Return the files and names of a config class of PEFT and of its bases, bases first."""
+    places = {own: file for file, own in adapter_classes().values()}
+    for node in (*_tree("peft", "config.py").body, *_tree("peft", _SHARED_CONFIG).body):
+        if isinstance(node, ast.ClassDef):
+            places[node.name] = "config.py" if node in _tree("peft", "config.py").body else _SHARED_CONFIG
+    bases = (ast.unparse(base) for base in _class("peft", path, name).bases)
+    return [each for base in bases if base in places for each in _adapter_lineage(places[base], base)] + [(path, name)]
 
 
 @functools.lru_cache

@@ -16,12 +16,13 @@ from typing import Any
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Mistakes, beside, read_document, there_is_no, write_yaml
+from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import Draft, check_keys
 
 Values = Mapping[str, Any]
 
-_ORDER = ("model", "lora", "quantization", "data", "checkpointing", "training")
+_ORDER = ("model", "lora", "adapter", "quantization", "data", "checkpointing", "training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class Recipe:
         model: `name_or_path` or `config`, and how to load it.
         data: what to train and evaluate on.
         training: fields of `transformers.TrainingArguments`.
-        lora: fields of `peft.LoraConfig`; nothing for a full fine-tune.
+        lora: fields of `peft.LoraConfig`; short for an adapter of type `lora`.
+        adapter: `type`, one of PEFT's kinds of adapters, and the fields of its config.
         quantization: fields of `transformers.BitsAndBytesConfig`, if weights are quantised.
         checkpointing: arguments of `HFCkptCallback`, if there is a policy; parsed.
         path: the file it was read from.
@@ -42,9 +44,20 @@ class Recipe:
     data: Values
     training: Values
     lora: Values | None = None
+    adapter: Values | None = None
     quantization: Values | None = None
     checkpointing: Checkpointing | None = None
     path: Path
+
+    @property
+    def adapter_section(self) -> Values | None:
+        """The adapter that is trained, whichever section says so, with its `type`; None for a full fine-tune."""
+        return self.adapter if self.lora is None else {"type": "lora", **self.lora}
+
+    @property
+    def has_virtual_tokens(self) -> bool:
+        """Whether tokens of an adapter's own are trained, in front of a row's (prompt and prefix tuning)."""
+        return self.adapter is not None and has_virtual_tokens(self.adapter["type"])
 
     @property
     def is_auto(self) -> bool:

@@ -16,7 +16,7 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
-from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import beside
@@ -55,9 +55,11 @@ LIMITS = {
     "model.config.num_hidden_layers": _COUNT,
     "model.config.num_attention_heads": _COUNT,
     "checkpointing.max_length": _COUNT,
-    "lora.r": _COUNT,
     "lora.lora_alpha": _POSITIVE,
     "lora.lora_dropout": _SHARE,
+    "adapter.num_virtual_tokens": _COUNT,
+    "adapter.lora_alpha": _POSITIVE,
+    "adapter.lora_dropout": _SHARE,
     "quantization.llm_int8_threshold": _NOT_NEGATIVE,
     "data.max_length": Limit(at_least=2),  # each token is learnt from those before it
     "data.eval_fraction": Limit(above=0, below=1),
@@ -168,25 +170,79 @@ def _check_order(draft: Draft, small: str, large: str) -> None:
 # --- Adapters and quantisation. ---
 
 
-def _lora_trains(draft: Draft) -> None:
-    if draft.get("lora.inference_mode"):
-        draft.refuse("lora.inference_mode", "the adapter would be frozen, and nothing trained. Remove it.")
-    if draft.get("lora.task_type") not in (None, "CAUSAL_LM"):
-        draft.refuse("lora.task_type", "recipes train causal language models. Write CAUSAL_LM, or leave it out.")
-    if draft.get("lora.peft_type") not in (None, "LORA"):
-        draft.refuse("lora.peft_type", "the lora section is a LoraConfig. Leave it out.")
+_ADAPTERS = ("lora", "adapter")
+
+_CANNOT_TRAIN = {
+    "adalora": "moves its ranks in update_and_allocate, which the Trainer does not call. Use lora",
+    "cpt": "needs input_type_mask in each batch, which a recipe's data does not have. Use prompt_tuning",
+    "poly": "needs task_ids in each batch, which a recipe's data does not have",
+    "multitask_prompt_tuning": "needs task_ids in each batch, which a recipe's data does not have. Use prompt_tuning",
+    "xlora": "mixes adapters that are trained already, and needs them as files. Train each by a recipe of its own",
+}
+"""Kinds of adapters that a recipe cannot train, and why."""
+
+_KEYS_AND_VALUES = ("prefix_tuning", "cartridge")
+"""Kinds of adapters that hand a key/value cache to the model."""
 
 
-def _lora_targets_are_named(draft: Draft) -> None:
-    target = draft.get("lora.target_modules")
-    if target == [] or (isinstance(target, list) and "all-linear" in target):
-        draft.refuse("lora.target_modules", "expected names of modules, or all-linear by itself (not in a list).")
-    elif isinstance(target, str) and target != "all-linear":
-        if difflib.SequenceMatcher(None, target.lower(), "all-linear").ratio() > 0.8:
-            draft.refuse("lora.target_modules", 'would be read as a regular expression. Did you mean "all-linear"?')
-        elif "," in target:
-            names = [name.strip() for name in target.split(",")]
-            draft.refuse("lora.target_modules", f"text is one name or a regular expression. Write {show(names)}.")
+def _adapter_is_one(draft: Draft) -> None:
+    if draft.has("lora") and draft.has("adapter"):
+        draft.refuse(
+            "adapter", "given beside a lora section, which is short for adapter: {type: lora}. Set one of them to null."
+        )
+
+
+def _adapter_trains(draft: Draft) -> None:
+    for name in _ADAPTERS:
+        kind = draft.get(f"{name}.type", name)
+        if kind in _CANNOT_TRAIN:
+            draft.refuse(f"{name}.type", f"{_CANNOT_TRAIN[kind]}.")
+        if kind == "lora":
+            _check_limit(draft, f"{name}.r", _COUNT)
+        if draft.get(f"{name}.inference_mode"):
+            draft.refuse(f"{name}.inference_mode", "the adapter would be frozen, and nothing trained. Remove it.")
+        if draft.get(f"{name}.task_type") not in (None, "CAUSAL_LM"):
+            draft.refuse(f"{name}.task_type", "recipes train causal language models. Write CAUSAL_LM, or leave it out.")
+        if draft.get(f"{name}.peft_type") not in (None, kind.upper()):
+            text = "the lora section is a LoraConfig" if name == "lora" else f"adapter.type is {show(kind)}"
+            draft.refuse(f"{name}.peft_type", f"{text}. Leave it out.")
+
+
+def _adapter_targets_are_named(draft: Draft) -> None:
+    for path in (f"{name}.target_modules" for name in _ADAPTERS):
+        target = draft.get(path)
+        if target == [] or (isinstance(target, list) and "all-linear" in target):
+            draft.refuse(path, "expected names of modules, or all-linear by itself (not in a list).")
+        elif isinstance(target, str) and target != "all-linear":
+            if difflib.SequenceMatcher(None, target.lower(), "all-linear").ratio() > 0.8:
+                draft.refuse(path, 'would be read as a regular expression. Did you mean "all-linear"?')
+            elif "," in target:
+                names = [name.strip() for name in target.split(",")]
+                draft.refuse(path, f"text is one name or a regular expression. Write {show(names)}.")
+
+
+def _virtual_tokens_are_trained(draft: Draft) -> None:
+    """Refuse what PEFT leaves out, without an error, where an adapter has tokens of its own."""
+    kind = draft.get("adapter.type")
+    if kind is None or not field_types.has_virtual_tokens(kind):
+        return
+    if not draft.has("adapter.num_virtual_tokens"):
+        draft.refuse("adapter.num_virtual_tokens", "missing. Write how many tokens to train, such as 20.")
+    if draft.get("data.packing"):
+        draft.refuse("data.packing", f"with {kind} PEFT drops the positions that keep documents apart. Remove it.")
+    if draft.get("training.load_best_model_at_end"):
+        draft.refuse("training.load_best_model_at_end", f"PEFT cannot go on from {kind} that was saved. Remove it.")
+    if kind in _KEYS_AND_VALUES:
+        _check_no_recomputation(draft, kind)
+
+
+def _check_no_recomputation(draft: Draft, kind: str) -> None:
+    why = f"recomputed layers can neither read nor fill the key/value cache of {kind}"
+    if draft.get("checkpointing.policy") in {mode.value for mode in Mode} - {Mode.NONE.value, Mode.FFN.value}:
+        draft.refuse("checkpointing.policy", f"{why}. Use none or ffn, or an adapter of type prompt_tuning.")
+    for path in ("training.activation_checkpointing", "training.gradient_checkpointing"):
+        if draft.get(path):
+            draft.refuse(path, f"{why}. Remove it, or use an adapter of type prompt_tuning.")
 
 
 def _quantization_is_one_kind(draft: Draft) -> None:
@@ -197,7 +253,7 @@ def _quantization_is_one_kind(draft: Draft) -> None:
         draft.refuse(kinds[1], "load_in_4bit is true as well. Keep one.")
     elif all(draft.get(kind) is False or not draft.has(kind) for kind in kinds):
         draft.refuse("quantization", "quantises nothing. Set load_in_4bit or load_in_8bit to true, or remove it.")
-    if not draft.has("lora"):
+    if not any(map(draft.has, _ADAPTERS)):
         draft.refuse(
             "quantization", "quantised weights cannot be trained by themselves. Add a lora section, or remove it."
         )
@@ -250,7 +306,7 @@ def _precision_is_one(draft: Draft) -> None:
         if draft.get(f"training.{first}") and draft.get(f"training.{second}"):
             draft.refuse(f"training.{second}", f"training.{first} is true as well. Keep one.")
     dtype = draft.get("model.dtype")
-    if draft.get("training.fp16") and dtype in ("float16", "bfloat16") and not draft.has("lora"):
+    if draft.get("training.fp16") and dtype in ("float16", "bfloat16") and not any(map(draft.has, _ADAPTERS)):
         draft.refuse(
             "training.fp16", f"needs float32 weights to scale gradients, and model.dtype is {dtype}. Use float32."
         )
@@ -425,8 +481,10 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _made_weights_stand_alone,
     _loaded_weights_keep_their_tokenizer,
     _config_fits_itself,
-    _lora_trains,
-    _lora_targets_are_named,
+    _adapter_is_one,
+    _adapter_trains,
+    _adapter_targets_are_named,
+    _virtual_tokens_are_trained,
     _quantization_is_one_kind,
     _loss_suits_format,
     _evaluation_data_has_one_source,

@@ -1,7 +1,7 @@
 """Which keys each section of a recipe takes, and what their values may be.
 
-`training`, `lora` and `quantization` take the upstream classes' own fields (`upstream` reads them); the keys of
-`model`, `data` and `checkpointing` are listed here.
+`training`, `lora`, `adapter` and `quantization` take the upstream classes' own fields (`field_types` reads them); the
+keys of `model`, `data` and `checkpointing` are listed here.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _MODEL = {
 }
 _TOKENIZER = {"train": "dict"}
 _TOKENIZER_TRAINING = {"vocab_size": "int"}
+_ADAPTER = {"type": "str"}
 _DATA = {
     "path": "str | list[str]",
     "name": "str | None",
@@ -96,18 +97,30 @@ OTHER_NAMES = {
 """What keys are called in other versions of transformers and in other trainers, and what they are called here."""
 
 
-def sections() -> dict[str, Section]:
-    """Return the sections of a recipe by name, as the installed libraries know them."""
+def sections(adapter: str | None = None) -> dict[str, Section]:
+    """Return the sections of a recipe by name, as the installed libraries know them.
+
+    `adapter`: one of PEFT's kinds of adapters, where the recipe has one.
+    """
     transformers = f"transformers {field_types.version('transformers')}"
     known = (
         Section("model", "the model section", _own(_MODEL)),
-        Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.lora_keys()),
+        Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.adapter_keys("lora")),
+        _adapter_section(adapter),
         Section("quantization", f"BitsAndBytesConfig ({transformers})", field_types.quantization_keys()),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
         Section("training", f"TrainingArguments ({transformers})", field_types.training_keys(), ("output_dir",)),
     )
     return {section.name: section for section in known}
+
+
+def _adapter_section(kind: str | None) -> Section:
+    owner, keys = "the adapter section", {}
+    if kind is not None:
+        _, class_name = field_types.adapter_classes()[kind]
+        owner, keys = f"{class_name} (peft {field_types.version('peft')})", dict(field_types.adapter_keys(kind))
+    return Section("adapter", owner, {**_own(_ADAPTER), **keys}, ("type",))
 
 
 def nested_sections(model_type: object) -> dict[str, Section]:
@@ -133,7 +146,7 @@ def _own(types: Mapping[str, str]) -> Keys:
 # In what is ours, null means that a key is not there: it takes away what another recipe gave.
 _NULL_IS_ABSENT = ("model", "model.tokenizer", "model.tokenizer.train", "data", "data.columns", "checkpointing")
 # Where to look first for the home of a key that is in the wrong section.
-_LIKELY_HOMES = ("model", "training", "data", "lora", "quantization", "checkpointing")
+_LIKELY_HOMES = ("model", "training", "data", "lora", "adapter", "quantization", "checkpointing")
 _LONGEST_SHOWN = 80
 
 
@@ -173,13 +186,16 @@ class Draft:
 def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
     """Check the keys of a document and the types of their values."""
     draft = Draft(document, {}, mistakes)
-    known = sections()
+    adapter = _adapter_kind(draft)
+    known = sections(adapter)
     for name in document.value:
         if name not in known:
             draft.refuse(str(name), f"unknown section. Sections are {', '.join(known)}.{_elsewhere(name, None, known)}")
     for section in known.values():
         entry = document.value.get(section.name)
-        if entry is not None and entry.value is not None:
+        if section.name == "adapter" and adapter is None:
+            _refuse_adapter(draft, entry)
+        elif entry is not None and entry.value is not None:
             draft.sections[section.name] = _check_section(draft, section, entry, known)
         elif section.name in REQUIRED_SECTIONS and mistakes.is_whole and not draft.has(section.name):
             draft.refuse(section.name, f"the section is missing. {_EXAMPLES[section.name]}")
@@ -187,9 +203,35 @@ def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
     return draft
 
 
+def _adapter_kind(draft: Draft) -> str | None:
+    """Return the kind of adapter of a recipe, if it is one that PEFT has."""
+    entry = _entry_at(draft.document, "adapter.type")
+    # Looked up only where it is needed: that reads a file of each kind.
+    if entry is None or not isinstance(entry.value, str) or entry.value not in field_types.adapter_classes():
+        return None
+    return entry.value
+
+
+def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
+    """Refuse an adapter section whose kind is not known: nothing is known of its other keys either."""
+    if entry is None or entry.value is None or "adapter" in draft.mistakes.unread:
+        return
+    if not isinstance(entry.value, dict):
+        draft.refuse("adapter", f"expected a mapping. {_EXAMPLES['adapter']}")
+        return
+    kind, kinds = _entry_at(draft.document, "adapter.type"), sorted(field_types.adapter_classes())
+    if kind is None or kind.value is None:
+        draft.refuse("adapter.type", f"missing. {_EXAMPLES['adapter']}")
+    else:
+        near = did_you_mean(str(kind.plain()).lower(), kinds)
+        version = field_types.version("peft")
+        draft.refuse("adapter.type", f"peft {version} has no such adapter.{near} It has {', '.join(kinds)}.")
+
+
 _EXAMPLES = {
     "model": "Write model: {name_or_path: ...} with a hub id or a folder.",
     "lora": "Write lora: {r: 16, target_modules: all-linear}.",
+    "adapter": "Write adapter: {type: ia3}, or another kind of PEFT's, with the fields of its config.",
     "quantization": "Write quantization: {load_in_4bit: true}.",
     "data": "Write data: {path: ...} with a hub id or a file.",
     "checkpointing": "Write checkpointing: {policy: full}.",

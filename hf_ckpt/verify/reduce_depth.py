@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_ckpt.policy.options import TO_DISK, Offload, Tiles
@@ -23,8 +24,8 @@ from hf_ckpt.recipe.recipe import Values
 from hf_ckpt.structure.layers import Layer, Stack
 
 Kind = tuple[object, ...]
-Adapters = dict[str, tuple[int, float]]
-"""Rank and alpha of each module with adapters, by its name in the base model."""
+Adapters = dict[str, Any]
+"""Of each module with an adapter, by its name in the base model: rank and alpha of LoRA, the class of another kind."""
 _PER_KIND = 2
 _FEW_TILES = 3
 _COUNT = re.compile(r"num_(hidden_)?layers|n_layers?|depth|num_blocks|(encoder|decoder)_layers|num_(en|de)coder_layers")
@@ -347,11 +348,13 @@ def _description_of(stack: KeptStack, position: int) -> str:
 
 
 def adapters_of(model: nn.Module) -> Adapters:
-    """Return the LoRA adapters of a model."""
+    """Return rank and scale of the LoRA adapters of a model; of other kinds, the class."""
     return {
         name.removeprefix(_PREFIX): (module.r[_ADAPTER], module.lora_alpha[_ADAPTER])
-        for name, module in model.named_modules()
         if isinstance(module, LoraLayer)
+        else type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
     }
 
 

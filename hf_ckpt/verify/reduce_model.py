@@ -201,7 +201,7 @@ def _shallow(
 
 
 def _proposals(recipe: Recipe, full: MetaModel) -> Iterator[tuple[KeptStack, ...]]:
-    if not reduce_depth.allows_fewer_layers(recipe.lora):
+    if not reduce_depth.allows_fewer_layers(recipe.adapter_section):
         return
     pairs = list(_stacks_with_plans(full))
     few = [reduce_depth.two_of_each_kind(stack, plan) for stack, plan in pairs]
@@ -268,11 +268,12 @@ def _carried_policy(
 
 
 def _with_adapters(recipe: Recipe, full: MetaModel, kept: Sequence[KeptStack]) -> Iterator[Recipe]:
-    """Yield the recipe with its own `lora` section, and with one that names the modules of the kept layers."""
+    """Yield the recipe with its own adapter, and with LoRA that names the modules of the kept layers."""
     yield recipe
-    if recipe.lora is not None:
+    section = recipe.adapter_section
+    if section is not None and section["type"] == "lora":
         wanted = reduce_depth.adapters_of_kept(reduce_depth.adapters_of(full.model), kept)
-        yield replace(recipe, lora=reduce_depth.explicit_section(recipe.lora, wanted))
+        yield replace(recipe, lora=None, adapter=reduce_depth.explicit_section(section, wanted))
 
 
 def _is_equivalent(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[KeptStack]) -> bool:
@@ -295,7 +296,7 @@ def _checked(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[Ke
         raise StructureError(f"{full.class_name} with fewer layers has other kinds of layers.")
     if small.plan is not None and not reduce_depth.same_plan(kept, small.plan):
         raise StructureError(f"{full.class_name} with fewer layers has another plan.")
-    if recipe.lora is not None:
+    if recipe.adapter_section is not None:
         wanted = reduce_depth.adapters_of_kept(reduce_depth.adapters_of(full.model), kept)
         if reduce_depth.adapters_of(small.model) != wanted:
             raise StructureError(f"{full.class_name} with fewer layers has other adapters.")

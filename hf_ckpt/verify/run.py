@@ -215,6 +215,8 @@ class _Verification:
         save_at = self._save_at()
         if save_at is None:
             yield Check(name="resume", verdict="skip", detail="One step cannot be stopped half way; use --steps 2.")
+        elif self.inputs.recipe.has_virtual_tokens:
+            yield Check(name="resume", verdict="skip", detail="PEFT trains virtual tokens that were saved no further.")
         elif self.saves_model_only:
             detail = "save_only_model: the recipe's checkpoints have no optimizer state to go on from."
             yield Check(name="resume", verdict="skip", detail=detail)

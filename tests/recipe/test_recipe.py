@@ -61,6 +61,10 @@ def lora(keys: str) -> str:
     return text_of(lora=f"{{{keys}}}")
 
 
+def adapter(keys: str) -> str:
+    return text_of(adapter=f"{{{keys}}}")
+
+
 def quantized(keys: str) -> str:
     return text_of(lora="{r: 8}", quantization=f"{{{keys}}}")
 
@@ -208,6 +212,18 @@ BROKEN = [
     broken(lora("r: eight"), 'lora.r = "eight": expected a whole number.'),
     broken(lora("bias: lora"), 'lora.bias = "lora": expected one of "none", "all", "lora_only".'),
     broken(lora("init_lora_weights: pisa"), 'Did you mean "pissa"?'),
+    broken(text_of(adapter="ia3"), 'adapter = "ia3": expected a mapping. Write adapter: {type: ia3}'),
+    broken(adapter("r: 8"), "adapter.type: missing. Write adapter: {type: ia3}"),
+    broken(adapter("type: [ia3]"), 'adapter.type = ["ia3"]: peft', "has no such adapter."),
+    broken(adapter("type: IA3, r: 8"), 'adapter.type = "IA3": peft', 'has no such adapter. Did you mean "ia3"? It has'),
+    broken(adapter("type: promt_tuning"), 'Did you mean "prompt_tuning"?', "ln_tuning, loha, lokr, lora, "),
+    broken(adapter("type: ia3, r: 8"), "adapter.r = 8: unknown key of IA3Config (peft", 'Did you mean "lora.r"?'),
+    broken(adapter("type: oft, block_size: 8"), "unknown key of OFTConfig", 'Did you mean "oft_block_size"?'),
+    broken(adapter("type: vera, r: four"), 'adapter.r = "four": expected a whole number.'),
+    broken(
+        adapter("type: prompt_tuning, num_virtual_tokens: 4, prompt_tuning_init: WORDS"),
+        'adapter.prompt_tuning_init = "WORDS": expected one of "TEXT", "SAMPLE_VOCAB", "RANDOM".',
+    ),
     broken(lora("modules_to_save: lm_head"), 'Write ["lm_head"].'),
     broken(quantized("load_in_4bit: true, bnb_4bit_quant_type: nf8"), 'one of "fp4", "nf4". Did you mean "nf4"?'),
     broken(quantized("load_in_4bit: true, bnb_4bit_compute_dtype: half"), 'one of "float32", "bfloat16", "float16"'),
@@ -224,6 +240,8 @@ BROKEN = [
     broken(checkpointed("policy: full, strict_resume: always"), "checkpointing.strict_resume"),
     # Values out of bounds.
     broken(lora("r: 0"), "lora.r = 0: expected a number of at least 1."),
+    broken(adapter("type: lora, r: 0"), "adapter.r = 0: expected a number of at least 1."),
+    broken(adapter("type: p_tuning, num_virtual_tokens: 0"), "adapter.num_virtual_tokens = 0: expected a number of at"),
     broken(lora("lora_dropout: 1.0"), "lora.lora_dropout = 1.0: expected a number of at least 0 and below 1."),
     broken(data("max_length: 0"), "data.max_length = 0: expected a number of at least 2."),
     broken(data("eval_fraction: 1.5"), "data.eval_fraction = 1.5: expected a number above 0 and below 1."),
@@ -257,6 +275,31 @@ BROKEN = [
     broken(lora("inference_mode: true"), "the adapter would be frozen, and nothing trained"),
     broken(lora("task_type: SEQ_CLS"), 'lora.task_type = "SEQ_CLS": recipes train causal language models'),
     broken(lora("peft_type: IA3"), 'lora.peft_type = "IA3": the lora section is a LoraConfig'),
+    broken(
+        text_of(lora="{r: 8}", adapter="{type: ia3}"),
+        "adapter: given beside a lora section, which is short for adapter: {type: lora}. Set one of them to null.",
+    ),
+    broken(adapter("type: ia3, peft_type: VERA"), 'adapter.peft_type = "VERA": adapter.type is "ia3". Leave it out.'),
+    broken(adapter("type: vera, task_type: SEQ_CLS"), 'adapter.task_type = "SEQ_CLS": recipes train causal language'),
+    broken(adapter("type: vera, target_modules: [all-linear]"), "adapter.target_modules", "(not in a list)"),
+    broken(adapter("type: adalora"), "adapter.type", "moves its ranks in update_and_allocate, which the Trainer does"),
+    broken(adapter("type: poly"), "adapter.type", "needs task_ids in each batch"),
+    broken(adapter("type: prompt_tuning"), "adapter.num_virtual_tokens: missing. Write how many tokens to train"),
+    broken(
+        text_of(adapter="{type: p_tuning, num_virtual_tokens: 4}", data="{path: x, packing: true}"),
+        "data.packing = true: with p_tuning PEFT drops the positions that keep documents apart.",
+    ),
+    broken(
+        text_of(adapter="{type: prefix_tuning, num_virtual_tokens: 4}", checkpointing="{policy: full}"),
+        'checkpointing.policy = "full": recomputed layers can neither read nor fill the key/value cache of',
+    ),
+    broken(
+        text_of(
+            adapter="{type: prefix_tuning, num_virtual_tokens: 4}",
+            training="{output_dir: x, gradient_checkpointing: true}",
+        ),
+        "training.gradient_checkpointing = true: recomputed layers can neither read nor fill",
+    ),
     broken(lora("target_modules: all_linear"), 'Did you mean "all-linear"?'),
     broken(lora("target_modules: [all-linear]"), "or all-linear by itself (not in a list)"),
     broken(lora("target_modules: []"), "lora.target_modules = []: expected names of modules"),
@@ -716,7 +759,36 @@ def test_keys_of_training_are_the_fields_of_training_arguments() -> None:
 def test_keys_of_lora_are_the_fields_of_lora_config() -> None:
     from peft import LoraConfig
 
-    assert set(field_types.lora_keys()) == {field.name for field in dataclasses.fields(LoraConfig) if field.init}
+    assert set(field_types.adapter_keys("lora")) == {
+        field.name for field in dataclasses.fields(LoraConfig) if field.init
+    }
+
+
+def test_keys_of_each_adapter_are_the_fields_of_its_config() -> None:
+    from peft import PromptLearningConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    expected = {
+        kind.value.lower(): {field.name for field in dataclasses.fields(config) if field.init}
+        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    }
+    assert {kind: set(field_types.adapter_keys(kind)) for kind in field_types.adapter_classes()} == expected
+    with_tokens = {
+        kind.value.lower()
+        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+        if issubclass(config, PromptLearningConfig)
+    }
+    assert {kind for kind in expected if field_types.has_virtual_tokens(kind)} == with_tokens
+
+
+def test_lora_is_short_for_an_adapter_of_type_lora(tmp_path: Path) -> None:
+    short, long = (
+        load_recipe(write(tmp_path, text, name))
+        for text, name in ((lora("r: 4"), "short.yaml"), (adapter("type: lora, r: 4"), "long.yaml"))
+    )
+    assert short.adapter_section == long.adapter_section == {"type": "lora", "r": 4}
+    assert load_recipe(write(tmp_path, long.to_yaml(), "again.yaml")).adapter == long.adapter
+    assert load_recipe(write(tmp_path, text_of(), "none.yaml")).adapter_section is None
 
 
 def test_keys_of_quantization_are_the_parameters_of_bits_and_bytes_config() -> None:
