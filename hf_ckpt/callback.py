@@ -16,7 +16,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_ckpt.auto.batch_bounds import Batch, batch_of, largest_batch
 from hf_ckpt.auto.budgets import TrainingPeak
 from hf_ckpt.distributed import fsdp, store, watchdog
-from hf_ckpt.errors import AlreadyAppliedError, PlanMismatchError, PolicyError, SavedFilesError, as_written
+from hf_ckpt.errors import (
+    AlreadyAppliedError,
+    PlanMismatchError,
+    PolicyError,
+    SavedFilesError,
+    UnsupportedError,
+    as_written,
+)
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_compiler, check_engine
@@ -285,6 +292,7 @@ class HFCkptCallback(TrainerCallback):
     ) -> None:
         """Hold what ran against the plan, and what was recomputed against the forward, while gradients are there."""
         run = self._running()
+        self._end_micro_batch(run)
         faults = run.faults_of_step(is_compiled=args.torch_compile)
         if not faults:
             return
@@ -297,6 +305,21 @@ class HFCkptCallback(TrainerCallback):
         error = PlanMismatchError(f'{message}\nWith on_mismatch="warn" the run goes on all the same.')
         self._fail(run, error)
         raise error
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """See, under `auto`, that what was planned for has run."""
+        self._end_micro_batch(self._running())
+
+    def _end_micro_batch(self, run: TrainingRun) -> None:
+        if self._planning is None:
+            return
+        try:
+            self._planning.end_micro_batch()
+        except UnsupportedError as error:
+            self._fail(run, error)
+            raise
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, is_packing, largest_batch
+from hf_ckpt.auto.batch_bounds import Batch, further_inputs, is_packing, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
-from hf_ckpt.auto.live_step import check_can_be_simulated, sharding_of, step_of
+from hf_ckpt.auto.coverage import check_model, check_run, forward_names
+from hf_ckpt.auto.live_step import given_optimizer, innermost_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.patch.leftover import running_trainer
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, this_device
@@ -86,19 +88,24 @@ class Auto:
             UnsupportedError: the step cannot be simulated.
             OtherProcessError: one of these was raised in another process.
         """
-        check_can_be_simulated(args, model)
+        made = innermost_optimizer(optimizer)
+        coverage = check_run(running_trainer(), args, model, args.optim if made is None else type(made).__name__)
+        shape = self._shape_of(model)
+        check_model(shape)
+        given = given_optimizer(optimizer, args, model)
         device = this_device() if args.device.type == "cuda" else CPU
         num_rows = state.train_batch_size or args.train_batch_size
-        collator = getattr(dataloader, "collate_fn", None)
+        collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
 
         def read_limits() -> _RunLimits:
-            batch = largest_batch(getattr(dataloader, "dataset", None), collator, num_rows, self._max_length)
+            batch = largest_batch(dataset, collator, num_rows, self._max_length)
+            if batch is not None:
+                batch = replace(batch, more=further_inputs(dataset, forward_names(shape)))
             free = free_host_bytes(self._allowed.offload)
             return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batch, free)
 
         limits = _agreed(read_limits)
         batch = limits.batch
-        shape = self._shape_of(model)
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         if is_on is not None:
             # They stay on the copy, and so are part of each simulated step.
@@ -108,12 +115,14 @@ class Auto:
         any_step = StepSimulator(shape, Step(), device, self._structure)
 
         def simulator(batch: Batch) -> StepSimulator:
-            return any_step.anew(step_of(args, batch, sharding, is_proven=self._is_proven))
+            step = step_of(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven)
+            return any_step.anew(step)
 
         planning = RunPlanner(
             make_plan(shape, Policy.parse("none"), **self._structure),
             simulator,
             limits.budget_bytes,
+            coverage=coverage,
             allowed=self._allowed,
             host_bytes=limits.host_bytes,
             place=args.device,
@@ -160,13 +169,15 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
     def sizes() -> tuple[int, list[Any] | None, int | None]:
         limits = read_limits()
         batch = limits.batch
-        batch_sizes = None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed]
+        batch_sizes = (
+            None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed, batch.more]
+        )
         return limits.budget_bytes, batch_sizes, limits.host_bytes
 
     found = store.gather_results(sizes, "looking at the data")
     budget = min(budget for budget, _, _ in found)
     host = min((host for _, _, host in found if host is not None), default=None)
-    batches = [Batch(*batch) for _, batch, _ in found if batch is not None]
+    batches = [_batch_of(sizes) for _, sizes, _ in found if sizes is not None]
     if len(batches) < len(found):
         return _RunLimits(budget, None, host)
     largest = Batch(
@@ -174,8 +185,15 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
         max(batch.length for batch in batches),
         any(batch.is_padded for batch in batches),
         any(batch.is_packed for batch in batches),
+        tuple(sorted({name for batch in batches for name in batch.more})),
     )
     return _RunLimits(budget, largest, host)
+
+
+def _batch_of(sizes: list[Any]) -> Batch:
+    rows, length, is_padded, is_packed, more = sizes
+    # Tuples come as lists.
+    return Batch(rows, length, is_padded, is_packed, tuple(more))
 
 
 def _evaluates(args: TrainingArguments) -> bool:
@@ -185,5 +203,6 @@ def _evaluates(args: TrainingArguments) -> bool:
 def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any) -> Batch:
     """Return a batch of evaluation whose examples are as long as the longest ones of training."""
     if is_packing(collator):
-        return Batch(1, -(-batch.length // num_rows) * eval_rows, is_packed=eval_rows > 1)
-    return Batch(eval_rows, batch.length, is_padded=batch.is_padded and eval_rows > 1)
+        length = -(-batch.length // num_rows) * eval_rows
+        return replace(batch, rows=1, length=length, is_padded=False, is_packed=eval_rows > 1)
+    return replace(batch, rows=eval_rows, is_padded=batch.is_padded and eval_rows > 1, is_packed=False)

@@ -6,14 +6,16 @@ Drawing from the data loader would move its random state, and the run would see 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 _TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"
+_POSITIONS, _LABELS = "position_ids", "labels"
 _ROWS_AT_A_TIME = 1000
 
 
@@ -29,16 +31,19 @@ class Batch:
     """Whether rows may hold padding, so that the model gets a mask."""
     is_packed: bool = False
     """Whether a row holds several documents."""
+    more: tuple[str, ...] = ()
+    """Names of further inputs [B, S], such as `token_type_ids`."""
 
     def holds(self, other: Batch) -> bool:
-        """Whether the other one has no more rows and no longer ones."""
+        """Whether the other one has no more rows, no longer ones, and no further inputs."""
         # Padding is not compared: reading a mask would wait for the device in each step.
-        return self.rows >= other.rows and self.length >= other.length
+        return self.rows >= other.rows and self.length >= other.length and set(self.more) >= set(other.more)
 
     def describe(self) -> str:
-        """Return rows and length, such as `2 rows of 2,048 tokens`."""
+        """Return rows, length and further inputs, such as `2 rows of 2,048 tokens`."""
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        return f"{rows} of {self.length:,} tokens{' of several documents' if self.is_packed else ''}"
+        more = f" with {', '.join(self.more)}" if self.more else ""
+        return f"{rows} of {self.length:,} tokens{' of several documents' if self.is_packed else ''}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,15 @@ def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
         return None
     # A mask may have nothing to mask; reading it would wait for the device.
     has_mask = kwargs.get(_MASK) is not None
-    return Batch(ids.shape[0], ids.shape[1], has_mask, "position_ids" in kwargs and not has_mask)
+    is_packed = kwargs.get(_POSITIONS) is not None and not has_mask
+    known = (_TOKENS, _MASK, _LABELS, *((_POSITIONS,) if is_packed else ()))
+    more = (name for name, value in kwargs.items() if name not in known and is_like_tokens(value, ids))
+    return Batch(ids.shape[0], ids.shape[1], has_mask, is_packed, tuple(sorted(more)))
+
+
+def is_like_tokens(value: Any, ids: Tensor) -> bool:
+    """Whether a value holds a whole number, or a yes or no, for each token."""
+    return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
 
 
 def largest_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | None = None) -> Batch | None:
@@ -130,6 +143,32 @@ def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
     if isinstance(dataset, list | tuple) and dataset:
         return _of_examples(dataset, num_rows)
     return None
+
+
+def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
+    """Return the columns of a data set, of those that a forward takes, which hold a whole number for each token."""
+    if isinstance(dataset, Subset):
+        return further_inputs(dataset.dataset, names)
+    if isinstance(dataset, ConcatDataset):
+        return tuple(sorted({name for part in dataset.datasets for name in further_inputs(part, names)}))
+    if hasattr(dataset, "column_names"):
+        columns = [name for name in dataset.column_names if name in names]
+        if _TOKENS not in columns:
+            return ()
+        first = next(iter(dataset.select_columns(columns).with_format(None).iter(batch_size=1)))
+        example = {name: values[0] for name, values in first.items()}
+    elif isinstance(dataset, list | tuple) and isinstance(dataset[0], Mapping):
+        example = {name: value for name, value in dataset[0].items() if name in names}
+    else:
+        return ()
+    ids = torch.as_tensor(example.get(_TOKENS, ()))
+    known = (_TOKENS, _MASK, _POSITIONS, _LABELS)
+    rest = {name: torch.as_tensor(value) for name, value in example.items() if name not in known and _is_row(value)}
+    return tuple(sorted(name for name, value in rest.items() if is_like_tokens(value, ids)))
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(each, int) for each in value))
 
 
 def _concatenated(parts: list[Lengths | None], num_rows: int) -> Lengths | None:

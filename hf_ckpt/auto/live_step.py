@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers import TrainingArguments
+from transformers import Adafactor, Trainer, TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.simulation.optimizers import SUPPORTED
+from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 
 OPTIMIZER_FIELDS = (
     *("optim_args", "optim_target_modules", "learning_rate", "weight_decay"),
@@ -32,30 +36,18 @@ NOT_SIMULATED = {
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD")
 
 
-def check_can_be_simulated(args: TrainingArguments, model: nn.Module) -> None:
-    """Refuse a run that `auto` cannot plan for.
-
-    Raises:
-        UnsupportedError: names the argument, or the model's input.
-    """
-    for name, (without, reason) in NOT_SIMULATED.items():
-        if getattr(args, name, None):
-            raise UnsupportedError(
-                f'Policy "auto" simulates the step, and {name}={getattr(args, name)} cannot be simulated: {reason}. '
-                f"Use {name}={without}, or another policy."
-            )
-    main_input = getattr(model, "main_input_name", "input_ids")
-    if main_input != "input_ids":
-        raise UnsupportedError(
-            f'Policy "auto" simulates models that read token ids, and {type(model).__name__} reads {main_input}. Use '
-            "another policy."
-        )
-
-
-def step_of(args: TrainingArguments, batch: Batch, sharding: Sharding, *, is_proven: bool = False) -> Step:
+def step_of(
+    args: TrainingArguments,
+    batch: Batch,
+    sharding: Sharding,
+    *,
+    given_optimizer: GivenOptimizer | None = None,
+    is_proven: bool = False,
+) -> Step:
     """Return the step that a Trainer runs; `batch` is its largest micro-batch."""
     optim_arguments = {name: getattr(args, name) for name in OPTIMIZER_FIELDS if hasattr(args, name)}
-    return step_from(partial(getattr, args), batch, sharding, optim_arguments, is_proven=is_proven)
+    step = step_from(partial(getattr, args), batch, sharding, optim_arguments, is_proven=is_proven)
+    return replace(step, given_optimizer=given_optimizer)
 
 
 def step_from(
@@ -73,6 +65,7 @@ def step_from(
         seq_length=batch.length,
         is_padded=batch.is_padded,
         is_packed=batch.is_packed,
+        more_inputs=batch.more,
         autocast="bfloat16" if value_of("bf16") else "float16" if value_of("fp16") else None,
         gradient_accumulation_steps=value_of("gradient_accumulation_steps"),
         max_grad_norm=float(value_of("max_grad_norm") or 0.0),
@@ -81,6 +74,68 @@ def step_from(
         sharding=sharding,
         is_proven=is_proven,
     )
+
+
+def given_optimizer(optimizer: Any, args: TrainingArguments, model: nn.Module) -> GivenOptimizer | None:
+    """Return the optimizer that a Trainer has, to be made again; None where its arguments make the same one.
+
+    Whoever made it: the Trainer, the user for `optimizers=` or `optimizer_cls_and_kwargs=`, or a Trainer of their own.
+
+    Raises:
+        UnsupportedError: it cannot be simulated.
+    """
+    made = innermost_optimizer(optimizer)
+    if made is None:
+        return None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in made.param_groups for parameter in group["params"]]
+    is_whole = all(id(parameter) in names for parameter in parameters)
+    if _is_known(type(made)) and is_whole:
+        groups = ((tuple(names[id(each)] for each in group["params"]), _options(group)) for group in made.param_groups)
+        return GivenOptimizer(type(made), tuple(groups))
+    if _is_of_arguments(made, args, model):
+        return None
+    kind = f"{type(made).__module__}.{type(made).__qualname__}"
+    what = (
+        "cannot be simulated" if is_whole or not _is_known(type(made)) else "holds parameters that are not the model's"
+    )
+    raise UnsupportedError(
+        f'Policy "auto" simulates the step, and the optimizer of this Trainer, {kind}, {what}. Give it one of '
+        f"torch.optim over the model's parameters, set TrainingArguments.optim to one of {', '.join(SUPPORTED)}, or "
+        'use a fixed policy, such as HFCkptCallback("full").'
+    )
+
+
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate and DeepSpeed have put wrappers around."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _is_known(kind: type) -> bool:
+    """Whether a class makes its state in `step()` alone, from parameters and gradients."""
+    # They run the forward again, take sparse gradients, and compute with values on the host.
+    needs_more = kind in (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor)
+    return kind is Adafactor or (f"{kind.__module__}.".startswith("torch.optim.") and not needs_more)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in group.items() if name != "params"}
+    return {name: float(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def _is_of_arguments(made: Any, args: TrainingArguments, model: nn.Module) -> bool:
+    """Whether an optimizer is of the class, and has the options, that the Trainer's arguments ask for."""
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
+    except (ImportError, ValueError):
+        return False
+    if type(made) is not kind:
+        return False
+    # The learning rate is the scheduler's by then; bitsandbytes keeps the rest apart.
+    found = {**vars(getattr(made, "args", None) or SimpleNamespace()), **made.param_groups[0]}
+    return all(found[name] == value for name, value in options.items() if name != "lr" and name in found)
 
 
 def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.batch_bounds import Batch, batch_of
+from hf_ckpt.auto.coverage import Coverage, InputCheck
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner.bisect import largest
@@ -49,6 +51,7 @@ class RunPlanner:
         simulator: makes the simulator of a batch's step. Each plan is made with one of its own, so that what was
             simulated for it does not outlive it.
         budget_bytes: that the step may use.
+        coverage: what is counted, for the log.
         allowed: what a plan may hold besides modes, as the user says.
         host_bytes: of host memory that are free for this process; None where that is not known.
         place: where this rank's tensors are.
@@ -68,6 +71,7 @@ class RunPlanner:
         simulator: Callable[[Batch], StepSimulator],
         budget_bytes: int,
         *,
+        coverage: Coverage,
         allowed: Allowed,
         host_bytes: int | None = None,
         place: torch.device,
@@ -77,6 +81,7 @@ class RunPlanner:
         self.plan = plan
         self._simulator = simulator
         self.budget_bytes = budget_bytes
+        self._coverage = coverage
         self._allowed = allowed
         self._host_bytes = host_bytes
         self._place = place
@@ -89,6 +94,7 @@ class RunPlanner:
         self._plans: dict[Batch, tuple[Plan, StepMemory]] = {}
         self._evaluated: list[Batch] = []
         self._has_warned = False
+        self._inputs = InputCheck()
 
     @property
     def bound(self) -> Batch | None:
@@ -112,6 +118,7 @@ class RunPlanner:
             "Planned for %s: predicted peak %s of %s, %s.",
             *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where),
         )
+        self._coverage.log(batch)
 
     def watch(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> RemovableHandle:
         """Check the inputs of each forward before it runs, until the handle is removed.
@@ -122,6 +129,10 @@ class RunPlanner:
         """
         hook = partial(_before_forward, self, put_in_force)
         return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def end_micro_batch(self) -> None:
+        """Raise `UnsupportedError` if the model's forward, which was planned for, did not run in a micro-batch."""
+        self._inputs.end_micro_batch()
 
     def before_step(self, batch: Batch) -> bool:
         """Plan anew if this rank's batch is larger than what the plan was made for. Returns whether the plan changed.
@@ -134,7 +145,7 @@ class RunPlanner:
             self._warn_of(batch)
             return False
         # Without a bound all ranks compare what comes to them, in each forward.
-        largest_of_all = _largest_of_all(batch, self._place)
+        largest_of_all = replace(_largest_of_all(batch, self._place), more=self._agreed_inputs(batch))
         if self._is_known(largest_of_all):
             return False
         before = self.plan
@@ -143,6 +154,18 @@ class RunPlanner:
         except BudgetError as error:
             raise BudgetError(f"A batch came with {largest_of_all.describe()}. {error}") from error
         return self.plan != before
+
+    def _agreed_inputs(self, batch: Batch) -> tuple[str, ...]:
+        """Return the further inputs to plan with: those of all ranks in their first forward."""
+        if store.num_processes() == 1:
+            return batch.more
+        if self.batch is None:
+            found = store.gather_results(lambda: list(batch.more), "looking at the first batch")
+            return tuple(sorted({name for names in found for name in names}))
+        if not set(batch.more) <= set(self.batch.more):
+            # No other rank knows of it.
+            self._warn_of(batch)
+        return self.batch.more
 
     def check_evaluation(self, batch: Batch) -> None:
         """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger counts as checked."""
@@ -165,7 +188,7 @@ class RunPlanner:
 
     def _evaluation_advice(self, batch: Batch, memory: StepMemory) -> str:
         def peak(rows: int) -> int:
-            smaller = Batch(rows, batch.length, batch.is_padded and rows > 1)
+            smaller = replace(batch, rows=rows, is_padded=batch.is_padded and rows > 1)
             return self._simulator(smaller).evaluate().memory.peak_bytes
 
         fits = None
@@ -225,12 +248,10 @@ def _before_forward(
     if kwargs is None or torch.compiler.is_compiling():
         return
     batch = batch_of(args, kwargs)
-    if batch is None:
-        return
     if model.training and torch.is_grad_enabled():
-        if planning.before_step(batch):
+        if planning.before_step(planning._inputs.check(model, batch, args, kwargs)):
             put_in_force(planning.plan)
-    elif not model.training and "labels" in kwargs:
+    elif batch is not None and not model.training and "labels" in kwargs:
         # Without labels it is a generation, one token after the other.
         planning.check_evaluation(batch)
 
@@ -253,4 +274,4 @@ def _largest_of_all(batch: Batch, place: torch.device) -> Batch:
 def _rounded_up(batch: Batch) -> Batch:
     """Return the batch with the next length that is planned for where no bound is known."""
     step = max(1, 2 ** (batch.length.bit_length() - 1) // _STEPS_IN_A_DOUBLING)
-    return Batch(batch.rows, -(-batch.length // step) * step, batch.is_padded, batch.is_packed)
+    return replace(batch, length=-(-batch.length // step) * step)

@@ -82,6 +82,7 @@ def _of_file(path: Path) -> Sharding:
         raise RecipeError(f"--accelerate-config {path} cannot be read: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(read, Mapping):
         raise RecipeError(f"--accelerate-config {path} is no configuration of accelerate. Write one: accelerate config")
+    _check_whole_rows_and_weights(read.get("parallelism_config") or {}, path)
     kind = str(read.get("distributed_type", "NO")).upper()
     world_size = int(read.get("num_processes", 1))
     if kind in _UNSHARDED:
@@ -97,6 +98,19 @@ def _of_file(path: Path) -> Sharding:
         f"{path}: distributed_type {kind} cannot be simulated. What can is one process, DDP (MULTI_GPU), FSDP and "
         "DEEPSPEED."
     )
+
+
+def _check_whole_rows_and_weights(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse ranks that share rows or matrices, and weights that only some of them share."""
+    sizes = {name.removeprefix("parallelism_config_"): value for name, value in config.items()}
+    split = [name for name in ("tp_size", "cp_size", "sp_size") if int(sizes.get(name) or 1) > 1]
+    if all(int(sizes.get(name) or 1) > 1 for name in ("dp_replicate_size", "dp_shard_size")):
+        split.append("dp_replicate_size")
+    if split:
+        raise RecipeError(
+            f"{path}: {split[0]} = {sizes[split[0]]} in parallelism_config cannot be simulated. What can is DDP, and "
+            "FSDP and DEEPSPEED that share weights among all processes. Leave it out."
+        )
 
 
 def _fsdp(config: Mapping[str, Any], world_size: int, *, default_version: str, where: str) -> Sharding:

@@ -71,6 +71,12 @@ def train_call() -> TrainCall | None:
     return None if frame is None else TrainCall(frame)
 
 
+def running_trainer() -> Any:
+    """Return the Trainer whose `train()` is the innermost one in this thread; None outside of one."""
+    frame = _innermost()
+    return None if frame is None else _trainer_of(frame)
+
+
 def _innermost() -> FrameType | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and _trainer_of(frame) is None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
@@ -63,7 +64,7 @@ def simulate_optimizer(
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]
             _set_gradients(with_gradient)
-            optimizer.step()
+            _first_step(optimizer)
         tracker.record_existing(
             _state_of(optimizer, {fakes[parameter]: name for name, parameter in trainable}), Category.OPTIMIZER
         )
@@ -75,6 +76,16 @@ def simulate_optimizer(
             optimizer.step()
         host_bytes = sum(tensor.nbytes for tensor in host_tensors(optimizer))
         return OptimizerStep(tuple(state), host_bytes, tuple(tracker.tape.events))
+
+
+def _first_step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedError(
+            f"The step of optimizer {type(optimizer).__name__} cannot be simulated: it reads values of tensors "
+            f"({error.func}), and a simulated step has shapes only. Use other options of it, or another optimizer."
+        ) from error
 
 
 def _fake(parameter: nn.Parameter, step: Step) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_ckpt.errors import UnsupportedError, did_you_mean
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import GivenOptimizer, Step
 
 _OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _OF_BITSANDBYTES = (
@@ -53,6 +53,8 @@ def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: Fake
     The optimizer makes its state in its first `step()`, except Adagrad, which makes it at once.
     Raises `UnsupportedError` when it cannot be simulated, or its package is not installed.
     """
+    if step.given_optimizer is not None:
+        return _make_given(model, step.given_optimizer, is_cuda, fake_of)
     optimizer_class, kwargs = _class_and_kwargs(model, step)
     groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
     if step.optim in _OF_BITSANDBYTES:
@@ -61,6 +63,23 @@ def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: Fake
         # torch reads the device of the parameters, and these are fake CPU tensors.
         kwargs["foreach"] = True
     return cast(torch.optim.Optimizer, optimizer_class(groups, **kwargs))
+
+
+def _make_given(model: nn.Module, given: GivenOptimizer, is_cuda: bool, fake_of: FakeOf) -> torch.optim.Optimizer:
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = []
+    for names, options in given.groups:
+        # torch reads the device of the parameters, and these are fake CPU tensors.
+        on_cuda = {"foreach": True} if is_cuda and _chooses_foreach(options) else {}
+        groups.append(
+            {**options, **on_cuda, "params": [fake_of(trainable[name]) for name in names if name in trainable]}
+        )
+    make: Any = given.kind
+    return cast(torch.optim.Optimizer, make(groups))
+
+
+def _chooses_foreach(options: dict[str, Any]) -> bool:
+    return "foreach" in options and options["foreach"] is None and not options.get("fused")
 
 
 def host_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -311,7 +311,9 @@ class StepSimulator:
 
     def _optimizer(self, names: frozenset[str]) -> OptimizerStep:
         """Return the optimizer's state and step where the parameters with these names get a gradient."""
-        step = replace(self.step, batch_size=1, seq_length=1, is_padded=False, is_packed=False, is_proven=False)
+        step = replace(
+            self.step, batch_size=1, seq_length=1, is_padded=False, is_packed=False, more_inputs=(), is_proven=False
+        )
         key = replace(step, gradient_accumulation_steps=min(step.gradient_accumulation_steps, MICRO_BATCHES)), names
         if key not in self._known.optimizers:
             tracker, is_cuda = self._tracker(has_costs=True), self.device.is_cuda
@@ -466,7 +468,7 @@ def _explained(tracker: Tracker) -> Iterator[None]:
 def _run_batch(model: nn.Module, step: Step, tracker: Tracker) -> int:
     """Run a forward and return the bytes of its predictions and labels."""
     with tracker.before_step():
-        inputs = make_inputs(step)
+        inputs = make_inputs(step, model)
     tracker.record_existing(inputs.items(), Category.TEMPORARY)
     with torch.no_grad():
         output = prepare_forward(model, step)(**inputs)

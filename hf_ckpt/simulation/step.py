@@ -28,6 +28,15 @@ class Sharding:
     where layers ran forward without a graph (reentrant checkpointing)."""
 
 
+@dataclass(frozen=True)
+class GivenOptimizer:
+    """An optimizer that was made already, instead of by the Trainer's arguments."""
+
+    kind: type[torch.optim.Optimizer]
+    groups: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+    """Of each parameter group: the names of its parameters, and its options."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One optimizer step of the Trainer on one rank."""
@@ -40,6 +49,8 @@ class Step:
     """Whether rows may differ in length, so that the model gets a mask."""
     is_packed: bool = False
     """Whether rows hold several documents, separated by position ids."""
+    more_inputs: tuple[str, ...] = ()
+    """Further inputs of the forward: integers [B, S], such as `token_type_ids`."""
     autocast: str | None = None
     """`bfloat16` or `float16` where the Trainer runs with bf16 or fp16; None without mixed precision."""
     gradient_accumulation_steps: int = 1
@@ -51,6 +62,8 @@ class Step:
     # Compared, but a dict has no hash.
     optim_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further fields of `TrainingArguments` that the optimizer reads, such as `optim_args`."""
+    given_optimizer: GivenOptimizer | None = field(default=None, hash=False)
+    """Goes before `optim`."""
     sharding: Sharding = Sharding()
     is_proven: bool = False
     """Whether the first micro-batch is proven (`prove` of `apply`): that adds memory, and no time."""
@@ -79,7 +92,7 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Cal
     forward = prepare_forward(model, step)
     with tracker.before_step():
         # The Trainer draws the micro-batches of a step before it runs the first one, and keeps them to the end.
-        batches = [make_inputs(step) for _ in range(step.gradient_accumulation_steps)]
+        batches = [make_inputs(step, model) for _ in range(step.gradient_accumulation_steps)]
     for inputs in batches:
         tracker.record_existing(inputs.items(), Category.TEMPORARY)
     for number, inputs in enumerate(batches[:MICRO_BATCHES]):
@@ -92,10 +105,12 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Cal
             tracker.free_copied_gradients()
 
 
-def make_inputs(step: Step) -> dict[str, Tensor]:
-    """Return one micro-batch: token ids and labels [B, S], and what padding or packing adds."""
+def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
+    """Return one micro-batch: token ids [B, S], labels, what padding or packing adds, and further inputs [B, S]."""
     shape = (step.batch_size, step.seq_length)
-    inputs = {name: torch.full(shape, _TOKEN, dtype=torch.long) for name in ("input_ids", "labels")}
+    inputs = {"input_ids": torch.full(shape, _TOKEN, dtype=torch.long), "labels": _make_labels(model, *shape)}
+    # A type of a token, or a position: 0 is one everywhere.
+    inputs |= {name: torch.zeros(shape, dtype=torch.long) for name in step.more_inputs}
     if step.is_padded:
         # One token of the first row is padding, for code that checks whether there is any.
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long).index_fill_(1, torch.tensor([-1]), 0)
@@ -104,6 +119,29 @@ def make_inputs(step: Step) -> dict[str, Tensor]:
         positions = torch.arange(step.seq_length) % max(1, (step.seq_length + 1) // 2)
         inputs["position_ids"] = positions.expand(shape).contiguous()
     return inputs
+
+
+def labels_shape(model: nn.Module, rows: int, length: int) -> tuple[int, ...]:
+    """Return the shape of the labels of a model's loss: [B, S], or [B] or [B, classes] where rows are scored."""
+    if not _scores_rows(model):
+        return rows, length
+    config: Any = model.config
+    is_one_each = config.num_labels == 1 or config.problem_type not in ("regression", "multi_label_classification")
+    return (rows,) if is_one_each else (rows, config.num_labels)
+
+
+def _make_labels(model: nn.Module, rows: int, length: int) -> Tensor:
+    shape = labels_shape(model, rows, length)
+    if not _scores_rows(model):
+        return torch.full(shape, _TOKEN, dtype=torch.long)
+    config: Any = model.config
+    is_class = config.num_labels > 1 and config.problem_type in (None, "single_label_classification")
+    return torch.zeros(shape, dtype=torch.long if is_class else torch.float32)
+
+
+def _scores_rows(model: nn.Module) -> bool:
+    """Whether a model gives each row a class or a score, as transformers names its loss."""
+    return getattr(model, "loss_type", None) == "ForSequenceClassification"
 
 
 def _run_backward(loss: Tensor) -> None:

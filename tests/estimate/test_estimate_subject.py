@@ -271,6 +271,25 @@ def test_engine_that_cannot_be_simulated_is_refused(
             },
             "DeepSpeed's offloading to the host cannot be simulated",
         ),
+        (
+            {
+                "distributed_type": "FSDP",
+                "num_processes": 8,
+                "parallelism_config": {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_size": 4},
+            },
+            "cp_size = 4 in parallelism_config cannot be simulated. What can is DDP, and FSDP and DEEPSPEED",
+        ),
+        (
+            {
+                "distributed_type": "FSDP",
+                "num_processes": 8,
+                "parallelism_config": {
+                    "parallelism_config_dp_replicate_size": 2,
+                    "parallelism_config_dp_shard_size": 4,
+                },
+            },
+            "dp_replicate_size = 2 in parallelism_config cannot be simulated.",
+        ),
     ],
 )
 def test_file_that_asks_for_more_is_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

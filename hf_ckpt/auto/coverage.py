@@ -1,0 +1,360 @@
+"""What of a run the simulated step covers, and what it does not: that is refused, or named in the log.
+
+`check_run` looks at the Trainer before a plan is made; `InputCheck` at the inputs of each forward before it runs. What
+may change the peak by more than a percent is refused. What is known to be less, and a loss that cannot be followed, is
+named in `Coverage.not_counted`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
+
+from hf_ckpt.auto.batch_bounds import Batch, is_like_tokens
+from hf_ckpt.auto.live_step import NOT_SIMULATED
+from hf_ckpt.distributed import fsdp
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.regions.execution_state import is_compiled
+from hf_ckpt.simulation.step import labels_shape
+from hf_ckpt.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_SMALL = 0.01
+"""Of the trained model: what another module on the device may have without being refused."""
+_SPLIT = {
+    "tp_size": "each matrix",
+    "cp_size": "each row",
+    "sp_size": "each row",
+    "ep_size": "the experts",
+    "pp_size": "the layers",
+}
+"""Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig`, and what ranks share under them."""
+_FIXED = 'Use a fixed policy, such as HFCkptCallback("full")'
+_EXACT_MODES = "none, full, attention, ffn, selective and selective_attention"
+_KEEPS_MORE = ("output_hidden_states", "output_attentions", "use_cache")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a prediction counts, and what it is known to leave out."""
+
+    counted: tuple[str, ...]
+    not_counted: tuple[str, ...]
+
+    def log(self, batch: Batch) -> None:
+        """Say both in one line; at the level of a warning where something is left out."""
+        inputs = ["input_ids", "labels", *batch.more]
+        inputs += [
+            name
+            for name, is_there in (("attention_mask", batch.is_padded), ("position_ids", batch.is_packed))
+            if is_there
+        ]
+        level = logging.WARNING if self.not_counted else logging.INFO
+        left_out = "; ".join(self.not_counted) or "nothing that is known"
+        logger.log(level, "Counted: %s; %s. Not counted: %s.", ", ".join(inputs), "; ".join(self.counted), left_out)
+
+
+def refuse(what: str, remedy: str = "") -> UnsupportedError:
+    """Return the error about a run that `auto` cannot plan for."""
+    return UnsupportedError(f'Policy "auto" simulates the step, and {what}. {_FIXED}{remedy}.')
+
+
+# --- Before a plan is made. ---
+
+
+def check_run(trainer: Any, args: TrainingArguments, model: nn.Module, optimizer: str) -> Coverage:
+    """Refuse a run whose memory is not that of the simulated step, and return what is counted of any other.
+
+    Args:
+        trainer: that trains now; None where none is found.
+        args: its arguments.
+        model: as it will be trained.
+        optimizer: what will be simulated, in words.
+
+    Raises:
+        UnsupportedError: says what is not simulated.
+    """
+    _check_arguments(args)
+    _check_engine(trainer, args, model)
+    _check_compiled(model)
+    _check_backward(args, model)
+    left_out = (*_small_models(trainer, args, model), *_loss_of_its_own(trainer), *_generation(trainer, args))
+    engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
+    return Coverage((type(_bare(model)).__name__, optimizer, engine), left_out)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be called as the simulated step calls it. It is not sharded.
+
+    Raises:
+        UnsupportedError: see `check_run`.
+    """
+    bare = _bare(model)
+    main_input = getattr(bare, "main_input_name", "input_ids")
+    if main_input != "input_ids":
+        raise UnsupportedError(
+            f'Policy "auto" simulates models that read token ids, and {type(bare).__name__} reads {main_input}. Use '
+            "another policy."
+        )
+    _check_forward(bare)
+
+
+def _check_forward(model: nn.Module) -> None:
+    what = f"it calls the model with input_ids and labels, and {type(model).__name__}.forward"
+    signature = inspect.signature(type(model).forward)
+    if "input_ids" in signature.parameters and "labels" not in signature.parameters:
+        raise refuse(f"{what} takes no labels")
+    try:
+        signature.bind(model, input_ids=None, labels=None)
+    except TypeError as error:
+        raise refuse(f"{what} cannot be called so: {error}") from None
+
+
+def forward_names(model: nn.Module) -> frozenset[str]:
+    """Return the names that the forward of a model takes."""
+    return frozenset(inspect.signature(type(_bare(model)).forward).parameters)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return the model that an adapter is around."""
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return base
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    for name, (without, reason) in NOT_SIMULATED.items():
+        if getattr(args, name, None):
+            raise UnsupportedError(
+                f'Policy "auto" simulates the step, and {name}={getattr(args, name)} cannot be simulated: {reason}. '
+                f"Use {name}={without}, or another policy."
+            )
+
+
+def _check_compiled(model: nn.Module) -> None:
+    # A copy of a compiled module is not compiled.
+    for module in model.modules():
+        if is_compiled(module):
+            raise refuse(f"{type(module).__name__} is compiled: {NOT_SIMULATED['torch_compile'][1]}")
+
+
+def _check_backward(args: TrainingArguments, model: nn.Module) -> None:
+    # Engines of several processes have such hooks too.
+    hooked = [name for name, each in model.named_parameters() if getattr(each, "_post_accumulate_grad_hooks", None)]
+    if args.world_size == 1 and hooked:
+        raise refuse(f"hooks run when {hooked[0]} has its gradient, as those of an optimizer that steps in backward do")
+
+
+def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> None:
+    accelerator = getattr(trainer, "accelerator", None)
+    configs = [getattr(holder, "parallelism_config", None) for holder in (args, accelerator)]
+    configs.append(getattr(getattr(_bare(model), "config", None), "distributed_config", None))
+    for name, what in _SPLIT.items():
+        size = max(getattr(config, name, None) or 1 for config in configs)
+        if size > 1:
+            raise refuse(f"{name}={size} shares {what} among ranks, which is not simulated", _exact(name))
+    if not fsdp.is_sharded(model) and any(isinstance(each, DTensor) for each in model.parameters()):
+        raise refuse("tensor parallelism has split the model's weights, which is not simulated", _exact("tp_size"))
+    if getattr(trainer, "is_model_parallel", False):
+        raise refuse("the model's layers lie on several devices, one of which is simulated")
+    _check_replicas(args, model, configs)
+    _check_host(args, fsdp.accelerate_plugin())
+
+
+def _exact(name: str) -> str:
+    return f": {_EXACT_MODES} are exact to the bit under tensor parallelism" if name == "tp_size" else ""
+
+
+def _check_replicas(args: TrainingArguments, model: nn.Module, configs: list[Any]) -> None:
+    """Refuse weights that are shared among fewer ranks than train."""
+    replicas = max(getattr(config, "dp_replicate_size", None) or 1 for config in configs)
+    strategy: Any = getattr(fsdp.accelerate_plugin(), "sharding_strategy", None)
+    is_hybrid = "HYBRID" in str(getattr(strategy, "name", strategy)) and args.world_size > _ranks_of_machine()
+    if fsdp.is_sharded(model) and (replicas > 1 or is_hybrid):
+        raise refuse("FSDP shares the weights among some of the ranks only (hybrid sharding); all are simulated")
+
+
+def _ranks_of_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _check_host(args: TrainingArguments, plugin: Any) -> None:
+    """Refuse an engine that keeps weights or the optimizer's state on the host."""
+    deepspeed: Any = getattr(args, "deepspeed_plugin", None)
+    devices = [getattr(deepspeed, f"offload_{what}_device", None) for what in ("optimizer", "param")]
+    if any(device not in (None, "none") for device in devices):
+        raise refuse("DeepSpeed's offloading to the host is not simulated")
+    policy = getattr(plugin, "cpu_offload", None)
+    if isinstance(policy, CPUOffloadPolicy) or getattr(policy, "offload_params", False):
+        raise refuse("FSDP's offloading of parameters to the host is not simulated")
+
+
+def _small_models(trainer: Any, args: TrainingArguments, model: nn.Module) -> Iterator[str]:
+    """Yield other models that the Trainer holds and that are too small to matter.
+
+    Raises:
+        UnsupportedError: one of them is not.
+    """
+    trained = [each for each in (model, *_trained_by(trainer)) if isinstance(each, nn.Module)]
+    own = {id(tensor) for each in trained for tensor in _tensors(each)}
+    own_bytes = sum(tensor.nbytes for tensor in _tensors(model))
+    for name, other in _modules_of(trainer):
+        tensors = {id(each): each for each in _tensors(other) if id(each) not in own}
+        num_bytes = sum(each.nbytes for each in tensors.values() if each.device.type == args.device.type)
+        what = f"{name} ({type(other).__name__}, {format_bytes(num_bytes)})"
+        if num_bytes > _SMALL * own_bytes:
+            raise refuse(
+                f"{what} is on the device beside the model that is trained. Neither it nor what it computes is counted"
+            )
+        own |= tensors.keys()
+        if num_bytes:
+            yield what
+
+
+def _trained_by(trainer: Any) -> tuple[Any, ...]:
+    return getattr(trainer, "model", None), getattr(trainer, "model_wrapped", None)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a Trainer and its callbacks hold, in lists and dictionaries too, by their names."""
+    handler = getattr(trainer, "callback_handler", None)
+    for holder in (trainer, *getattr(handler, "callbacks", ())):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            for each in (value, *_held_by(value)):
+                if isinstance(each, nn.Module):
+                    yield f"{type(holder).__name__}.{name}", each
+
+
+def _loss_of_its_own(trainer: Any) -> Iterator[str]:
+    """Yield what replaces the model's loss, or the step around it."""
+    if trainer is None:
+        return
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        yield "compute_loss_func, in whose place the model's own loss was simulated"
+    for name in ("compute_loss", "training_step"):
+        owner = next((each for each in type(trainer).__mro__ if name in vars(each)), None)
+        if owner is not None and not owner.__module__.startswith("transformers."):
+            yield f"what {owner.__name__}.{name} does besides the model's own forward and loss, which were simulated"
+            return
+
+
+def _generation(trainer: Any, args: TrainingArguments) -> Iterator[str]:
+    if hasattr(trainer, "num_generations"):
+        # trl's GRPO and RLOO.
+        raise refuse(f"{type(trainer).__name__} generates in each step, and trains on what comes out")
+    if getattr(args, "predict_with_generate", False):
+        yield "generation in evaluation (predict_with_generate)"
+
+
+# --- Before a forward runs. ---
+
+
+@dataclass
+class InputCheck:
+    """Holds what a forward gets, and how often it runs, against the simulated step."""
+
+    _num_forwards: int = 0
+    _told: set[str] = field(default_factory=set)
+
+    def check(self, model: nn.Module, batch: Batch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """Refuse a training forward that is not the simulated one, before it runs, and return its batch.
+
+        Raises:
+            UnsupportedError: names the input.
+        """
+        if batch is None:
+            raise refuse("the model's forward came without token ids [rows, tokens], so that its batch is not known")
+        self._num_forwards += 1
+        if self._num_forwards > 1:
+            raise refuse(
+                "the model's forward came twice in one micro-batch: the step has one, and keeps activations of one"
+            )
+        named = {f"positional argument {place}": value for place, value in enumerate(args)} | kwargs
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        for name, value in named.items():
+            if isinstance(value, Tensor) and value is not ids:
+                self._check_tensor(model, name, value, ids)
+            elif value is not ids:
+                _check_setting(model, name, value)
+        return replace(batch, length=max(batch.length, _target_length(model, kwargs.get("labels"))))
+
+    def end_micro_batch(self) -> None:
+        """Refuse a micro-batch in which the model's own forward did not run.
+
+        Raises:
+            UnsupportedError: it did not.
+        """
+        if not self._num_forwards:
+            raise refuse(
+                "a micro-batch ran without a forward of the model that the Trainer has: parts were called alone"
+            )
+        self._num_forwards = 0
+
+    def _check_tensor(self, model: nn.Module, name: str, value: Tensor, ids: Any) -> None:
+        shape = tuple(value.shape)
+        if name == "labels":
+            _check_labels(model, shape, tuple(ids.shape))
+            return
+        is_mask = name == "attention_mask" and shape == tuple(ids.shape)
+        if is_mask or value.numel() <= 1 or is_like_tokens(value, ids):
+            return
+        if value.is_floating_point() or value.is_complex() or value.numel() > ids.numel():
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise refuse(f"a batch came with {name} {[*shape]} of {dtype}, which the simulated step does not have")
+        if name not in self._told:
+            # Whole numbers, fewer than tokens: no activation has their shape.
+            self._told.add(name)
+            logger.warning("Not counted: %s, %s of the batch.", name, format_bytes(value.nbytes))
+
+
+def _check_setting(model: nn.Module, name: str, value: Any) -> None:
+    if name in _KEEPS_MORE and value is True and not getattr(getattr(model, "config", None), name, False):
+        raise refuse(
+            f"{name}=True keeps tensors that the simulated step does not have",
+            f", or set {name} in the model's config",
+        )
+    if any(isinstance(each, Tensor) for each in _inside(value)):
+        raise refuse(f"a batch came with tensors inside {name}, which the simulated step does not have")
+
+
+def _check_labels(model: nn.Module, shape: tuple[int, ...], ids_shape: tuple[int, ...]) -> None:
+    expected = labels_shape(model, *ids_shape)
+    if shape != expected and not (_is_encoder_decoder(model) and len(shape) == len(expected)):
+        raise refuse(
+            f"labels are {[*shape]}, where the loss of {type(model).__name__} was simulated with {[*expected]}"
+        )
+
+
+def _target_length(model: nn.Module, labels: Any) -> int:
+    """Return the tokens that an encoder-decoder writes, which are simulated as many as it reads; 0 for other models."""
+    return int(labels.shape[-1]) if isinstance(labels, Tensor) and _is_encoder_decoder(model) else 0
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    for each in _held_by(value):
+        yield each
+        yield from _inside(each)
