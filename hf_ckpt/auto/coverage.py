@@ -164,6 +164,15 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
             raise refuse(f"{name}={size} shares {what} among ranks, which is not simulated", _exact(name))
     if not fsdp.is_sharded(model) and any(isinstance(each, DTensor) for each in model.parameters()):
         raise refuse("tensor parallelism has split the model's weights, which is not simulated", _exact("tp_size"))
+    launched = getattr(accelerator, "mixed_precision", None) or "no"
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    # On a CPU accelerate leaves fp16 out.
+    if launched not in ("no", asked):
+        raise refuse(
+            f"accelerate was launched with mixed precision {launched}, and the arguments ask for {asked}, which was "
+            "simulated",
+            f", or set {launched}=True in TrainingArguments" if launched in ("bf16", "fp16") else "",
+        )
     if getattr(trainer, "is_model_parallel", False):
         raise refuse("the model's layers lie on several devices, one of which is simulated")
     _check_replicas(args, model, configs)
@@ -216,7 +225,7 @@ def _small_models(trainer: Any, args: TrainingArguments, model: nn.Module) -> It
                 f"{what} is on the device beside the model that is trained. Neither it nor what it computes is counted"
             )
         own |= tensors.keys()
-        if num_bytes:
+        if tensors:
             yield what
 
 

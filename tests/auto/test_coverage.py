@@ -553,6 +553,16 @@ def test_transformers_own_sharding_of_experts_is_refused(tmp_path: Path) -> None
         check_run(run, run.args, run.model, "AdamW")
 
 
+def test_precision_that_accelerate_alone_is_launched_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = trainer(llama(num_hidden_layers=1), tmp_path)
+    for precision in ("bf16", "fp8"):
+        monkeypatch.setattr(run.accelerator.state, "_mixed_precision", precision)
+        with pytest.raises(UnsupportedError, match=f"accelerate was launched with mixed precision {precision}, and"):
+            check_run(run, run.args, run.model, "AdamW")
+
+
 def test_layers_on_several_devices_are_refused(tmp_path: Path) -> None:
     run, _ = trainer(llama(num_hidden_layers=1), tmp_path)
     run.is_model_parallel = True

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import hf_ckpt
 from tests import exactness, zoo
 from tests.distributed.ranks import has_gpus
 from tests.distributed.runs import Outcome, callback, full_fine_tune, local, train
@@ -136,3 +137,16 @@ def test_policy_applied_by_hand_is_exact(engine: str, order: str, mode: str) -> 
     assert exactness.differences(expected, got) == []
     assert in_backward, "nothing was recomputed"
     assert [name for name, _ in wrapped.named_modules()] == [name for name, _ in reference.named_modules()]
+
+
+@pytest.mark.parametrize("mode", ["full", "attention", "ffn", "selective", "selective_attention"])
+def test_mode_is_exact_under_tensor_parallelism(saved_llama: Path, mode: str) -> None:
+    inputs = exactness.build("llama").inputs
+    results = []
+    for policy in ("none", mode):
+        model = AutoModelForCausalLM.from_pretrained(
+            saved_llama, distributed_config=DistributedConfig(tp_size=2)
+        ).train()
+        hf_ckpt.apply(model, policy)
+        results.append(result(model, inputs))
+    assert exactness.differences(*results) == []
