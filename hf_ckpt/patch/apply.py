@@ -38,6 +38,7 @@ from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
@@ -77,6 +78,11 @@ class Applied:
     def offloaders(self) -> tuple[Offloader, ...]:
         """The engines that move activations to the host or to disk, one for each way that the plan names."""
         return self._patches[0].offloaders if self._patches else ()
+
+    @property
+    def tilings(self) -> tuple[Tiling, ...]:
+        """How the modules run that run in tiles."""
+        return tuple(tiling for patch in self._patches for tiling in patch.tilings)
 
     def assert_in_force(self) -> None:
         """Bring the plan back where another library switched it off.

@@ -106,6 +106,7 @@ class _StackSettings:
             for name in tiled:
                 part = f"{path}.{name}"
                 tiling = Tiling(entry.tiles, proof=self._proof.region(part))
+                self._patch.tilings.append(tiling)
                 yield self._forward(part, layer.submodule(name), partial(run_tiled, tiling))
         if entry.mode in WHOLE_LAYER_MODES:
             yield from self._whole(entry, layer, path)

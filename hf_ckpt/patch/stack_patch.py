@@ -23,6 +23,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.recompute import is_cache
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
+from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.structure.layers import members
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class StackPatch:
         self.segment_hooks: SegmentHooks | None = None
         self.hooks: list[RemovableHandle] = []
         self.offloaders: tuple[Offloader, ...] = ()
+        self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None
         self.drops_cache = False

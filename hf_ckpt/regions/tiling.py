@@ -15,8 +15,10 @@ Bekman et al. 2025, "Arctic Long Sequence Training" (arXiv 2506.13996), for modu
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +48,17 @@ from hf_ckpt.regions.tile_checks import (
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
-import math
-from dataclasses import dataclass
+
+
+SlicesToRun = Callable[[Sequence[tuple[int, int]], Sequence[Tensor]], Iterable[tuple[int, int]]]
+"""Returns which slices of a call run, from the start and length of each and the whole inputs.
+
+The next slice is asked for when one has run, and nothing of it is held.
+"""
+
+
+def _all_slices(bounds: Sequence[tuple[int, int]], inputs: Sequence[Tensor]) -> Iterable[tuple[int, int]]:
+    return bounds
 
 
 class Tiling:
@@ -62,6 +73,12 @@ class Tiling:
         self.proof = proof
         # Whether a call has shown that slices give what the whole gives.
         self.is_checked = False
+        self.slices_to_run: SlicesToRun = _all_slices
+
+    def use_slices(self, slices_to_run: SlicesToRun) -> None:
+        """Run some of the slices only: a simulation knows what the others would do."""
+        if self.recomputes:
+            self.slices_to_run = slices_to_run
 
     def __repr__(self) -> str:
         return f"Tiling({self.tiles!r}, recomputes={self.recomputes})"
@@ -130,7 +147,7 @@ class _Slices:
         """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
         weights = self._weights_now()
         parts: set[int] = set()
-        for start, length in self._cut.bounds:
+        for start, length in self._tiling.slices_to_run(self._cut.bounds, inputs):
             # The first slice of each call shows which weights are used; the others are searched only for weights that
             # were idle so far (experts).
             is_searched = not start or len(parts) < len(weights)
@@ -182,7 +199,7 @@ class _Slices:
         with self._random_state.kept(), self._call.state.as_in_forward():
             self._random_state.restore()
             with ConcurrentRun():
-                for number, (start, length) in enumerate(self._cut.bounds):
+                for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
                     piece = self._kept[number] if self._kept else self._run(inputs, start, length)
                     parts = self._joined.parts(gradients, start, length)
                     self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,56 +106,70 @@ def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 def run_once(run: Run, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same."""
-    fakes: list[FakeTensor] = []
-    key = look(function, args, kwargs, fakes)
-    if key is None or not fakes:
+    tensors: list[Tensor] = []
+    key = look(function, args, kwargs, tensors)
+    fake = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+    if key is None or fake is None:
         return run(function, args, kwargs)
     known = _known.get(key)
     if known is not None:
-        return known.make(args, fakes[0])
+        return known.make(args, fake)
     output = run(function, args, kwargs)
     try:
         # An operator that changes what its arguments look like has to run each time.
         is_same = key[1] == _look(args, [])
         if is_same and len(_known) < _MAX_ENTRIES:
-            _known[key] = _outputs(output, args, fakes)
+            _known[key] = _outputs(output, args, tensors)
     except _NotKnownError:
         pass
     return output
 
 
 def look(
-    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], fakes: list[FakeTensor] | None = None
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor] | None = None
 ) -> tuple[Hashable, ...] | None:
-    """Return what a call looks like, as a key, and add its fake tensors to a list; None where it has other tensors."""
-    fakes = [] if fakes is None else fakes
+    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters."""
+    tensors = [] if tensors is None else tensors
     try:
-        return function, _look(args, fakes), _look(tuple(kwargs.items()), fakes) if kwargs else ()
+        key = function, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ()
     except _NotKnownError:
         return None
+    is_mixed = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
+    return None if is_mixed and not _makes_new(function) else key
 
 
-def _look(value: Any, fakes: list[FakeTensor]) -> Hashable:
-    """Return what a fake kernel reads of an argument, as a key; add its fake tensors to a list."""
+@cache
+def _makes_new(function: Callable[..., Any]) -> bool:
+    """Whether an operator neither changes an argument nor returns a view of one."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and all(argument.alias_info is None for argument in schema.arguments)
+
+
+def _look(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Return what a fake kernel reads of an argument, as a key; add its tensors to a list."""
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
             raise _NotKnownError
-        fakes.append(value)
+        tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device.type
+    if type(value) is Tensor and value.layout is torch.strided:
+        # One with values, such as labels, beside fake ones: what is made of both is fake.
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, tuple | list):
-        return type(value), tuple([_look(each, fakes) for each in value])
+        return type(value), tuple([_look(each, tensors) for each in value])
     if type(value) in _PLAIN:
         # Equal numbers of different types give outputs of different dtypes.
         return type(value), value
     raise _NotKnownError
 
 
-def _outputs(output: Any, args: Any, fakes: list[FakeTensor]) -> _Outputs:
+def _outputs(output: Any, args: Any, tensors: list[Tensor]) -> _Outputs:
     several = isinstance(output, tuple | list)
     if several and type(output) not in (tuple, list):
         raise _NotKnownError
     made = set[int]()
-    held = {fake.untyped_storage()._cdata for fake in fakes}
+    held = {tensor.untyped_storage()._cdata for tensor in tensors}
     found = tuple(_output(each, args, held, made) for each in (output if several else (output,)))
     return _Outputs(found, type(output) if several else None)
 
@@ -167,8 +182,9 @@ def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Made | _
     for index, arg in enumerate(args):
         if arg is output:
             return _Given(index)
+    if not isinstance(output, FakeTensor):
+        raise _NotKnownError
     _look(output, [])
-    assert isinstance(output, FakeTensor)
     storage = output.untyped_storage()
     base = next(_bases(args, storage._cdata), None)
     if base is None:

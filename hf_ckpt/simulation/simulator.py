@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.patch.apply import apply_plan, make_plan
+from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
@@ -30,6 +30,7 @@ from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_
 from hf_ckpt.simulation.op_costs import LaunchQueue, busy_seconds, is_kept_selectively, operator_cost, role_of_operator
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.sharding import Weight, compute_dtype, one_rank_tape, weights_of
+from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
 from hf_ckpt.simulation.tape import Places, Tape, read_tape, sort_frees
@@ -139,11 +140,11 @@ class StepSimulator:
     ) -> StepMemory:
         """Predict memory and time of one optimizer step, from the second one on: the optimizer has its state.
 
-        Nothing is computed. Equal layers are traced once. Nothing is remembered: see `memory`.
+        Nothing is computed. Equal layers, and equal tiles, are traced once. Nothing is remembered: see `memory`.
 
         Args:
             policy: what `apply` takes; None for no checkpointing.
-            traces_all: trace every layer, those too that another could stand for.
+            traces_all: trace every layer and every tile, those too that another could stand for.
             explains: let the ledger say what each tensor is held for.
             changed_by: what another library than this one does to the model, such as switching on transformers' own
                 checkpointing. It gets the fake copy, and every layer is traced.
@@ -176,7 +177,9 @@ class StepSimulator:
         if not traces_all and not explains and changed_by is None:
             return self._known.traced(self._key(plan), partial(self._trace_with_reuse, plan))
         if traces_all or changed_by is not None:
-            return self._trace(plan, explains=explains, reuses_layers=False, changed_by=changed_by or nullcontext)
+            return self._trace(
+                plan, explains=explains, reuses_layers=False, reuses_slices=False, changed_by=changed_by or nullcontext
+            )
         return self._trace_with_reuse(plan, explains=explains)
 
     def evaluate(self) -> Evaluation:
@@ -229,13 +232,15 @@ class StepSimulator:
         return self.step, None if plan is None or _does_nothing(plan) else _as_it_runs(plan)
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
-        traced = partial(self._trace, plan, explains=explains, changed_by=nullcontext)
+        traced = partial(self._trace, plan, explains=explains, reuses_slices=True, changed_by=nullcontext)
         try:
             return traced(reuses_layers=True)
         except CannotReuseError:
             return traced(reuses_layers=False)
 
-    def _trace(self, plan: Plan | None, *, explains: bool, reuses_layers: bool, changed_by: Change) -> TracedStep:
+    def _trace(
+        self, plan: Plan | None, *, explains: bool, reuses_layers: bool, reuses_slices: bool, changed_by: Change
+    ) -> TracedStep:
         step, device = self.step, self.device
         plan = None if plan is None else resolve_fractions(plan)
         reuse = LayerReuse.choose(self.stacks, plan, self._signature_of) if reuses_layers else None
@@ -245,7 +250,9 @@ class StepSimulator:
         tracker = self._tracker(has_costs=True)
         stacks = fake.stacks(self.stacks)
         if plan is not None:
-            self._apply(fake.model, plan if reuse is None else reuse.plan_for_traced(plan), stacks, tracker)
+            applied = self._apply(fake.model, plan if reuse is None else reuse.plan_for_traced(plan), stacks, tracker)
+            for tiling in applied.tilings if reuses_slices else ():
+                tiling.use_slices(partial(run_unlike, tracker))
         if reuse is not None:
             self._skip(reuse, fake, tracker)
         hooks = torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, _as_it_is) if explains else nullcontext()
@@ -276,13 +283,14 @@ class StepSimulator:
         tracker.tape.places = self._known.places
         return tracker
 
-    def _apply(self, fake: nn.Module, plan: Plan, stacks: tuple[Stack, ...], tracker: Tracker) -> None:
+    def _apply(self, fake: nn.Module, plan: Plan, stacks: tuple[Stack, ...], tracker: Tracker) -> Applied:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
         prove: Prove = "first_step" if self.step.is_proven else "off"
         applied = apply_plan(fake, plan, stacks, prove=prove)
         applied.value_proof.use_call_proofs(partial(proof_memory.simulate_proof, tracker))
         for offloader in applied.offloaders:
             offloader.use_link(SimulatedLink(tracker))
+        return applied
 
     @contextmanager
     def _tracked(self, fake: FakeCopy, stacks: Sequence[Stack], tracker: Tracker) -> Iterator[None]:

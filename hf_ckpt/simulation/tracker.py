@@ -183,9 +183,17 @@ class Tracker(SimulationMode):
 
     def record_owned(self, num_bytes: int, owner: object) -> None:
         """Count memory that is freed with the object that owns it."""
-        # Cannot be the address of a storage.
-        key = -1 - len(self.tape.events)
-        self._alive[key] = (weakref.ref(owner, lambda _: self._record_free(key)), self._record_block(num_bytes))
+        self.free_with(owner, self._record_block(num_bytes))
+
+    def free_with(self, owner: object, storage: Storage) -> None:
+        """Record that a storage is freed when its owner is."""
+        key = _owned_key(storage)
+        self._alive[key] = (weakref.ref(owner, lambda _: self._record_free(key)), storage)
+
+    def owner_of(self, storage: Storage) -> object | None:
+        """Return the object with which a storage of `record_owned` is freed; None of other storages."""
+        found = self._alive.get(_owned_key(storage))
+        return None if found is None else found[0]()
 
     def _record_block(self, num_bytes: int) -> Storage:
         place = self._current_place()
@@ -324,6 +332,11 @@ class Tracker(SimulationMode):
     def _append(self, event: Event) -> None:
         if not self._is_silent:
             self.tape.events.append(event)
+
+
+def _owned_key(storage: Storage) -> int:
+    # Cannot be the address of a storage.
+    return ~id(storage)
 
 
 @cache

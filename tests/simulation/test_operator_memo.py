@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,3 +96,36 @@ def test_what_was_run_once_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(3):
             run_once(call, counted, (torch.empty(2, 3), torch.empty(3, 2)), {})
     assert len(calls) == 1
+
+
+def test_what_is_run_on_fake_tensors_and_labels_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_memo, "_known", {})
+    seen, calls = [], []
+
+    def counted(function: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(function)
+        return function(*args, **kwargs)
+
+    chunks = torch.arange(6).split(3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for run in (call, partial(run_once, counted)):
+            for labels in chunks:
+                args = (torch.empty(3, 8), labels, None, 2, -100)
+                seen.append(look(run(aten.nll_loss_forward.default, args, {}), []))
+    assert seen[1:] == seen[:-1]
+    assert calls == [aten.nll_loss_forward.default]
+
+
+def test_a_change_in_place_with_real_tensors_runs_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_memo, "_known", {})
+    calls = []
+
+    def counted(function: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(function)
+        return function(*args, **kwargs)
+
+    values = torch.arange(3.0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for _ in range(2):
+            run_once(counted, aten.add_.Tensor, (torch.empty(3), values), {})
+    assert calls == [aten.add_.Tensor] * 2
