@@ -16,13 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
-from hf_ckpt.loading.model import Found, find_config, made, with_empty_adapter
+from hf_ckpt.loading.model import (
+    Found,
+    bits_and_bytes,
+    find_config,
+    made,
+    prepared_for_kbit,
+    with_empty_adapter,
+)
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.allowances import Allowed, allowed_in
@@ -226,8 +233,8 @@ def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
         return model
     from hf_ckpt.simulation.quantized import quantize_on_meta
 
-    quantize_on_meta(model, BitsAndBytesConfig(**section))  # type: ignore[no-untyped-call]
-    return model
+    quantize_on_meta(model, bits_and_bytes(section))
+    return prepared_for_kbit(model, section)
 
 
 def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:

@@ -21,6 +21,7 @@ from transformers.integrations import deepspeed
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 
 _FLOAT_STORAGE = ("bfloat16", "float16", "float32")
 
@@ -84,6 +85,11 @@ def _check_quantization(recipe: Recipe, engine: Engine) -> None:
         raise RecipeError(
             f"quantization.load_in_8bit: bitsandbytes' 8-bit weights cannot be sharded by {engine}. Use load_in_4bit "
             "with bnb_4bit_quant_storage, or launch with DDP."
+        )
+    if engine is Engine.FSDP1 and section.get(PREPARE_FOR_KBIT):
+        raise RecipeError(
+            f"quantization.{PREPARE_FOR_KBIT} makes norms and the head float32, but {engine} shards the weights of a "
+            "layer in one dtype. Remove it, or launch with FSDP2 or DDP."
         )
     storage, dtype = section.get("bnb_4bit_quant_storage", "uint8"), recipe.model.get("dtype", "auto")
     # FSDP1 flattens all weights of a layer into one tensor.

@@ -31,6 +31,7 @@ from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.regions.offload.disk import check_path
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
@@ -81,14 +82,31 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     """Load the weights that `model.name_or_path` names."""
     name = recipe.model["name_or_path"]
     options = _options(recipe.model, "revision", "attn_implementation")
-    if is_quantized and recipe.quantization is not None:
-        options["quantization_config"] = BitsAndBytesConfig(**recipe.quantization)  # type: ignore[no-untyped-call]
+    section = recipe.quantization if is_quantized else None
+    if section is not None:
+        options["quantization_config"] = bits_and_bytes(section)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RecipeError(_loading_advice(name, error)) from error
+    return model if section is None else prepared_for_kbit(model, section)
+
+
+def bits_and_bytes(section: Mapping[str, Any]) -> BitsAndBytesConfig:
+    """Return what a `quantization` section says to bitsandbytes."""
+    fields = {key: value for key, value in section.items() if key != PREPARE_FOR_KBIT}
+    return BitsAndBytesConfig(**fields)  # type: ignore[no-untyped-call]  # upstream
+
+
+def prepared_for_kbit(model: PreTrainedModel, section: Mapping[str, Any]) -> PreTrainedModel:
+    """Return a quantised model, with all other weights in float32 where the section asks for it."""
+    if section.get(PREPARE_FOR_KBIT):
+        from peft import prepare_model_for_kbit_training
+
+        # Checkpointing is the policy's.
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]  # upstream
     return model
 
 

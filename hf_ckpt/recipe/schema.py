@@ -42,6 +42,10 @@ _MODEL = {
 _TOKENIZER = {"train": "dict"}
 _TOKENIZER_TRAINING = {"vocab_size": "int"}
 _ADAPTER = {"type": "str"}
+PREPARE_FOR_KBIT = "prepare_model_for_kbit_training"
+"""The key of `quantization` that is a function of PEFT, and no field of `BitsAndBytesConfig`."""
+
+_QUANTIZATION = {PREPARE_FOR_KBIT: "bool"}
 _DATA = {
     "path": "str | list[str]",
     "name": "str | None",
@@ -107,7 +111,11 @@ def sections(adapter: str | None = None) -> dict[str, Section]:
         Section("model", "the model section", _own(_MODEL)),
         Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.adapter_keys("lora")),
         _adapter_section(adapter),
-        Section("quantization", f"BitsAndBytesConfig ({transformers})", field_types.quantization_keys()),
+        Section(
+            "quantization",
+            f"BitsAndBytesConfig ({transformers})",
+            {**field_types.quantization_keys(), **_own(_QUANTIZATION)},
+        ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
         Section("training", f"TrainingArguments ({transformers})", field_types.training_keys(), ("output_dir",)),

@@ -227,6 +227,11 @@ BROKEN = [
     broken(lora("modules_to_save: lm_head"), 'Write ["lm_head"].'),
     broken(quantized("load_in_4bit: true, bnb_4bit_quant_type: nf8"), 'one of "fp4", "nf4". Did you mean "nf4"?'),
     broken(quantized("load_in_4bit: true, bnb_4bit_compute_dtype: half"), 'one of "float32", "bfloat16", "float16"'),
+    broken(
+        quantized("load_in_4bit: true, prepare_model_for_kbit_training: yes"),
+        'quantization.prepare_model_for_kbit_training = "yes": expected true or false. Write true.',
+    ),
+    broken(quantized("prepare_model_for_kbit_training: true"), "quantization: quantises nothing"),
     broken(data("format: text_only"), 'data.format = "text_only": expected one of "text", "prompt_completion"'),
     broken(data("loss_on: completions"), 'Did you mean "completion"?'),
     broken(data("packing: sometimes"), 'data.packing = "sometimes": expected true or false.'),
