@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.quantize import quantize
 from hf_ckpt.estimate.subject import Subject, subject_of
-from hf_ckpt.loading.model import find_config, known_configs, made, with_adapter
+from hf_ckpt.loading.model import find_config, known_configs, made, with_empty_adapter
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
@@ -77,4 +77,4 @@ def build(recipe: Recipe, place: torch.device) -> Any:
     section = recipe.quantization or {}
     options = {"compress_statistics": "bnb_4bit_use_double_quant", "quant_type": "bnb_4bit_quant_type"}
     quantize(model, {name: section[key] for name, key in options.items()})
-    return with_adapter(model, recipe.lora or {}).to(place)
+    return with_empty_adapter(model, recipe, low_cpu_mem_usage=False).to(place)
