@@ -26,7 +26,7 @@ def loss_4_46(model: Any) -> None:
 def loss_4_45(model: Any) -> None:
     """Compute the loss as models of transformers up to 4.45 do: the model itself keeps its logits in float32 alone."""
     model.loss_function = _loss_of_copies
-    _return_float32(model.get_output_embeddings())
+    model.get_output_embeddings().__class__ = _Float32Linear
 
 
 def loss_gpt_bigcode(model: Any) -> None:
@@ -85,8 +85,7 @@ EMULATIONS: Mapping[str, Callable[[Any], None]] = {
 
 
 def _upcast_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    logits = logits.float()
-    return _loss_of_copies(logits, labels, vocab_size)
+    return _loss_of_copies(logits.float(), labels, vocab_size)
 
 
 def _loss_of_copies(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
@@ -94,10 +93,6 @@ def _loss_of_copies(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -
     targets = labels[..., 1:].contiguous()
     shifted = shifted.view(-1, vocab_size)
     return functional.cross_entropy(shifted, targets.view(-1))
-
-
-def _return_float32(head: Any) -> None:
-    head.__class__ = _Float32Linear
 
 
 class _Float32Linear(nn.Linear):

@@ -18,9 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.published import modules
 from benchmarks.published.emulations import reentrant_checkpointing
 from benchmarks.published.models import build
-from benchmarks.published.points import ModulePoint, StepPoint, is_held_out, sources
-from benchmarks.published.points import modules as module_points
-from benchmarks.published.points import steps as step_points
+from benchmarks.published.points import ModulePoint, StepPoint, is_held_out, module_points, sources, step_points
 from benchmarks.published.summary import answers, summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
@@ -54,7 +52,6 @@ def predicted_step(point: StepPoint) -> StepMemory:
 def step_record(point: StepPoint) -> Record:
     """Return a published step with its prediction, as JSON types."""
     memory = predicted_step(point)
-    seconds = memory.time.total
     return _record(point) | {
         "ranks": point.ranks,
         "emulations": list(point.emulations),
@@ -66,7 +63,7 @@ def step_record(point: StepPoint) -> Record:
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "published_smi_mib": point.smi_mib,
         "published_tokens_per_second": point.tokens_per_second,
-        "predicted_tokens_per_second": memory.tokens / seconds,
+        "predicted_tokens_per_second": memory.tokens / memory.time.total,
     }
 
 

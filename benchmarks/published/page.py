@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.pages.drawing import GIB, digest_in, digest_of, figure_of, plain, save
 from benchmarks.pages.words import table
-from benchmarks.published.points import FOLDER, Source, is_held_out, sources
+from benchmarks.published.points import FOLDER, Source, sources
 from benchmarks.published.summary import group_of
 from benchmarks.runner import RESULTS, add_out, main
 
@@ -108,10 +108,10 @@ def _sources() -> str:
 
 
 def _held_out(records: Sequence[Record]) -> str:
-    names = [record["name"] for record in records if is_held_out(record["name"])]
+    num_held_out = sum(record["is_held_out"] for record in records)
     return (
         "## Held out\n\nSome points, chosen by the hash of their names, were predicted only when the code was final: "
-        f"rows marked with a star, {len(names)} of {len(records)}."
+        f"rows marked with a star, {num_held_out} of {len(records)}."
     )
 
 
@@ -124,7 +124,7 @@ def _points(group: str, records: Sequence[Record], why: Mapping[str, str]) -> st
 
 
 def _row(record: Record, source: Source, why: Mapping[str, str]) -> tuple[str, ...]:
-    star = " *" if is_held_out(record["name"]) else ""
+    star = " *" if record["is_held_out"] else ""
     published, ratio = record["published_bytes"], record["ratio"]
     return (
         f"[{record['title']}]({source.link(record['file'])}#L{record['row']}){star}",
@@ -165,7 +165,8 @@ def draw(data: Record, path: Path) -> None:
     figure = figure_of((8.0, 6.0), "Predicted against published peak memory")
     panel = figure.subplots()
     plain(panel, "published (GiB)", "predicted (GiB)", 12)
-    ends = list(_ends(data))
+    values = [value for points in data.values() for point in points for value in point]
+    ends = [min(values), max(values)]
     panel.plot(ends, ends, color="#999999", linewidth=1, zorder=1, label="equal")
     for group, points in data.items():
         colour, marker = _MARKS.get(group, _OTHER)
@@ -175,20 +176,9 @@ def draw(data: Record, path: Path) -> None:
     ticks = [0.1, 0.3, 1, 3, 10, 30, 100]
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_minor_locator(_no_ticks())
+    panel.minorticks_off()
     panel.legend(frameon=False, fontsize=12)
     save(figure, path, data)
-
-
-def _ends(data: Record) -> Iterator[float]:
-    values = [value for points in data.values() for point in points for value in point]
-    yield from (min(values), max(values))
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import csv
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -103,13 +104,14 @@ def is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_OF == 0
 
 
+@cache
 def sources() -> dict[str, Source]:
     """Return the sources by name."""
     read = yaml.safe_load((FOLDER / "sources.yaml").read_text(encoding="utf-8"))
     return {name: Source(name, **fields) for name, fields in read.items()}
 
 
-def steps() -> Iterator[StepPoint]:
+def step_points() -> Iterator[StepPoint]:
     """Yield the points of `steps.csv`."""
     for row in _rows("steps.csv"):
         yield StepPoint(
@@ -129,7 +131,7 @@ def steps() -> Iterator[StepPoint]:
         )
 
 
-def modules() -> Iterator[ModulePoint]:
+def module_points() -> Iterator[ModulePoint]:
     """Yield the points of `modules.csv`."""
     for row in _rows("modules.csv"):
         yield ModulePoint(

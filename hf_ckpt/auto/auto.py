@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -169,10 +169,7 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
     def sizes() -> tuple[int, list[Any] | None, int | None]:
         limits = read_limits()
         batch = limits.batch
-        batch_sizes = (
-            None if batch is None else [batch.rows, batch.length, batch.is_padded, batch.is_packed, batch.more]
-        )
-        return limits.budget_bytes, batch_sizes, limits.host_bytes
+        return limits.budget_bytes, None if batch is None else list(astuple(batch)), limits.host_bytes
 
     found = store.gather_results(sizes, "looking at the data")
     budget = min(budget for budget, _, _ in found)
@@ -192,7 +189,7 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
 
 def _batch_of(sizes: list[Any]) -> Batch:
     rows, length, is_padded, is_packed, more = sizes
-    # Tuples come as lists.
+    # In the order of its fields; tuples come as lists.
     return Batch(rows, length, is_padded, is_packed, tuple(more))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch, is_like_tokens
-from hf_ckpt.auto.live_step import NOT_SIMULATED
+from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_compiled
@@ -31,14 +31,6 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 0.01
 """Of the trained model: what another module on the device may have without being refused."""
-_SPLIT = {
-    "tp_size": "each matrix",
-    "cp_size": "each row",
-    "sp_size": "each row",
-    "ep_size": "the experts",
-    "pp_size": "the layers",
-}
-"""Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig`, and what ranks share under them."""
 _FIXED = 'Use a fixed policy, such as HFCkptCallback("full")'
 _EXACT_MODES = "none, full, attention, ffn, selective and selective_attention"
 _KEEPS_MORE = ("output_hidden_states", "output_attentions", "use_cache")
@@ -158,7 +150,7 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
     accelerator = getattr(trainer, "accelerator", None)
     configs = [getattr(holder, "parallelism_config", None) for holder in (args, accelerator)]
     configs.append(getattr(getattr(_bare(model), "config", None), "distributed_config", None))
-    for name, what in _SPLIT.items():
+    for name, what in SPLIT_SIZES.items():
         size = max(getattr(config, name, None) or 1 for config in configs)
         if size > 1:
             raise refuse(f"{name}={size} shares {what} among ranks, which is not simulated", _exact(name))

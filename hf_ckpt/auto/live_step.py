@@ -33,6 +33,16 @@ NOT_SIMULATED = {
 }
 """Fields of `TrainingArguments` that change what is held: the value without it, and why it is not followed."""
 
+SPLIT_SIZES = {
+    "tp_size": "each matrix",
+    "cp_size": "each row",
+    "sp_size": "each row",
+    "ep_size": "the experts",
+    "pp_size": "the layers",
+}
+"""Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig` that are not simulated above 1, and
+what ranks share under them."""
+
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD")
 
 

@@ -15,7 +15,7 @@ from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
+from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRAINED_CACHES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model
@@ -108,16 +108,13 @@ def check_exact(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
         _check_saves(stack_plan, stack)
 
 
-_TRAINED_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
-
-
 def _check_trained_cache(plan: Plan, model: nn.Module) -> None:
     """Refuse to recompute an attention that reads the keys and values which an adapter of PEFT trains."""
     configs: Mapping[str, Any] = getattr(unwrapped(model), "peft_config", {})
-    kinds = [str(config.peft_type.value) for config in configs.values() if config.peft_type in _TRAINED_CACHES]
+    kinds = [config.peft_type.value for config in configs.values() if config.peft_type.lower() in TRAINED_CACHES]
     for stack in plan.stacks if kinds else ():
         for layer_idx, entry in enumerate(stack.layers):
-            if entry.mode not in (Mode.NONE, Mode.FFN):
+            if entry.mode not in MODES_WITH_TRAINED_CACHE:
                 raise UnsupportedError(
                     f'Layer {layer_idx} of {stack.path} is set to "{entry.mode}", but PEFT\'s {kinds[0]} hands layers '
                     "a key/value cache, which recomputed layers can neither read nor fill: the loss would change "

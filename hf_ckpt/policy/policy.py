@@ -52,6 +52,11 @@ SELECTIVE_MODES = frozenset({Mode.SELECTIVE, Mode.SELECTIVE_ATTENTION})
 WHOLE_LAYER_MODES = frozenset({Mode.FULL, *SELECTIVE_MODES})
 """Modes under which the whole layer runs again."""
 
+TRAINED_CACHES = ("prefix_tuning", "cartridge")
+"""PEFT's kinds of adapters that hand layers keys and values to read: attention cannot run again under them."""
+MODES_WITH_TRAINED_CACHE = (Mode.NONE, Mode.FFN)
+"""Modes under which attention does not run again."""
+
 AUTO = "auto"
 """The policy that is no policy: the callback chooses a plan for a memory budget."""
 

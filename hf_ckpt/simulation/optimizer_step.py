@@ -17,7 +17,7 @@ from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import Event, Storage
+from hf_ckpt.simulation.tape import Event, Storage, copied_events
 from hf_ckpt.simulation.tracker import Tracker
 
 
@@ -38,12 +38,7 @@ class OptimizerStep:
 
     def copied_events(self) -> Iterator[Event]:
         """Yield the events with storages of their own, for a tape."""
-        copies: dict[int, Storage] = {}
-        for event in self.events:
-            storage = event.storage
-            if storage is not None:
-                storage = copies.setdefault(id(storage), replace(storage))
-            yield replace(event, storage=storage)
+        return copied_events(self.events)
 
 
 def simulate_optimizer(

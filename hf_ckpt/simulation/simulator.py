@@ -113,8 +113,9 @@ class StepSimulator:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The layers of the model."""
+        """The layers of the model. Raises `UnsupportedError` where the model cannot be simulated."""
         if not self._known.stacks:
+            _check_modules(self.model)
             self._known.stacks = find_layers(self.model, **self.structure)
             shared = shared_layers(self.model, self._known.stacks)
             for stack in self._known.stacks:
@@ -216,7 +217,6 @@ class StepSimulator:
         return one_rank_tape(tape, self._weights(), self.step, self.device), num_bytes
 
     def _copied(self, reuse: LayerReuse | None) -> FakeCopy:
-        _check_modules(self.model)
         return fake_copy(
             self.model,
             partial(compute_dtype, self.step),

@@ -6,12 +6,14 @@ The rest are those of the same length that follow. What the last slice did is wr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_ckpt.regions.execution_state import RandomState
-from hf_ckpt.simulation.tape import Event, MemoryChange, Storage
+from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, copied_events
 from hf_ckpt.simulation.tracker import Tracker
 
 _Actions = list[tuple[object, ...]]
@@ -27,7 +29,7 @@ def run_unlike(
     repeated: list[Event] | None = None
     for start, length in bounds:
         if repeated is not None and length == last[0]:
-            _repeat(tracker, repeated)
+            tracker.tape.events.extend(copied_events(repeated, partial(_copy, tracker)))
             continue
         begin, random_state = len(tracker.tape.events), RandomState.of()
         yield start, length
@@ -67,29 +69,8 @@ def _actions(tracker: Tracker, events: Sequence[Event]) -> _Actions | None:
     return [*actions, *((slots[number], id(owner)) for number, owner in zip(alive, owners, strict=True))]
 
 
-def _repeat(tracker: Tracker, events: Sequence[Event]) -> None:
-    """Write the same events once more, on other storages."""
-    storages: dict[int, Storage] = {}
-    for event in events:
-        storage = event.storage
-        if storage is not None and id(storage) not in storages:
-            storages[id(storage)] = _copy(tracker, storage)
-        found = None if storage is None else storages[id(storage)]
-        tracker.tape.events.append(
-            Event(event.place, event.change, found, event.seconds, event.num_flops, is_copy=event.is_copy)
-        )
-
-
 def _copy(tracker: Tracker, storage: Storage) -> Storage:
-    copy = Storage(
-        storage.num_bytes,
-        storage.made,
-        storage.shape,
-        storage.dtype,
-        storage.category,
-        storage.why,
-        storage.parameter,
-    )
+    copy = replace(storage)
     owner = tracker.owner_of(storage)
     if owner is not None:
         tracker.free_with(owner, copy)

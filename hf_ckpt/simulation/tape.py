@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -100,6 +100,18 @@ class Event:
     is_copy: bool = False
     """Whether `seconds` are of a copy between host and device, or between ranks."""
     transfer: Transfer | None = None
+
+
+def copied_events(events: Iterable[Event], copy: Callable[[Storage], Storage] = replace) -> Iterator[Event]:
+    """Yield the same events with storages of their own, for a tape that has them once more."""
+    copies: dict[int, Storage] = {}
+    for event in events:
+        storage = event.storage
+        if storage is not None:
+            if id(storage) not in copies:
+                copies[id(storage)] = copy(storage)
+            storage = copies[id(storage)]
+        yield replace(event, storage=storage)
 
 
 IntColumn = NDArray[np.int64]

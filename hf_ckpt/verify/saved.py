@@ -165,7 +165,8 @@ def _check_merge(inputs: TrialInputs, planned: Record) -> Check:
     """Merge the saved adapter into its base, unquantised and in float32, and compare logits."""
     from peft import PeftModel
 
-    section = inputs.recipe.adapter_section or {}
+    section = inputs.recipe.adapter_section
+    assert section is not None, "a recipe without one saves a model"
     if not can_be_merged(section):
         return Check(name="merge", verdict="skip", detail=f"PEFT merges no adapter of type {section['type']}.")
 

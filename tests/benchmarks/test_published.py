@@ -12,16 +12,16 @@ from benchmarks.published.emulations import EMULATIONS
 from benchmarks.published.measure import module_record, step_record
 from benchmarks.published.models import MODELS
 from benchmarks.published.modules import MODULES
-from benchmarks.published.points import modules, sources, steps
+from benchmarks.published.points import module_points, sources, step_points
 from benchmarks.published.summary import answers, summaries
 
 RESULT = json.loads(page.RESULT.read_text(encoding="utf-8"))
-STEPS, KERNELS = {point.name: point for point in steps()}, {point.name: point for point in modules()}
+STEPS, KERNELS = {point.name: point for point in step_points()}, {point.name: point for point in module_points()}
 
 
 def test_every_point_is_whole_and_named_once() -> None:
-    assert len(STEPS) == len(list(steps()))
-    assert len(KERNELS) == len(list(modules()))
+    assert len(STEPS) == len(list(step_points()))
+    assert len(KERNELS) == len(list(module_points()))
     for step in STEPS.values():
         assert step.source in sources()
         assert step.model in MODELS
