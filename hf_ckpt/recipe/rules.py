@@ -16,7 +16,7 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
-from hf_ckpt.policy.policy import AUTO, Mode
+from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import beside
@@ -181,9 +181,6 @@ _CANNOT_TRAIN = {
 }
 """Kinds of adapters that a recipe cannot train, and why."""
 
-_KEYS_AND_VALUES = ("prefix_tuning", "cartridge")
-"""Kinds of adapters that hand a key/value cache to the model."""
-
 
 def _adapter_is_one(draft: Draft) -> None:
     if draft.has("lora") and draft.has("adapter"):
@@ -232,13 +229,14 @@ def _virtual_tokens_are_trained(draft: Draft) -> None:
         draft.refuse("data.packing", f"with {kind} PEFT drops the positions that keep documents apart. Remove it.")
     if draft.get("training.load_best_model_at_end"):
         draft.refuse("training.load_best_model_at_end", f"PEFT cannot go on from {kind} that was saved. Remove it.")
-    if kind in _KEYS_AND_VALUES:
+    if kind in TRAINED_CACHES:
         _check_no_recomputation(draft, kind)
 
 
 def _check_no_recomputation(draft: Draft, kind: str) -> None:
     why = f"recomputed layers can neither read nor fill the key/value cache of {kind}"
-    if draft.get("checkpointing.policy") in {mode.value for mode in Mode} - {Mode.NONE.value, Mode.FFN.value}:
+    # Rules are lists, which no set can look up. They are checked layer by layer when they are resolved.
+    if draft.get("checkpointing.policy") in [mode for mode in Mode if mode not in MODES_WITH_TRAINED_CACHE]:
         draft.refuse("checkpointing.policy", f"{why}. Use none or ffn, or an adapter of type prompt_tuning.")
     for path in ("training.activation_checkpointing", "training.gradient_checkpointing"):
         if draft.get(path):

@@ -900,3 +900,9 @@ def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:
     heavy = {"torch", "transformers", "peft", "datasets", "accelerate", "tokenizers", "numpy", "bitsandbytes"}
     assert heavy.isdisjoint(json.loads(done.stdout))
     assert "yaml" in json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("policy", ["[{mode: full, layers: '0:2'}]", "{mode: full, layers: '0'}"])
+def test_rules_beside_trained_keys_and_values_are_left_to_the_layers(policy: str, tmp_path: Path) -> None:
+    text = text_of(adapter="{type: prefix_tuning, num_virtual_tokens: 4}", checkpointing=f"{{policy: {policy}}}")
+    assert load_recipe(write(tmp_path, text)).checkpointing is not None
