@@ -160,11 +160,6 @@ class CallState:
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
 
-    def check(self) -> None:
-        """Raise what a run would raise, outside of torch's checkpoint, which an error leaves open before torch 2.13."""
-        if self._state is not None and self._note is not None:
-            self._note.compare(self._state)
-
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """Run the call in the block: the first time as things are, later as they were when that run ended.

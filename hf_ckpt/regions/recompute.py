@@ -70,11 +70,43 @@ def run_checkpointed(proof: CallProof | None, run: Function, tensors: Sequence[A
     """Run `run(*tensors)` under torch's checkpoint, whose recomputation runs to the end where `proof` needs that."""
     # Entered before the checkpoint reads the state of the generators.
     with ConcurrentRun():
-        if proof is None:
-            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, **options)
-        stops = not proof.runs_to_end
-        run = partial(proof.run, run)
-        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True, early_stop=stops, **options)
+        if proof is not None:
+            options["early_stop"] = not proof.runs_to_end
+            run = partial(proof.run, run)
+        forward = _Forward(run)
+        return forward.end(checkpoint(forward, *tensors, use_reentrant=False, preserve_rng_state=True, **options))
+
+
+class _Forward:
+    """The function of a checkpoint. Holds an error of its forward back until torch has left the checkpoint.
+
+    Before 2.13 torch leaves it only when the error's traceback is gone. Until then the checkpoint's hooks take what
+    others save; then the hooks that are innermost at that moment are removed, whosever they are.
+    """
+
+    def __init__(self, run: Function) -> None:
+        self._run = run
+        self._is_forward = True
+        self._error: BaseException | None = None
+
+    def __call__(self, *tensors: Any) -> Any:
+        if not self._is_forward:
+            return self._run(*tensors)
+        try:
+            return self._run(*tensors)
+        except BaseException as error:  # noqa: BLE001  # `end` raises it
+            self._error = error
+
+    def end(self, returned: Any) -> Any:
+        """Return what the forward returned, or raise what it raised."""
+        self._is_forward = False
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                # Its traceback has this object, and with it all that the forward has made.
+                self._error = None
+        return returned
 
 
 def run_region(region: Function, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:

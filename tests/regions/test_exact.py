@@ -390,3 +390,13 @@ def test_step_after_a_failed_one_is_exact(moment: str, policy: str) -> None:
                 exactness.step(case)
         hook.remove()
         assert exactness.differences(expected, exactness.step(case)) == []
+
+
+@every_recomputing_policy
+def test_error_of_a_forward_leaves_no_hooks_while_it_is_kept(policy: str) -> None:
+    case = plain_models.case()
+    case.model.blocks[0].attention.value.register_forward_pre_hook(stumble)
+    with exactness.apply(case.model, policy), pytest.raises(ArithmeticError) as raised:
+        exactness.step(case)
+    assert raised.value.__traceback__ is not None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

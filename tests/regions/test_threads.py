@@ -41,7 +41,7 @@ class Meeting:
             try:
                 return torch.autograd.grad(loss(number), list(model.parameters()))
             except (UnsupportedError, RuntimeError, IndexError) as error:
-                # The other one goes on to its end. What torch's checkpoint leaves open is closed in this thread.
+                # The other one goes on to its end.
                 self._barrier.abort()
                 return f"{type(error).__name__}: {error}"
 
