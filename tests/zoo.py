@@ -7,6 +7,7 @@ stepped on text alone. `python -m tests.zoo --sweep` (`tests/zoo_sweep.py`) buil
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -133,7 +134,7 @@ class _Shrinker:
         found = {name: value for name, value in vars(default).items() if not name.startswith("_")}
         default_count = next((value for name, value in found.items() if re.fullmatch(LAYER_COUNT, name)), None)
         # A composite config may give its parts other defaults than their own class does.
-        unset = vars(type(default)())
+        unset = vars(_default(type(default)))
         changed: dict[str, Any] = {}
         for name, value in found.items():
             if isinstance(value, PretrainedConfig):
@@ -206,12 +207,17 @@ def _derived(default: PretrainedConfig) -> dict[str, Any]:
     return changed
 
 
+def _default(cls: type[PretrainedConfig]) -> PretrainedConfig:
+    # A copy: some take the model types out of what they are given.
+    return cls(**copy.deepcopy(PARTS.get(cls.model_type, {})))
+
+
 def config(model_type: str, task: str, *, num_layers: int | None = None, dropout: float = 0.1) -> PretrainedConfig:
     """The default config of an architecture, made tiny."""
     if model_type not in CONFIG_MAPPING:
         raise CannotBuild(f"{model_type} is not in transformers {transformers.__version__}")
     cls = CONFIG_MAPPING[model_type]
-    default = cls(**PARTS.get(model_type, {}))
+    default = _default(cls)
     decoder = {"is_decoder": True} if task == "causal" and "is_decoder" in vars(default) else {}
     return cls(**_Shrinker(num_layers or 4, dropout).fields(default) | decoder)
 
@@ -277,6 +283,8 @@ def _images(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Any]:
         return {"pixel_values": torch.randn(1, channels, PATCH, BATCH * GRID**2 * PATCH), "target_sizes": grids}
     if "flattened_patches" in wanted:  # row and column come first
         return {"flattened_patches": torch.cat([torch.ones(*row, 2), torch.randn(*row, flat)], dim=2)}
+    if "pixel_values_images" in wanted and "pixel_values" not in wanted:  # Video-LLaVA before transformers 5.23
+        return {"pixel_values_images": torch.randn(BATCH, channels, GRID * PATCH, GRID * PATCH)}
     images = {"pixel_values": torch.randn(BATCH, channels, GRID * PATCH, GRID * PATCH)}
     if "pixel_attention_mask" in wanted:
         return {"pixel_values": images["pixel_values"][:, None]}
@@ -292,8 +300,12 @@ def _featurizer(model: nn.Module) -> Callable[..., Any] | None:
 
 def _num_image_tokens(model: nn.Module, images: dict[str, Any]) -> int:
     """How many embeddings a row the model makes of its image, asked from the model itself."""
+    featurizer = _featurizer(model)
+    strategy = inspect.signature(featurizer).parameters.get("vision_feature_select_strategy")
+    if strategy and strategy.default is strategy.empty:  # Llama 4 before transformers 5.23
+        featurizer = partial(featurizer, vision_feature_select_strategy="default")
     with torch.no_grad():
-        found = _featurizer(model)(**images)
+        found = featurizer(**images)
     if getattr(found, "pooler_output", None) is not None:
         found = found.pooler_output
     elif getattr(found, "last_hidden_state", None) is not None:

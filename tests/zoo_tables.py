@@ -89,6 +89,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": cycled("conv", "full_attention")},
     "llama4_vision_model": {"intermediate_size": 4 * HIDDEN},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl": {"merged_hidden_size": 4 * HIDDEN},  # before 5.23 it is not derived anew
     "mistral4": {"head_dim": 2 * HEAD_DIM},
     "mllama_text_model": {"cross_attention_layers": odd_layers},
     "mllama_vision_model": {"intermediate_layers_indices": [1], "vision_output_dim": 2 * HIDDEN},
@@ -119,8 +120,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-# Parts that a composite default config leaves out.
-PARTS: dict[str, dict[str, Any]] = {"gemma4": {"vision_config": {}}, "gemma4_unified": {"vision_config": {}}}
+_DECODER = {"model_type": "bert", "is_decoder": True, "add_cross_attention": True}
+_MUSICGEN = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+# Parts that a composite default config leaves out, or left out before transformers 5.23.
+PARTS: dict[str, dict[str, Any]] = {
+    "diffusion_gemma": {"vision_config": {}},
+    "encoder-decoder": {"encoder": {"model_type": "bert"}, "decoder": _DECODER},
+    "gemma4": {"vision_config": {}},
+    "gemma4_unified": {"vision_config": {}},
+    "granite4_vision": {"text_config": {}, "vision_config": {}},
+    "musicgen": {**_MUSICGEN, "decoder": {"model_type": "musicgen_decoder"}},
+    "musicgen_melody": {**_MUSICGEN, "decoder": {"model_type": "musicgen_melody_decoder"}},
+    "vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": _DECODER},
+}
 
 
 def _positions() -> torch.Tensor:

@@ -254,7 +254,7 @@ def likely_cause(reference: Record, planned: Record, difference: OperatorDiffere
         return _of_operators(difference)
     if without_gradient := sorted(planned.no_output_gradient - reference.no_output_gradient):
         return f"{NO_OUTPUT_GRADIENT} ({without_gradient[0]})"
-    if planned.reentrant:
+    if planned.reentrant - reference.reentrant:
         return REENTRANT
     failure = planned.failure
     if failure is not None and _CHANGED_SHAPES.search(str(failure.error)):

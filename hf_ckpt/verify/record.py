@@ -275,7 +275,10 @@ class Recorder:
         if path in self._watched:
             self._note_replaced(path, module)
         if path in self._layers:
-            self._watch_gradient(_hidden_states(args, kwargs), path, "input")
+            hidden = _hidden_states(args, kwargs)
+            if not torch.is_grad_enabled():
+                self._note_reentrant(hidden, path)
+            self._watch_gradient(hidden, path, "input")
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._running and self._running[-1] == path:
@@ -326,6 +329,11 @@ class Recorder:
         if type(tensor.grad_fn).__name__ == "CheckpointFunctionBackward" and side == "output":
             self._record.reentrant.add(path)
         tensor.register_hook(partial(self._note_gradient, self._micro_batch, path, side))  # type: ignore[no-untyped-call]
+
+    def _note_reentrant(self, hidden: Tensor | None, path: str) -> None:
+        # transformers before 5.23 runs a layer's hooks inside of its checkpoint: what that returns is not seen here.
+        has_gradient = hidden is not None and hidden.requires_grad
+        (self._record.reentrant if has_gradient else self._record.no_output_gradient).add(path)
 
     def _note_gradient(self, micro: MicroBatch, path: str, side: str, gradient: Tensor) -> None:
         if side == "output":

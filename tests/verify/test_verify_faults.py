@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.patch import apply
@@ -158,7 +159,10 @@ def test_plan_that_another_library_overwrites(tmp_path: Path) -> None:
 
 def test_checkpointing_that_is_on_without_the_plan(tmp_path: Path) -> None:
     details = failed(report(tmp_path, setup=lambda model: model.gradient_checkpointing_enable()))
-    assert "Without the plan, model.layers.3.input_layernorm and 47 more modules" in details["forward counts"]
+    # Before 5.23 transformers runs a layer's own hooks again too.
+    has_layers = "__call__" in vars(GradientCheckpointingLayer)
+    modules = "model.layers.3 and 51" if has_layers else "model.layers.3.input_layernorm and 47"
+    assert f"Without the plan, {modules} more modules" in details["forward counts"]
     assert "ran again in backward all the same" in details["forward counts"]
 
 
