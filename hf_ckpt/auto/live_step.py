@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 from transformers import Adafactor, Trainer, TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch
@@ -43,6 +43,7 @@ SPLIT_SIZES = {
 """Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig` that are not simulated above 1, and
 what ranks share under them."""
 
+_DEEPSPEED_BUCKET_SIZE = 500_000_000
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD")
 
 
@@ -157,11 +158,30 @@ def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         reshards = bool(getattr(plugin, "reshard_after_forward", True))
         return Sharding(engine="fsdp2", world_size=world_size, reshards_after_forward=reshards)
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    fsdp1: Any = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
+    if fsdp1 is not None:
         strategy: Any = getattr(plugin, "sharding_strategy", None)
         reshards = strategy is None or getattr(strategy, "name", str(strategy)) in _WHOLE_LAYERS_IN_BACKWARD
-        return Sharding(engine="fsdp1", world_size=world_size, reshards_after_forward=reshards)
+        return Sharding(
+            engine="fsdp1",
+            world_size=world_size,
+            reshards_after_forward=reshards,
+            prefetches_in_backward=fsdp1.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
+        )
     deepspeed: Any = getattr(args, "deepspeed_plugin", None)
     if deepspeed is not None and deepspeed.zero_stage:
-        return Sharding(engine=f"zero{deepspeed.zero_stage}", world_size=world_size)
+        bucket_size = reduce_bucket_size_of(deepspeed.deepspeed_config)
+        return Sharding(engine=f"zero{deepspeed.zero_stage}", world_size=world_size, reduce_bucket_size=bucket_size)
     return Sharding(engine="ddp" if world_size > 1 else "none", world_size=world_size)
+
+
+def reduce_bucket_size_of(config: Mapping[str, Any]) -> int:
+    """Return how many elements the buckets of a DeepSpeed configuration have: two of them with `overlap_comm`.
+
+    0 for `auto`, which the Trainer makes the square of the hidden size: less than the gradients of a layer. ZeRO-3 has
+    one bucket always.
+    """
+    zero = config.get("zero_optimization", {})
+    size = zero.get("reduce_bucket_size", _DEEPSPEED_BUCKET_SIZE)
+    has_two = bool(zero.get("overlap_comm")) and zero.get("stage") != 3
+    return 0 if size == "auto" else (2 if has_two else 1) * int(size)

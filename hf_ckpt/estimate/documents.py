@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_ckpt.estimate.estimate import Estimate, Row, budget_of, fit_of
+from hf_ckpt.estimate.predict import Reserved
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.regions.offload import host_memory
-from hf_ckpt.simulation.devices import Device, reserve, this_device
+from hf_ckpt.simulation.devices import Device, context, reserve, this_device
 from hf_ckpt.simulation.step_memory import StepMemory
 
 
@@ -20,7 +21,8 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "fits": found.fits,
         "decides": found.decides,
         "verdicts": [
-            verdict_as_json(device, row.memory, found.evaluation, row.refusal) for device, row in found.deciding()
+            verdict_as_json(device, row.memory, found.evaluation, row.reserved, row.refusal)
+            for device, row in found.deciding()
         ],
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         "devices": [
@@ -45,24 +47,44 @@ def row_as_json(found: Estimate, row: Row) -> dict[str, Any]:
     if row.memory is not None:
         devices = [device for device in found.devices if row.device in (None, device)]
         read |= memory_as_json(row.memory)
-        read["fits"] = {device.name: str(fit_of(row.memory.peak_bytes, device)) for device in devices}
+        read["reserved_bytes"] = None if row.reserved is None else row.reserved.num_bytes
+        read["fits"] = {device.name: str(fit_of(row.memory.peak_bytes, device, row.reserved)) for device in devices}
         read["plan"] = None if row.memory.plan is None else json.loads(row.memory.plan.to_json())
     return read
 
 
 def verdict_as_json(
-    device: Device, memory: StepMemory | None, evaluation: StepMemory | None, refusal: str = ""
+    device: Device,
+    memory: StepMemory | None,
+    evaluation: StepMemory | None,
+    reserved: Reserved | None = None,
+    refusal: str = "",
 ) -> dict[str, Any]:
     """Return whether a run fits on a device: its steps, and its evaluation between them."""
-    read = {"device": device.name, "fits": "no", "peak_bytes": None, "is_evaluation": False, "refusal": refusal}
+    read: dict[str, Any] = {
+        "device": device.name,
+        "fits": "no",
+        "peak_bytes": None,
+        "is_evaluation": False,
+        "refusal": refusal,
+    }
     if memory is None:
         return read
     peak = max(memory.peak_bytes, 0 if evaluation is None else evaluation.peak_bytes)
-    return read | {
-        "fits": str(fit_of(peak, device)),
+    read |= {
+        "fits": str(fit_of(peak, device, reserved)),
         "peak_bytes": peak,
         "is_evaluation": peak > memory.peak_bytes,
     }
+    if reserved is not None:
+        outside = context(device, reserved.num_processes)
+        held = max(peak, reserved.num_bytes)
+        read |= {
+            "reserved_bytes": held,
+            "expandable_bytes": reserved.expandable_bytes,
+            "nvidia_smi_bytes": [held + outside.low_bytes, held + outside.high_bytes],
+        }
+    return read
 
 
 def memory_as_json(memory: StepMemory) -> dict[str, Any]:

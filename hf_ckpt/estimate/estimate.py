@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.estimate.predict import Predictor, Reserved
 from hf_ckpt.estimate.subject import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.policy.policy import AUTO, Mode
-from hf_ckpt.simulation.devices import Device, reserve
+from hf_ckpt.simulation.devices import Device, Reserve, context, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
 
 RECIPE = "recipe"
@@ -36,11 +36,12 @@ Say = Callable[[str], None]
 
 
 class Fit(StrEnum):
-    """Whether a step fits on a device beside its reserve, which is a range."""
+    """Whether a step fits on a device."""
 
     YES = "yes"
+    """What torch reserves for it fits beside the most that CUDA's context takes."""
     PERHAPS = "perhaps"
-    """It does beside the least of the reserve, and does not beside the most of it."""
+    """What it allocates fits beside the least that the context takes: torch must give back what it holds unused."""
     NO = "no"
 
 
@@ -53,6 +54,7 @@ class Row:
     refusal: str = ""  # Why it cannot be done.
     device: Device | None = None  # The only one that the row is for; None for all.
     exactness: Exactness | None = None  # Of the planner's choice: whether it is bitwise, and the time that takes.
+    reserved: Reserved | None = None  # What torch holds of a CUDA device, where that was asked.
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the recipe fits on at least one of the devices, whatever the reserve is."""
         return any(
-            row.memory is not None and fit_of(self.peak_with_evaluation(row.memory), device) is Fit.YES
+            row.memory is not None and fit_of(self.peak_with_evaluation(row.memory), device, row.reserved) is Fit.YES
             for device, row in self.deciding()
         )
 
@@ -94,10 +96,11 @@ class Estimate:
         return found
 
 
-def fit_of(peak_bytes: int, device: Device) -> Fit:
-    """Tell whether a peak fits on a device."""
-    kept_free = reserve(device)
-    if peak_bytes + kept_free.high_bytes <= device.memory_bytes:
+def fit_of(peak_bytes: int, device: Device, reserved: Reserved | None = None) -> Fit:
+    """Tell whether a peak fits on a device. Where it was not asked what torch reserves, a share is kept for that."""
+    kept_free = reserve(device) if reserved is None else Reserve((context(device, reserved.num_processes),))
+    held_bytes = peak_bytes if reserved is None else max(peak_bytes, reserved.num_bytes)
+    if held_bytes + kept_free.high_bytes <= device.memory_bytes:
         return Fit.YES
     return Fit.PERHAPS if peak_bytes + kept_free.low_bytes <= device.memory_bytes else Fit.NO
 
@@ -143,7 +146,8 @@ def num_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] =
 
 def _own(predictor: Predictor, say: Say) -> Row:
     say(f"Simulating {predictor.subject.title} ...")
-    return Row(RECIPE, predictor.memory(predictor.subject.plan))
+    plan = predictor.subject.plan
+    return Row(RECIPE, predictor.memory(plan), reserved=predictor.reserved(plan, with_expandable=True))
 
 
 def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row]:
@@ -154,7 +158,7 @@ def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row
             yield Row(name, None, str(error))
             continue
         say(f"Simulating {name} ...")
-        yield Row(name, predictor.memory(plan))
+        yield Row(name, predictor.memory(plan), reserved=predictor.reserved(plan))
 
 
 def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
@@ -164,4 +168,5 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         planned = predictor.planned(budget_of(predictor.subject, device), say, compare=True)
     except BudgetError as error:
         return Row(AUTO, None, str(error), device)
-    return Row(AUTO, planned.memory, device=device, exactness=planned.exactness)
+    reserved = predictor.reserved(planned.plan, with_expandable=True)
+    return Row(AUTO, planned.memory, device=device, exactness=planned.exactness, reserved=reserved)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hf_ckpt.auto.live_step import SPLIT_SIZES
+from hf_ckpt.auto.live_step import SPLIT_SIZES, reduce_bucket_size_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.engine import Engine
 from hf_ckpt.recipe.recipe import Recipe
@@ -25,6 +25,11 @@ ENGINES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 
 _UNSHARDED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
+_PREFETCHES_IN_BACKWARD = {
+    **dict.fromkeys(("BACKWARD_PRE", "1"), True),
+    # A layer is freed before the next one is gathered.
+    **dict.fromkeys(("BACKWARD_POST", "2", "NO_PREFETCH", "NONE"), False),
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,7 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
             raise RecipeError(
                 f"training asks for {of_recipe.engine}, and {launch.config} for {found.engine}. Keep one of the two."
             )
-        found = Sharding(
-            engine=of_recipe.engine,
-            world_size=found.world_size,
-            reshards_after_forward=of_recipe.reshards_after_forward,
-        )
+        found = replace(of_recipe, world_size=found.world_size)
     engine = launch.engine or found.engine
     world_size = launch.num_processes or found.world_size
     if engine == "none" and world_size > 1:
@@ -61,7 +62,10 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
             f"{engine} shares the work among processes, and how many there are is not said. Add --processes 8, or "
             "--accelerate-config with the file that the run is launched with."
         )
-    return Sharding(engine=engine, world_size=world_size, reshards_after_forward=found.reshards_after_forward)
+    if engine != found.engine:
+        # What a file says of one engine does not hold for another.
+        found = Sharding(reduce_bucket_size=reduce_bucket_size_of({}) if engine.startswith("zero") else 0)
+    return replace(found, engine=engine, world_size=world_size)
 
 
 def describe(sharding: Sharding) -> str:
@@ -131,8 +135,23 @@ def _fsdp(config: Mapping[str, Any], world_size: int, *, default_version: str, w
             f"{where}: FSDP's {strategy} shards within each machine, which cannot be simulated. Simulate one machine: "
             "FULL_SHARD with its number of processes."
         )
-    reshards = strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE")
-    return Sharding(engine="fsdp1", world_size=world_size, reshards_after_forward=reshards)
+    return Sharding(
+        engine="fsdp1",
+        world_size=world_size,
+        reshards_after_forward=strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE"),
+        prefetches_in_backward=_prefetches_in_backward(config, where),
+    )
+
+
+def _prefetches_in_backward(config: Mapping[str, Any], where: str) -> bool:
+    """Return whether FSDP1 gathers the next layer before one's gradients. accelerate does not unless it is asked to."""
+    asked = str(config.get("backward_prefetch", "NO_PREFETCH")).upper()
+    if asked not in _PREFETCHES_IN_BACKWARD:
+        raise RecipeError(
+            f'{where}: backward_prefetch is "{asked}". It is BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH, which is what '
+            "leaving it out means."
+        )
+    return _PREFETCHES_IN_BACKWARD[asked]
 
 
 def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sharding:
@@ -145,7 +164,9 @@ def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sha
             f"{where}: DeepSpeed's offloading to the host cannot be simulated. Set the devices of offload_optimizer "
             "and offload_param to none."
         )
-    return Sharding(engine=f"zero{stage}" if stage else "ddp", world_size=world_size)
+    if not stage:
+        return Sharding(engine="ddp", world_size=world_size)
+    return Sharding(engine=f"zero{stage}", world_size=world_size, reduce_bucket_size=reduce_bucket_size_of(config))
 
 
 # --- The recipe. ---

@@ -10,7 +10,7 @@ from typing import Any
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of
-from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
+from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.chain import Chain
@@ -35,6 +35,7 @@ class PlannedRecipe:
     chain: Chain  # The step as the planner saw it.
     fixed: dict[str, StepMemory]  # What it needs under fixed modes that were simulated too.
     evaluation: StepMemory | None = None  # What a batch of its evaluation needs; None where it does not evaluate.
+    reserved: Reserved | None = None  # What torch holds of a CUDA device.
     assumed: str = ""  # Why the device, where none was named.
 
     def steps(self) -> dict[str, StepMemory]:
@@ -101,6 +102,7 @@ def plan_recipe(
         found.chain,
         fixed,
         predictor.evaluation(),
+        predictor.reserved(found.plan, with_expandable=True),
         assumed,
     )
 
@@ -126,7 +128,7 @@ def as_json(found: PlannedRecipe) -> dict[str, Any]:
         "device_was_assumed": found.assumed,
         "card": device_as_json(found.device),
         "budget_bytes": found.budget_bytes,
-        "verdict": verdict_as_json(found.device, found.memory, found.evaluation),
+        "verdict": verdict_as_json(found.device, found.memory, found.evaluation, found.reserved),
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         **memory_as_json(found.memory),
         "exactness": None if found.exactness is None else exactness_as_json(found.exactness),

@@ -26,6 +26,15 @@ from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 
 
+@dataclass(frozen=True)
+class Reserved:
+    """What torch's allocator holds of a CUDA device: `torch.cuda.max_memory_reserved`."""
+
+    num_bytes: int
+    num_processes: int = 1  # Each on a device of its own.
+    expandable_bytes: int | None = None  # With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where that was asked.
+
+
 @dataclass
 class Predictor:
     """Predicts the steps of one subject on one device; each is simulated once."""
@@ -36,6 +45,14 @@ class Predictor:
     def memory(self, plan: Plan | None, step: Step | None = None) -> StepMemory:
         """Return what a step needs: the subject's own, or another one."""
         return self._simulator.with_step(step or self.subject.step).memory(plan)
+
+    def reserved(self, plan: Plan | None, *, with_expandable: bool = False) -> Reserved | None:
+        """Return what torch's allocator holds under a plan; None on a CPU."""
+        if not self.device.is_cuda:
+            return None
+        held = self._simulator.reserved_bytes(plan)
+        expandable = self._simulator.reserved_bytes(plan, expands=True) if with_expandable else None
+        return Reserved(held, self.subject.step.sharding.world_size, expandable)
 
     def evaluation(self) -> StepMemory | None:
         """Return what a batch of the recipe's evaluation needs; None where it does not evaluate."""

@@ -189,8 +189,31 @@ def _verdicts(document: Document) -> Iterator[str]:
 
 def _cells(found: Document, device: Document) -> tuple[str, ...]:
     peak = "no plan" if found["peak_bytes"] is None else f"peak {format_bytes(found['peak_bytes'])}"
-    reserve, card = _range(*device["reserve_bytes"]), format_bytes(device["memory_bytes"])
-    return device["name"], _FITS[found["fits"]], peak, f"reserve {reserve}", f"of {card}"
+    return (
+        device["name"],
+        _FITS[found["fits"]],
+        peak,
+        _held(found, device),
+        f"of {format_bytes(device['memory_bytes'])}",
+    )
+
+
+def _held(found: Document, device: Document) -> str:
+    """Return what a device shows in use, or, where that is not known, what is kept free."""
+    if "nvidia_smi_bytes" in found:
+        return f"nvidia-smi {_range(*found['nvidia_smi_bytes'])}"
+    return f"reserve {_range(*device['reserve_bytes'])}"
+
+
+def _expandable(document: Document) -> Iterator[str]:
+    """Yield what expandable segments bring where what torch reserves decides."""
+    for found in document["verdicts"]:
+        if found["fits"] == "perhaps" and found.get("expandable_bytes"):
+            held, expandable = format_bytes(found["reserved_bytes"]), format_bytes(found["expandable_bytes"])
+            yield (
+                f"On {found['device']} torch reserves {held} for a peak of {format_bytes(found['peak_bytes'])}; run "
+                f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves {expandable}."
+            )
 
 
 def _range(low: int, high: int) -> str:
@@ -269,6 +292,7 @@ def _notes(document: Document) -> Iterator[str]:
     if evaluation is not None:
         peak = format_bytes(evaluation["peak_bytes"])
         yield f"A batch of its evaluation needs {peak}: {_largest(evaluation, _SHOWN_CATEGORIES)}."
+    yield from _expandable(document)
     yield from _host(document)
 
 
@@ -364,8 +388,10 @@ def _verdict_on_plan(document: Document) -> str:
     found, card = document["verdict"], document["card"]
     words = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}[found["fits"]]
     peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
-    reserve, of = _range(*card["reserve_bytes"]), format_bytes(card["memory_bytes"])
-    return f"The plan {words} on {card['name']}: {peak}, reserve {reserve}, of {of}."
+    verdict = (
+        f"The plan {words} on {card['name']}: {peak}, {_held(found, card)}, of {format_bytes(card['memory_bytes'])}."
+    )
+    return " ".join([verdict, *_expandable({"verdicts": [found]})])
 
 
 # --- JSON text. ---

@@ -157,13 +157,7 @@ def reserve(device: Device) -> Reserve:
     workspace = workspace_bytes(device)
     return Reserve(
         (
-            ReserveItem(
-                "context",
-                int(0.3 * GIB),
-                int(0.7 * GIB),
-                "CUDA keeps its context and the code of the kernels on the device, more on newer cards and after more "
-                "kernels; outside the allocator of torch (0.5 to 0.6 GiB in messages from an RTX 4090, L40 and 5090)",
-            ),
+            context(device),
             ReserveItem(
                 "workspaces",
                 0,
@@ -179,6 +173,26 @@ def reserve(device: Device) -> Reserve:
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, up to 5 % where lengths change from step to step",
             ),
         )
+    )
+
+
+def context(device: Device, num_processes: int = 1) -> ReserveItem:
+    """Return what CUDA, and NCCL between several processes, take of a device outside of torch's allocator.
+
+    nvidia-smi shows it too.
+    """
+    if not device.is_cuda:
+        return ReserveItem("context", 0, 0, "there is none")
+    # Cards with compute capability 7.0, 8.0, 9.0 and 10.0 are for data centres.
+    is_large = device.capability is not None and device.capability[1] == 0 and device.capability[0] < 12
+    most = (2.5 if num_processes > 1 else 1.8) if is_large else 0.7
+    return ReserveItem(
+        "context",
+        int(0.3 * GIB),
+        int(most * GIB),
+        "CUDA keeps its context and the code of the kernels on the device, more on larger cards and after more "
+        "kernels: 0.5 to 0.6 GiB in messages from an RTX 4090, L40 and 5090; on an A100 up to 1.8 GiB, and up to 2.5 "
+        "with NCCL's buffers (docs/accuracy.md)",
     )
 
 

@@ -20,6 +20,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation import proof_memory
+from hf_ckpt.simulation.caching_allocator import reserved_bytes
 from hf_ckpt.simulation.constant_folding import fold, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
@@ -130,6 +131,13 @@ class StepSimulator:
         if key not in self._known.memories:
             self._known.memories[key] = self.simulate(key[1])
         return replace(self._known.memories[key], plan=plan)
+
+    def reserved_bytes(self, plan: Plan | None, *, expands: bool = False) -> int:
+        """Return what torch's allocator holds of the device when a training with this step begins.
+
+        `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Of CUDA devices only.
+        """
+        return reserved_bytes(self.trace(plan).tape, expands=expands)
 
     def simulate(
         self,

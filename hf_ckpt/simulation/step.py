@@ -24,8 +24,13 @@ class Sharding:
     reshards_after_forward: bool = True
     """Whether layers gathered in forward are freed until backward (FSDP's full shard)."""
     prefetches_in_backward: bool = True
-    """Whether the next unit is gathered while one runs backward. FSDP1 does not with `backward_prefetch=None`, nor
-    where layers ran forward without a graph (reentrant checkpointing)."""
+    """Whether the next unit is gathered while one runs backward. FSDP1 does with `BACKWARD_PRE` only, and not where
+    layers ran forward without a graph (reentrant checkpointing)."""
+    reduce_bucket_size: int = 0
+    """Elements of the bucket that ZeRO copies gradients into; 0 for one as large as a unit's gradients."""
+    master_bytes: int = 4
+    """Of one weight that ZeRO's optimizer steps, and at least of each number of its state: 2 with DeepSpeed's
+    `bf16_master_weights_and_grads` and `bf16_optimizer_states`."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,16 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step_memory import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
 
 
+class Stream(StrEnum):
+    """Whose memory a storage is: CUDA's allocator keeps blocks of streams apart."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    """Of weights that an engine gathers."""
+    REDUCE = "reduce"
+    """Of gradients that an engine shares out."""
+
+
 @dataclass(slots=True, eq=False)
 class Storage:
     """One block of memory. `shape` and `dtype` are those of the tensor that it was made for."""
@@ -36,6 +46,7 @@ class Storage:
     """The operators that hold it for backward, as far as that was recorded."""
     parameter: str = ""
     """Path of the parameter that it is, or whose gradient or state it is, if any."""
+    stream: Stream = Stream.COMPUTE
 
 
 class MemoryChange(StrEnum):

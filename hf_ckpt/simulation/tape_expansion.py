@@ -23,6 +23,7 @@ from hf_ckpt.simulation.tape import (
     Storage,
     Tape,
     Transfer,
+    TransferKind,
     moved_path,
 )
 
@@ -154,12 +155,28 @@ class _Expansion:
             mark = note if isinstance(note, Mark) else None
             begun = self._section_at(place, mark, section)
             if begun != section:
-                yield section, start, row
-                section, start = begun, row
+                begin = self._begin(begun, row, start)
+                yield section, start, begin
+                section, start = begun, begin
             if mark is not None and mark.is_end and mark.phase is Phase.FORWARD and self._is_last(mark):
                 yield section, start, row + 1
                 section, start = None, row + 1
         yield section, start, len(columns)
+
+    def _begin(self, section: _Section | None, row: int, start: int) -> int:
+        """Return where a section begins that was noticed in `row`; the one before it began in `start`.
+
+        transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
+        """
+        if section is not None and section[0] is Phase.FORWARD:
+            while row > start and (transfer := self._transfer(row - 1)) and transfer.kind is TransferKind.SEND:
+                row -= 1
+        return row
+
+    def _transfer(self, row: int) -> Transfer | None:
+        number = self._traced.note[row]
+        note = self._notes[number] if number >= 0 else None
+        return note if isinstance(note, Transfer) else None
 
     def _is_last(self, mark: Mark) -> bool:
         return mark.layer_idx == len(self._stacks[mark.stack].segments) - 1
@@ -257,7 +274,7 @@ class _Expansion:
             yield self._traced_part(section, rows)
             return
         columns = self._traced
-        if (columns.storage[rows] >= 0).any():
+        if (columns.storage[rows] >= 0).any() or any(map(self._transfer, rows.tolist())):
             raise CannotReuseError("something comes or goes between layers that are passed through")
         yield self._part(rows[(columns.seconds[rows] > 0) | (columns.num_flops[rows] > 0)])
         yield self._copied_part(section)

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from hf_ckpt import PolicyError, RecipeError, load_recipe
+from hf_ckpt.auto.live_step import reduce_bucket_size_of
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
 from hf_ckpt.estimate.subject import Subject, describe_batch, step_of, subject_of
 from hf_ckpt.simulation.step import Sharding
@@ -231,6 +232,74 @@ def test_engine_of_the_recipe_is_taken(keys: dict[str, Any], expected: tuple[str
 
 
 @pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        # DeepSpeed's default; the Trainer makes of `auto` less than a layer's gradients.
+        ({"stage": 2}, 500_000_000),
+        ({"stage": 1, "reduce_bucket_size": 5e7}, 50_000_000),
+        ({"stage": 2, "reduce_bucket_size": "auto"}, 0),
+        # They hold one while the other is sent.
+        ({"stage": 2, "overlap_comm": True}, 1_000_000_000),
+        ({"stage": 3, "overlap_comm": True}, 500_000_000),
+    ],
+)
+def test_bucket_of_deepspeed_is_taken(zero: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"zero_optimization": zero}
+    recipe = load_recipe(small_recipes.write(tmp_path, training={"deepspeed": config}))
+    assert sharding_of(recipe, Launch(num_processes=2)).reduce_bucket_size == expected
+    assert reduce_bucket_size_of(config) == expected
+
+
+def test_an_engine_that_is_named_has_the_defaults_of_its_own(tmp_path: Path) -> None:
+    keys = {"deepspeed": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10}}}
+    recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
+    found = sharding_of(recipe, Launch(engine="zero2", num_processes=2))
+    assert (found.engine, found.reduce_bucket_size) == ("zero2", 500_000_000)
+
+
+FSDP1_FILE = {"distributed_type": "FSDP", "num_processes": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"fsdp_backward_prefetch": None}, False),
+        ({"fsdp_backward_prefetch": "NO_PREFETCH"}, False),
+        ({"fsdp_backward_prefetch": "BACKWARD_POST"}, False),
+        ({"fsdp_backward_prefetch": "BACKWARD_PRE"}, True),
+        ({"fsdp_backward_prefetch": "backward_pre"}, True),
+        ({"fsdp_backward_prefetch": 1}, True),
+        # accelerate no longer reads its old name.
+        ({"fsdp_backward_prefetch_policy": "BACKWARD_PRE"}, False),
+        # FSDP2 always does, and accelerate says that it ignores the field.
+        ({"fsdp_version": 2, "fsdp_backward_prefetch": "NO_PREFETCH"}, True),
+    ],
+)
+def test_prefetch_in_backward_is_what_accelerate_makes_of_its_file(
+    fields: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({**FSDP1_FILE, "fsdp_config": fields}))
+    found = sharding_of(load_recipe(small_recipes.write(tmp_path)), Launch(config=path))
+    assert found.prefetches_in_backward == expected
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({}, False), ({"backward_prefetch": "backward_pre"}, True)])
+def test_prefetch_in_backward_is_what_the_recipe_says(fields: dict[str, Any], expected: bool, tmp_path: Path) -> None:
+    keys = {"fsdp": True, "fsdp_config": {"version": 1, **fields}}
+    recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
+    assert sharding_of(recipe, Launch(num_processes=2)).prefetches_in_backward == expected
+
+
+def test_another_engine_than_the_files_prefetches(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(FSDP1_FILE))
+    found = sharding_of(load_recipe(small_recipes.write(tmp_path)), Launch(config=path, engine="fsdp2"))
+    assert found == Sharding(engine="fsdp2", world_size=8)
+
+
+@pytest.mark.parametrize(
     ("launch", "keys", "message"),
     [
         (Launch(engine="fsdp2"), {}, "how many there are is not said. Add --processes 8"),
@@ -262,6 +331,10 @@ def test_engine_that_cannot_be_simulated_is_refused(
         (
             {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
             "HYBRID_SHARD shards within each machine",
+        ),
+        (
+            {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_backward_prefetch": "PRE"}},
+            'backward_prefetch is "PRE". It is BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH, which is what leaving it',
         ),
         (
             {

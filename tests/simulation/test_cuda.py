@@ -299,6 +299,17 @@ def test_no_dropout_keeps_nothing() -> None:
         assert follow(lambda inputs, dropout=dropout: dropout(inputs + 1), (4, 64)).kept == 0
 
 
+@pytest.mark.parametrize("softmax", [functional.softmax, torch.softmax, Tensor.softmax])
+def test_softmax_of_float16_into_float32_is_one_kernel_on_cuda(softmax: Callable[..., Tensor]) -> None:
+    def widened(inputs: Tensor) -> Tensor:
+        return softmax(inputs, dim=-1, dtype=FP32)
+
+    # In backward CUDA makes the gradient in float16; everything else makes one in float32, and then a copy.
+    of_half, of_bfloat16 = (follow(widened, (4, 512), dtype=dtype) for dtype in (FP16, BF16))
+    assert (of_half.backward, of_bfloat16.backward) == (4 * 512 * 2, 4 * 512 * (4 + 2))
+    assert of_half.dtype is FP32
+
+
 def test_a_root_mean_square_norm_keeps_a_number_a_row_on_cuda() -> None:
     def norm(inputs: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(inputs, (64,), weight)

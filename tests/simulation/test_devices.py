@@ -111,17 +111,23 @@ def test_cpu_has_the_memory_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "workspace"),
-    [("rtx4090", 8 * MIB + 128 * 1024), ("h200", 32 * MIB), ("b200", 32 * MIB), ("rtx5090", 32 * MIB)],
+    ("name", "workspace", "context"),
+    [
+        ("rtx4090", 8 * MIB + 128 * 1024, 0.7),
+        ("a100-80gb", 8 * MIB + 128 * 1024, 1.8),
+        ("h200", 32 * MIB, 1.8),
+        ("b200", 32 * MIB, 1.8),
+        ("rtx5090", 32 * MIB, 0.7),
+    ],
 )
-def test_reserve_is_a_range_with_reasons(name: str, workspace: int) -> None:
+def test_reserve_is_a_range_with_reasons(name: str, workspace: int, context: float) -> None:
     device = find_device(name)
     kept = reserve(device)
     assert [item.name for item in kept.items] == ["context", "workspaces", "fragmentation"]
     assert all(item.reason and item.low_bytes < item.high_bytes for item in kept.items)
     assert workspace_bytes(device) == workspace
     assert kept.low_bytes == int(0.3 * GIB) + int(0.01 * device.memory_bytes)
-    assert kept.high_bytes == int(0.7 * GIB) + 2 * workspace + int(0.05 * device.memory_bytes)
+    assert kept.high_bytes == int(context * GIB) + 2 * workspace + int(0.05 * device.memory_bytes)
 
 
 def test_reserve_is_described_on_one_line() -> None:

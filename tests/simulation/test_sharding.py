@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,9 +39,20 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def simulated(
-    engine: str, *, dtype: torch.dtype = torch.float32, num_micro_batches: int = 1, **step: object
+    engine: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_micro_batches: int = 1,
+    prefetches: bool = True,
+    reduce_bucket_size: int = 0,
+    **step: object,
 ) -> StepMemory:
-    sharding = Sharding(engine=engine, world_size=1 if engine == "none" else WORLD_SIZE)
+    sharding = Sharding(
+        engine=engine,
+        world_size=1 if engine == "none" else WORLD_SIZE,
+        prefetches_in_backward=prefetches,
+        reduce_bucket_size=reduce_bucket_size,
+    )
     settings = Step(
         batch_size=2,
         seq_length=32,
@@ -104,27 +116,68 @@ def test_sharded_engines_hold_a_share_of_weights_gradients_and_state(engine: str
     assert at_end[Category.GATHERED] == at_end[Category.GRADIENTS] == 0
 
 
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero3"])
-def test_two_layers_and_the_rest_of_the_model_are_whole_at_a_time(engine: str) -> None:
+# Each unit is rounded to a block of the allocator, and the norm is small. Embeddings and head have one size.
+ROUNDING = 3 * 512 + 4 * CONFIG.hidden_size
+END_BYTES = 4 * CONFIG.vocab_size * CONFIG.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_layers", "num_ends"),
+    [
+        # The rest of the model is one unit. A layer is freed before the next one is gathered.
+        ("fsdp1", 1, 2),
+        ("zero3", 2, 2),
+        # The buffer that a layer arrived in lives as long as its weights.
+        ("fsdp2", 2, 0),
+    ],
+)
+def test_units_that_are_whole_in_forward(engine: str, num_layers: int, num_ends: int) -> None:
     timeline = simulated(engine).timeline
     phases = [place.phase for place in timeline.places]
     forward = timeline.bytes_by_category[Category.GATHERED][: phases.index(Phase.BACKWARD)]
-    whole = model()
-    layers = sum(num_bytes(layer.module) for layer in find_layers(whole)[0].layers)
-    # Each of the three is rounded to a block of the allocator.
-    assert max(forward) == pytest.approx(num_bytes(whole) - layers + 2 * largest_layer(whole), abs=3 * 512)
+    expected = num_layers * largest_layer(model()) + num_ends * END_BYTES
+    assert max(forward) == pytest.approx(expected, abs=ROUNDING)
 
 
-@pytest.mark.parametrize(("engine", "is_there"), [("fsdp1", True), ("fsdp2", True), ("zero2", False)])
-def test_fsdp_gathers_the_last_layer_while_the_loss_runs_backward(engine: str, is_there: bool) -> None:
-    timeline = simulated(engine).timeline
+@pytest.mark.parametrize(
+    ("engine", "prefetches", "num_layers", "num_ends"),
+    [
+        # The hook of the root module gathers the last layer, as soon as the loss has a gradient.
+        ("fsdp1", True, 1, 2),
+        ("fsdp1", False, 0, 2),
+        # That of the head does, and the embeddings are sharded again.
+        ("fsdp2", True, 0, 1),
+        ("zero2", True, 0, 0),
+    ],
+)
+def test_units_that_are_whole_while_the_loss_runs_backward(
+    engine: str, prefetches: bool, num_layers: int, num_ends: int
+) -> None:
+    timeline = simulated(engine, prefetches=prefetches).timeline
     at_loss = next(index for index, place in enumerate(timeline.places) if place.phase is Phase.BACKWARD)
     gathered = timeline.bytes_by_category.get(Category.GATHERED)
-    whole = model()
-    rest = num_bytes(whole) - sum(num_bytes(layer.module) for layer in find_layers(whole)[0].layers)
-    # Each of the two is rounded to a block of the allocator.
-    expected = pytest.approx(rest + largest_layer(whole), abs=2 * 512) if is_there else 0
-    assert (gathered[at_loss + 1] if gathered else 0) == expected
+    expected = num_layers * largest_layer(model()) + num_ends * END_BYTES
+    assert (gathered[at_loss + 1] if gathered else 0) == pytest.approx(expected, abs=ROUNDING)
+
+
+# Under FSDP1 the embeddings and the head are gathered all the while.
+@pytest.mark.parametrize(("engine", "num_layers", "num_ends"), [("fsdp1", 1, 2), ("fsdp2", 2, 0)])
+def test_fsdp1_gathers_one_layer_in_backward_where_adapters_are_units_of_their_own(
+    engine: str, num_layers: int, num_ends: int
+) -> None:
+    adapters = LoraConfig(r=1, target_modules=["q_proj"])
+    adapted = get_peft_model(model(), adapters, low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine=engine, world_size=WORLD_SIZE))
+    timeline = simulate_step(adapted, "full", step, DEVICE).timeline
+    gathered = timeline.bytes_by_category[Category.GATHERED]
+    in_layers = max(
+        held
+        for held, place in zip(gathered, timeline.places, strict=True)
+        if place.phase is Phase.RECOMPUTATION and place.layer_idx == 3
+    )
+    layers = [num_bytes(layer.module) for layer in find_layers(adapted)[0].layers]
+    # Beside them what was reduced last: a few gradients.
+    assert in_layers == pytest.approx(num_layers * max(layers) + num_ends * END_BYTES, rel=0.01)
 
 
 def test_fsdp_keeps_whole_gradients_until_the_last_micro_batch() -> None:
@@ -138,6 +191,37 @@ def test_zero_sends_gradients_in_each_micro_batch() -> None:
     assert once == often < num_bytes(model())
 
 
+@pytest.mark.parametrize("engine", ["zero1", "zero2"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_zero_holds_its_bucket_while_a_micro_batch_runs_backward(engine: str, num_micro_batches: int) -> None:
+    timeline = simulated(engine, num_micro_batches=num_micro_batches, reduce_bucket_size=2**20).timeline
+    gathered = timeline.bytes_by_category[Category.GATHERED]
+    by_phase = {
+        phase: {held for held, place in zip(gathered, timeline.places, strict=True) if place.phase is phase}
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER)
+    }
+    # The first event of a phase opens the bucket, or closes it.
+    assert by_phase[Phase.BACKWARD] | by_phase[Phase.RECOMPUTATION] == {4 * 2**20}
+    assert 0 in by_phase[Phase.FORWARD] & by_phase[Phase.OPTIMIZER]
+
+
+def test_zero_3_holds_its_bucket_all_the_time() -> None:
+    without, within = (simulated("zero3", reduce_bucket_size=size).timeline for size in (0, 2**24))
+    gathered = within.bytes_by_category[Category.GATHERED]
+    # Between two steps nothing else is gathered.
+    assert without.bytes_by_category[Category.GATHERED][-1] == 0
+    assert gathered[-1] == min(gathered) == 4 * 2**24
+
+
+def test_zero_2_frees_each_gradient_that_its_bucket_holds() -> None:
+    without, within = (simulated("zero2", reduce_bucket_size=size) for size in (0, 2**20))
+    share = num_bytes(model()) / WORLD_SIZE
+    largest = max(parameter.numel() for parameter in model().parameters()) * 4
+    assert most(within, Category.GRADIENTS) < share + 2 * largest < most(without, Category.GRADIENTS)
+    at_end = {category: column[-1] for category, column in within.timeline.bytes_by_category.items()}
+    assert at_end[Category.GATHERED] == at_end[Category.GRADIENTS] == 0
+
+
 def test_zero_trains_in_half_precision_with_weights_in_float32_for_the_optimizer() -> None:
     shared = simulated("zero1", dtype=torch.bfloat16, autocast="bfloat16")
     half = num_bytes(model(torch.bfloat16))
@@ -145,6 +229,28 @@ def test_zero_trains_in_half_precision_with_weights_in_float32_for_the_optimizer
     assert most(shared, Category.GRADIENTS) == pytest.approx(half, rel=0.2)
     # Weights and two moments, four bytes each, against two of a weight in half precision.
     assert most(shared, Category.OPTIMIZER) == pytest.approx(6 * half / WORLD_SIZE, rel=0.02)
+
+
+def test_zero_may_step_weights_in_half_precision() -> None:
+    wide, narrow = (
+        most(
+            simulate_step(
+                model(torch.bfloat16),
+                "full",
+                Step(
+                    batch_size=2,
+                    seq_length=32,
+                    autocast="bfloat16",
+                    sharding=Sharding(engine="zero3", world_size=WORLD_SIZE, master_bytes=master_bytes),
+                ),
+                DEVICE,
+            ),
+            Category.OPTIMIZER,
+        )
+        for master_bytes in (4, 2)
+    )
+    # Weights and two moments have two bytes less each.
+    assert wide - narrow == pytest.approx(3 * num_bytes(model(torch.bfloat16)) / WORLD_SIZE, rel=0.03)
 
 
 def test_fsdp_keeps_what_is_trained_in_float32_under_mixed_precision() -> None:

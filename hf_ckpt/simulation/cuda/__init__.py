@@ -4,6 +4,7 @@
   flash attention of other packages, also where the package is not installed.
 - Dropout: CUDA keeps a mask of one byte per element, the CPU one in the dtype of its input.
 - Root-mean-square norms: `torch.rms_norm` is one kernel on CUDA, and several operators on the CPU.
+- Softmax of float16 into float32 is one kernel on CUDA: no float32 copy of its input, and none of its gradient.
 - Autocast (`autocast`): CUDA's runs more operators in float32.
 - Memory that kernels allocate for themselves: no operator returns it, and so the tracker does not see it.
 - cuBLAS workspaces (`add_workspaces`).
@@ -71,6 +72,7 @@ class _FunctionReplacements(TorchFunctionMode):
             torch.dropout: _dropout_of_torch,
             functional.rms_norm: partial(_rms_norm, functional.rms_norm),
             torch.rms_norm: partial(_rms_norm, torch.rms_norm),
+            **{softmax: partial(_softmax, softmax) for softmax in (functional.softmax, torch.softmax, Tensor.softmax)},
         }
 
     def __torch_function__(
@@ -126,6 +128,15 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 def _dropout_of_torch(input: Tensor, p: float, train: bool) -> Tensor:
     return _dropout(input, p, train)
+
+
+def _softmax(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the softmax. Source: `softmax` in `aten/src/ATen/native/SoftMax.cpp`."""
+    dim = args[0] if args else kwargs.get("dim")
+    if input.dtype is torch.float16 and kwargs.get("dtype") is torch.float32 and dim is not None:
+        output: Tensor = torch._softmax(input, dim, True)
+        return output
+    return function(input, *args, **kwargs)
 
 
 def _rms_norm(

@@ -1,0 +1,96 @@
+"""A step of the Trainer on two processes, followed on each: real storages of this rank, as the engine makes them."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_ckpt.auto.live_step import sharding_of
+from hf_ckpt.measure import follow
+from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.simulation.step_memory import Category, StepMemory
+from hf_ckpt.simulation.tape import Event, MemoryChange, Storage
+from hf_ckpt.simulation.tracker import Tracker
+from tests.distributed.runs import engine_of, fresh_accelerate, local
+from tests.following import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun(Run):
+    """A run on two processes, which share the rows."""
+
+    def data(self) -> list[dict[str, Tensor]]:
+        return 2 * super().data()
+
+    def step_of(self, sharding: Sharding) -> Step:
+        """What the simulation is told of it."""
+        return replace(self.step, sharding=sharding)
+
+    def followed_on_rank(self) -> tuple[str, Sharding, StepMemory]:
+        """Run it, and return the engine that it really ran under, what is read of the wrapped model, and its step."""
+        # FSDP1 is deprecated, which transformers says through its logger.
+        quiet = mock.patch.object(logging.getLogger("transformers.training_args"), "disabled", True)
+        with fresh_accelerate(), tempfile.TemporaryDirectory() as folder, quiet, _resizes_are_followed():
+            trainer = self.trainer(Path(folder), self.model())
+            memory = follow.follow_trainer(trainer)
+            wrapped = trainer.model_wrapped
+            return engine_of(wrapped), sharding_of(trainer.args, wrapped), memory
+
+
+class RankTracker(Tracker):
+    """Follows the shards in `DTensor`s, which are whole for who looks at them, and storages that FSDP resizes."""
+
+    def record_existing(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
+        super().record_existing(((name, local(tensor.detach())) for name, tensor in tensors), category)
+
+    def name_gradient(self, name: str, gradient: Tensor | None) -> None:
+        super().name_gradient(name, None if gradient is None else local(gradient))
+
+    def __torch_dispatch__(self, function: Any, types: Any, *args: Any) -> Any:
+        # Left to the class: its operators on shards come here again.
+        return NotImplemented if DTensor in types else super().__torch_dispatch__(function, types, *args)
+
+    def record_resize(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was filled or emptied in place: weights that are gathered, or no longer."""
+        reference, found = self._alive.get(storage._cdata, (self._reference(storage), Storage(0, None)))
+        place = self._current_place("resize_")
+        resized = Storage(storage.nbytes(), place, category=Category.GATHERED)
+        self._alive[storage._cdata] = reference, resized
+        for each, change in ((found, MemoryChange.FREE), (resized, MemoryChange.ALLOCATE)):
+            if each.num_bytes:
+                self._append(Event(place, change, each))
+
+    def _reference(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        key = storage._cdata
+        return weakref.ref(storage, lambda _: self._record_free(key))
+
+
+@contextmanager
+def _resizes_are_followed() -> Iterator[None]:
+    """Let a step be followed by a `RankTracker` that hears of resized storages, which are no operators."""
+    trackers: list[RankTracker] = []
+    resize = torch.UntypedStorage.resize_
+
+    def make(**options: Any) -> RankTracker:
+        trackers.append(RankTracker(**options))
+        return trackers[-1]
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        for tracker in trackers:
+            tracker.record_resize(storage)
+        return result
+
+    with mock.patch.object(follow, "Tracker", make), mock.patch.object(torch.UntypedStorage, "resize_", resized):
+        yield
