@@ -1,21 +1,24 @@
 """What the measured versions did differently from the installed ones, as far as it takes memory.
 
-An emulation changes a model on `meta`, before adapters come; `reentrant_checkpointing` changes its fake copy. Each
-repeats what the code of that version does, and holds no fitted figure.
+An emulation changes a model on `meta`, before adapters come; a change is in force around the step of its fake copy.
+Each repeats what the code of that version does, and holds no fitted figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.opt.modeling_opt import OPTAttention
+
+from benchmarks.published.points import StepPoint
 
 
 def loss_4_46(model: Any) -> None:
@@ -30,7 +33,7 @@ def loss_4_45(model: Any) -> None:
 
 
 def loss_gpt_bigcode(model: Any) -> None:
-    """Compute the loss as GPTBigCode does up to transformers 4.49: of a copy of the logits, in their own dtype."""
+    """Compute the loss as GPTBigCode and OPT do up to 4.46 or later: of a copy of the logits, in their own dtype."""
     model.loss_function = _loss_of_copies
 
 
@@ -41,27 +44,116 @@ def float32_norms(model: nn.Module) -> None:
             module.to(torch.float32)
 
 
+def opt_attention_4_28(model: nn.Module) -> None:
+    """Compute attention as OPT does in transformers 4.28, without a kernel: masked scores are bounded from below."""
+    for module in model.modules():
+        if isinstance(module, OPTAttention):
+            module.__class__ = _OPTAttention
+
+
+def rotary_tables_4_37(model: Any, dtype: torch.dtype) -> None:
+    """Let every attention of Llama keep the sines and cosines of all positions, as in transformers 4.37."""
+    config = model.config
+    shape = config.max_position_embeddings, config.hidden_size // config.num_attention_heads
+    for name, module in model.named_modules():
+        if name.endswith(".self_attn"):
+            for table in ("cos_cached", "sin_cached"):
+                module.register_buffer(table, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+
+EMULATIONS: Mapping[str, Callable[[Any], None]] = {
+    **{
+        emulate.__name__: emulate
+        for emulate in (loss_4_46, loss_4_45, loss_gpt_bigcode, float32_norms, opt_attention_4_28)
+    },
+    "rotary_tables_4_37": partial(rotary_tables_4_37, dtype=torch.bfloat16),
+    # Where the model is made on `meta` and quantized while it is loaded, they are not cast.
+    "rotary_tables_4_37_float32": partial(rotary_tables_4_37, dtype=torch.float32),
+}
+
+
+# --- Changes: around the step of the fake copy. ---
+
+
 @contextmanager
-def reentrant_checkpointing(model: Any, *, keeps_inputs: bool) -> Iterator[nn.Module]:
+def reentrant_checkpointing(model: Any, point: StepPoint) -> Iterator[None]:
     """Checkpoint every layer as `TrainingArguments(gradient_checkpointing=True)` does up to transformers 4.57.
 
     A layer that runs again runs to its end, its output stays while it runs backward, and the output of the embeddings
-    is made to need a gradient.
+    is made to need a gradient. The same where torch's `checkpoint_wrapper` lies inside of each FSDP1 unit.
+    """
+    _checkpoint_layers(model, None)
+    yield
 
-    With `keeps_inputs` the input of each layer that ran again, and its gradient, stay to the end of backward: as under
-    FSDP1 where the layer's own weights are frozen. The FSDP unit lies inside of the checkpoint, and the hook that frees
-    its weights holds its input (`_register_post_backward_reshard_only_hook` in
+
+@contextmanager
+def reentrant_checkpointing_around_fsdp(model: Any, point: StepPoint) -> Iterator[None]:
+    """Checkpoint every layer as `reentrant_checkpointing` does, where FSDP1 wrapped the layers before.
+
+    With more than one rank, where the layer's own weights are frozen, the input of each layer that ran again, and its
+    gradient, stay to the end of backward. The FSDP unit lies inside of the checkpoint, and the hook that frees its
+    weights holds its input, a leaf (`_register_post_backward_reshard_only_hook` in
     `torch/distributed/fsdp/_runtime_utils.py`).
     """
     held: list[Tensor] = []
+    keeps_inputs = point.ranks > 1 and point.method != "full"
+    _checkpoint_layers(model, held if keeps_inputs else None)
+    if keeps_inputs:
+        model.get_input_embeddings().register_forward_hook(partial(_release_after_backward, held))
+    yield
+
+
+@contextmanager
+def kept_outputs(model: nn.Module, point: StepPoint) -> Iterator[None]:
+    """Keep what the model returned, logits too, to the end of the step: a variable of the loop holds it."""
+    held: list[Any] = []
+    hook = model.register_forward_hook(lambda module, args, output: held.append(output))
+    yield
+    hook.remove()
+    held.clear()
+
+
+@contextmanager
+def gradients_zeroed_in_place(model: nn.Module, point: StepPoint) -> Iterator[None]:
+    """Let gradients be there before the step: until torch 2.0 `zero_grad` fills them with zeros, and frees none."""
+
+    def make(module: nn.Module, args: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+
+    hook = model.register_forward_pre_hook(make)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def gradients_of_skipped_step(model: nn.Module, point: StepPoint) -> Iterator[None]:
+    """Keep the first rank's gradients of an early step for good, as ZeRO-1 and 2 of DeepSpeed 0.9 do with float16.
+
+    The first steps overflow, and are skipped. The optimizer then makes a new dict of gradients (`averaged_gradients`);
+    each weight's `_hp_mapping` goes on holding the old one. In it are whole tensors of which the rank has a part.
+    https://github.com/microsoft/DeepSpeed/blob/v0.9.0/deepspeed/runtime/zero/stage_1_and_2.py
+    """
+    share = sum(parameter.numel() for parameter in model.parameters()) / point.ranks
+    begins, of_rank = 0, []
+    for parameter in model.parameters():
+        if begins < share:
+            of_rank.append(parameter)
+        begins += parameter.numel()
+    held: list[Tensor] = []
+    hook = model.register_forward_pre_hook(lambda module, args: held.extend(map(torch.empty_like, of_rank)))
+    yield
+    hook.remove()
+    held.clear()
+
+
+def _checkpoint_layers(model: Any, held: list[Tensor] | None) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(_checkpoint, held if keeps_inputs else None)
+            layer._gradient_checkpointing_func = partial(_checkpoint, held)
     model.enable_input_require_grads()
-    if keeps_inputs:
-        model.get_input_embeddings().register_forward_hook(partial(_release_after_backward, held))
-    yield model
 
 
 def _checkpoint(held: list[Tensor] | None, function: Callable[..., Any], *args: Any) -> Any:
@@ -79,9 +171,60 @@ def _release_after_backward(held: list[Tensor], embeddings: nn.Module, args: Any
     output.register_hook(lambda gradient: held.clear())
 
 
-EMULATIONS: Mapping[str, Callable[[Any], None]] = {
-    emulate.__name__: emulate for emulate in (loss_4_46, loss_4_45, loss_gpt_bigcode, float32_norms)
+Change = Callable[[Any, StepPoint], AbstractContextManager[None]]
+CHANGES: Mapping[str, Change] = {
+    "reentrant_checkpointing": reentrant_checkpointing,
+    "reentrant_checkpointing_around_fsdp": reentrant_checkpointing_around_fsdp,
+    "kept_outputs": kept_outputs,
+    "gradients_zeroed_in_place": gradients_zeroed_in_place,
+    "gradients_of_skipped_step": gradients_of_skipped_step,
 }
+
+
+# --- Optimizers. ---
+
+
+class Fp16Optimizer(torch.optim.Optimizer):
+    """What DeepSpeed 0.9's `FP16_Optimizer` with its `FusedAdam` holds: float32 weights and Adam's state, flattened.
+
+    https://github.com/microsoft/DeepSpeed/blob/v0.9.0/deepspeed/runtime/fp16/fused_optimizer.py
+    """
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Make float32 copies of the gradients and one flat tensor of them, which Adam's kernel reads."""
+        for group in self.param_groups:
+            weights = group["params"]
+            for weight in weights:
+                if not self.state[weight]:
+                    names = "master", "exp_avg", "exp_avg_sq"
+                    self.state[weight] = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
+            torch.cat([weight.grad.float().flatten() for weight in weights])
+
+
+class TransformersAdamW(torch.optim.Optimizer):
+    """What `AdamW` of transformers (before version 5) holds and makes: one weight after the other."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Make one temporary as large as a weight at a time."""
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            if not self.state[weight]:
+                self.state[weight] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[weight]["exp_avg_sq"].sqrt().add_(1e-8)
+
+
+OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    "fp16_optimizer": Fp16Optimizer,
+    "adamw_hf": TransformersAdamW,
+}
+
+
+# --- What they run. ---
 
 
 def _upcast_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
@@ -98,3 +241,27 @@ def _loss_of_copies(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -
 class _Float32Linear(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden).float()
+
+
+class _OPTAttention(OPTAttention):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        rows, length, width = hidden_states.shape
+        query, key, value = (
+            states.view(rows, length, self.num_heads, self.head_dim)
+            .transpose(1, 2)
+            .contiguous()
+            .view(-1, length, self.head_dim)
+            for states in (
+                self.q_proj(hidden_states) * self.scaling,
+                self.k_proj(hidden_states),
+                self.v_proj(hidden_states),
+            )
+        )
+        scores = torch.bmm(query, key.transpose(1, 2))
+        if attention_mask is not None:
+            scores = scores.view(rows, self.num_heads, length, length) + attention_mask
+            scores = torch.max(scores, torch.full((), torch.finfo(scores.dtype).min, dtype=scores.dtype))
+            scores = scores.view(-1, length, length)
+        probabilities = functional.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+        mixed = torch.bmm(probabilities, value).view(rows, self.num_heads, length, self.head_dim)
+        return cast(Tensor, self.out_proj(mixed.transpose(1, 2).reshape(rows, length, width))), None

@@ -10,57 +10,85 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.published import modules
-from benchmarks.published.emulations import reentrant_checkpointing
+from benchmarks.published.emulations import CHANGES, OPTIMIZERS
 from benchmarks.published.models import build
 from benchmarks.published.points import ModulePoint, StepPoint, is_held_out, module_points, sources, step_points
-from benchmarks.published.summary import answers, summaries
+from benchmarks.published.summary import add_reserved_ratios, answers, summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.estimate.estimate import fit_of
+from hf_ckpt.estimate.predict import Reserved
+from hf_ckpt.policy.plan import parse
+from hf_ckpt.simulation.caching_allocator import reserved_bytes
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.simulation.tape import read_tape
 
 Record = dict[str, Any]
 
 
-def predicted_step(point: StepPoint) -> StepMemory:
-    """Return the simulated step of a point."""
-    is_sharded = point.ranks > 1
+def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
+    """Return the simulated step of a point, and what torch reserves for it."""
+    source = sources()[point.source]
+    model, device = build(point), find_device(source.device)
+    options = source.step | point.step
+    given = OPTIMIZERS.get(options["optim"])
     step = Step(
         batch_size=point.batch,
         seq_length=point.tokens,
         autocast=point.autocast,
-        optim="adamw_torch",
-        optim_arguments={"weight_decay": 0.01},
-        sharding=Sharding(
-            engine="fsdp1" if is_sharded else "none", world_size=point.ranks, prefetches_in_backward=False
-        ),
+        given_optimizer=None if given is None else _given_optimizer(model, given),
+        sharding=Sharding(**source.sharding, world_size=point.ranks) if point.ranks > 1 else Sharding(),
+        **options,
     )
-    device = find_device(sources()[point.source].device)
-    checkpointing = partial(reentrant_checkpointing, keeps_inputs=is_sharded and point.method != "full")
-    return simulate_step(build(point), None, step, device, changed_by=checkpointing)
+    simulator = StepSimulator(model, step, device)
+    plan = None if source.policy is None else simulator.plan_of(parse(source.policy))
+    tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
+    memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens)
+    return memory, Reserved(reserved_bytes(tape), point.ranks)
+
+
+def _given_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer]) -> GivenOptimizer:
+    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return GivenOptimizer(kind, ((names, {}),))
+
+
+@contextmanager
+def _changed(point: StepPoint, model: nn.Module) -> Iterator[nn.Module]:
+    with ExitStack() as entered:
+        for name in (*sources()[point.source].changes, *point.emulations):
+            if name in CHANGES:
+                entered.enter_context(CHANGES[name](model, point))
+        yield model
 
 
 def step_record(point: StepPoint) -> Record:
     """Return a published step with its prediction, as JSON types."""
-    memory = predicted_step(point)
+    memory, reserved = predicted_step(point)
     return _record(point) | {
         "ranks": point.ranks,
         "emulations": list(point.emulations),
         "published_bytes": point.allocated_bytes,
         "predicted_bytes": memory.peak_bytes,
         "ratio": None if point.allocated_bytes is None else memory.peak_bytes / point.allocated_bytes,
-        "fits": str(fit_of(memory.peak_bytes, find_device(memory.device))),
+        "predicted_reserved_bytes": reserved.num_bytes,
+        "fits": str(fit_of(memory.peak_bytes, find_device(memory.device), reserved)),
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
+        "published_reserved_bytes": point.reserved_bytes,
         "published_smi_mib": point.smi_mib,
         "published_tokens_per_second": point.tokens_per_second,
         "predicted_tokens_per_second": memory.tokens / memory.time.total,
@@ -107,12 +135,14 @@ def run(options: Namespace) -> None:
         record = step_record(point) if isinstance(point, StepPoint) else module_record(point)
         records.append(record)
         print(_line(record), f"{time.process_time() - began:.1f} s", flush=True)
-    write_result(options.out, {"summary": list(summaries(records)), "answers": answers(records), "points": records})
+    contexts = add_reserved_ratios(records)
+    told = {"context_bytes": contexts, "summary": list(summaries(records)), "answers": answers(records)}
+    write_result(options.out, {**told, "points": records})
 
 
 def _line(record: Record) -> str:
     published, predicted = record["published_bytes"], record["predicted_bytes"]
-    told = "out of memory" if published is None else f"{published / 2**30:.3f} GiB, ratio {record['ratio']:.4f}"
+    told = "no peak" if published is None else f"{published / 2**30:.3f} GiB, ratio {record['ratio']:.4f}"
     return f"{record['name']} {record['title']}: {predicted / 2**30:.3f} GiB; published {told}"
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.pages.drawing import GIB, digest_in, digest_of, figure_of, plain, save
 from benchmarks.pages.words import table
 from benchmarks.published.points import FOLDER, Source, sources
-from benchmarks.published.summary import group_of
+from benchmarks.published.summary import group_of, has_run
 from benchmarks.runner import RESULTS, add_out, main
 
 RESULT = RESULTS / "published.json"
@@ -32,12 +32,12 @@ _HEAD = """<!-- Written by benchmarks/published/page.py from benchmarks/results/
 # Accuracy
 
 How near are predictions to what others measured on GPUs? Each row is a measurement that somebody published with a
-configuration precise enough to build the same step. Nothing is fitted. What the measured versions of other libraries
-did differently from the installed ones (their loss, their checkpointing) is emulated by name, in
-`benchmarks/published/emulations.py`. No GPU is needed to run it again:
+configuration precise enough to build the same step. Nothing is fitted but the size of CUDA's context, below. What the
+measured versions of other libraries did differently from the installed ones (their loss, their checkpointing) is
+emulated by name, in `benchmarks/published/emulations.py`. No GPU is needed to run it again:
 
 ```sh
-python -m benchmarks published          # predict all points: a few minutes on one core
+python -m benchmarks published          # predict all points, on one core
 python -m benchmarks published_page     # write this page
 ```
 
@@ -58,41 +58,55 @@ def render(result: Record) -> str:
     """Return docs/accuracy.md."""
     records = result["points"]
     why = {name: entry["reason"] for entry in reasons() for name in entry["points"]}
-    parts = [_HEAD, _in_short(result), _OTHERS, _sources(), _held_out(records)]
+    parts = [_HEAD, _in_short(result), _OTHERS, _sources(records), _held_out(records)]
     groups = dict.fromkeys(map(group_of, records))
     parts += [_points(group, [one for one in records if group_of(one) == group], why) for group in groups]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def _in_short(result: Record) -> str:
-    rows = [
-        (
-            summary["group"],
-            str(summary["num_points"]),
-            _percent(summary["median_error"]),
-            _percent(summary["share_within_1_percent"], 0),
-            _percent(summary["share_within_2_percent"], 0),
-            _percent(summary["largest_error"]),
-        )
-        for summary in result["summary"]
-    ]
-    header = ("what was measured", "points", "median error", "within 1 %", "within 2 %", "largest error")
     fits = result["answers"]
     told = (
         f'Of {fits["num_ran"]} steps that ran, {fits["num_ran_but_does_not_fit"]} are answered "does not fit" and '
         f'{fits["num_ran_and_perhaps"]} "perhaps"; of {fits["num_failed"]} that ran out of memory, '
         f'{fits["num_failed_but_fits"]} are answered "fits".'
     )
-    note = '<!-- given "within 1 %", "within 2 %": names of columns -->'
-    of_what = f"Peak of `max_memory_allocated`, from {_LINK}:"
-    return f"## In short\n\n{of_what}\n\n{note}\n{table(header, rows)}\n\n{told} ({_LINK})"
+    contexts = " and ".join(f"{size / 2**20:,.0f} MiB on {ranks}" for ranks, size in result["context_bytes"].items())
+    parts = (
+        "## In short",
+        f"Peak of `max_memory_allocated`, from {_LINK}:",
+        _accuracy_table(result, "ratio"),
+        f"What torch reserves, `max_memory_reserved`, or what nvidia-smi shows, from {_LINK}:",
+        _accuracy_table(result, "reserved_ratio"),
+        f"nvidia-smi shows CUDA's context too (and NCCL's memory): {contexts} ({_LINK}), the median of "
+        "what it showed beyond the prediction in a quarter of its rows: chosen by the hash of their names, not judged.",
+        f"{told} ({_LINK})",
+    )
+    return "\n\n".join(parts)
+
+
+def _accuracy_table(result: Record, what: str) -> str:
+    rows = [
+        (
+            summary["group"],
+            str(summary["num_points"]),
+            _percent(summary["median_error"]),
+            *(_percent(summary[f"share_within_{percent}_percent"], 0) for percent in (1, 2, 5)),
+            _percent(summary["largest_error"]),
+        )
+        for summary in result["summary"]
+        if summary["what"] == what
+    ]
+    within = [f"within {percent} %" for percent in (1, 2, 5)]
+    note = f"<!-- given {', '.join(map(json.dumps, within))}: names of columns -->"
+    return f"{note}\n{table(('what was measured', 'points', 'median error', *within, 'largest error'), rows)}"
 
 
 def _percent(share: float, digits: int = 2) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def _sources() -> str:
+def _sources(records: Sequence[Record]) -> str:
     rows = [
         (
             f"[{source.title}]({source.link('')})",
@@ -101,38 +115,64 @@ def _sources() -> str:
             source.measured,
             source.configuration,
         )
-        for source in sources().values()
+        for source in _sources_of(records)
     ]
     header = ("source", "hardware", "versions", "what was measured", "configuration")
     return f"## Sources\n\n<!-- given: what the sources say -->\n{table(header, rows)}"
 
 
+def _sources_of(records: Sequence[Record]) -> list[Source]:
+    names = {record["source"] for record in records}
+    return [source for name, source in sources().items() if name in names]
+
+
 def _held_out(records: Sequence[Record]) -> str:
     num_held_out = sum(record["is_held_out"] for record in records)
+    whole = [source.title for source in _sources_of(records) if source.is_held_out]
+    told = f" All points of these sources are among them: {'; '.join(whole)}." if whole else ""
     return (
         "## Held out\n\nSome points, chosen by the hash of their names, were predicted only when the code was final: "
-        f"rows marked with a star, {num_held_out} of {len(records)}."
+        f"rows marked with a star, {num_held_out} of {len(records)}.{told}"
     )
 
 
 def _points(group: str, records: Sequence[Record], why: Mapping[str, str]) -> str:
     by_name = sources()
-    rows = [_row(record, by_name[record["source"]], why) for record in records]
-    header = ("what", "published (GiB)", "predicted (GiB)", "ratio", "why it differs")
-    note = '<!-- given "published (GiB)", "what": what the sources say -->'
-    return f"## Points: {group}\n\nFrom {_LINK}.\n\n{note}\n{table(header, rows)}"
+    header = ["what", "published (GiB)", "predicted (GiB)", "ratio", "why it differs"]
+    has_reserved = any("predicted_reserved_bytes" in record for record in records)
+    if has_reserved:
+        header[4:4] = ["reserved or nvidia-smi (GiB)", "predicted reserved (GiB)", "ratio with context"]
+    rows = [_row(record, by_name[record["source"]], why, has_reserved=has_reserved) for record in records]
+    given = ", ".join(json.dumps(name) for name in header if "(GiB)" in name or name == "what")
+    return f"## Points: {group}\n\nFrom {_LINK}.\n\n<!-- given {given}: what the sources say -->\n{table(header, rows)}"
 
 
-def _row(record: Record, source: Source, why: Mapping[str, str]) -> tuple[str, ...]:
+def _row(record: Record, source: Source, why: Mapping[str, str], *, has_reserved: bool) -> tuple[str, ...]:
     star = " *" if record["is_held_out"] else ""
-    published, ratio = record["published_bytes"], record["ratio"]
+    published = record["published_bytes"]
     return (
         f"[{record['title']}]({source.link(record['file'])}#L{record['row']}){star}",
-        "out of memory" if published is None else f"{published / GIB:.3f}",
-        f"{record['predicted_bytes'] / GIB:.3f}",
-        "" if ratio is None else f"{ratio:.4f}",
-        why.get(record["name"], "") if ratio is None or abs(ratio - 1) > 0.01 else "",
+        "" if published is None and has_run(record) else _gib(published, "out of memory"),
+        _gib(record["predicted_bytes"]),
+        _ratio(record["ratio"]),
+        *(_reserved_cells(record) if has_reserved else ()),
+        why.get(record["name"], ""),
     )
+
+
+def _reserved_cells(record: Record) -> tuple[str, str, str]:
+    smi = record["published_smi_mib"]
+    published = _gib(record["published_reserved_bytes"]) or _gib(None if smi is None else smi * 2**20)
+    used = " (gives the context)" if record.get("is_used") else ""
+    return published, _gib(record["predicted_reserved_bytes"]), _ratio(record.get("reserved_ratio")) + used
+
+
+def _gib(num_bytes: int | None, otherwise: str = "") -> str:
+    return otherwise if num_bytes is None else f"{num_bytes / GIB:.3f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.4f}"
 
 
 def reasons() -> list[Record]:
@@ -143,21 +183,27 @@ def reasons() -> list[Record]:
 
 # --- The picture. ---
 
-_MARKS = {"one module": ("#0072B2", "o"), "a step on one GPU": ("#D55E00", "s")}
-_OTHER = ("#CC79A7", "^")
+_MARKS = {
+    "allocated by one module": ("#0072B2", "o"),
+    "by a step on one GPU": ("#D55E00", "s"),
+    "by a step on several": ("#CC79A7", "^"),
+    "reserved, or nvidia-smi": ("#009E73", "x"),
+}
 
 
 def picture_data(result: Record) -> Record:
-    """Return what is drawn."""
-    measured = [record for record in result["points"] if record["ratio"] is not None]
-    return {
-        group: [
-            [record["published_bytes"] / GIB, record["predicted_bytes"] / GIB]
-            for record in measured
-            if group_of(record) == group
-        ]
-        for group in dict.fromkeys(map(group_of, measured))
-    }
+    """Return what is drawn: [published, predicted] in GiB, by the names of `_MARKS`."""
+    drawn: dict[str, list[list[float]]] = {name: [] for name in _MARKS}
+    of_module, on_one, on_several, reserved = drawn.values()
+    for record in result["points"]:
+        ranks = record.get("ranks")
+        if record["ratio"] is not None:
+            group = of_module if ranks is None else on_one if ranks == 1 else on_several
+            group.append([record["published_bytes"] / GIB, record["predicted_bytes"] / GIB])
+        if record.get("reserved_ratio") is not None:
+            published = record["published_reserved_bytes"] or record["published_smi_mib"] * 2**20
+            reserved.append([published / GIB, record["reserved_ratio"] * published / GIB])
+    return drawn
 
 
 def draw(data: Record, path: Path) -> None:
@@ -169,7 +215,7 @@ def draw(data: Record, path: Path) -> None:
     ends = [min(values), max(values)]
     panel.plot(ends, ends, color="#999999", linewidth=1, zorder=1, label="equal")
     for group, points in data.items():
-        colour, marker = _MARKS.get(group, _OTHER)
+        colour, marker = _MARKS[group]
         panel.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=36, label=group, alpha=0.8, zorder=2)
     panel.set_xscale("log")
     panel.set_yscale("log")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 FOLDER = Path(__file__).parent
+ENGINES = {"none": "whole on each", "fsdp1": "FSDP1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+"""How more than one rank shares a model, in words."""
 _HELD_OUT_OF = 4
 
 
@@ -30,6 +33,31 @@ class Source:
     configuration: str
     device: str = ""
     """Of `hf_ckpt.find_device`; empty where points name their own."""
+    context_mib: int | None = None
+    """What CUDA's context takes there, where that is published."""
+    is_held_out: bool = False
+    """Whether all of its points are held out."""
+    dtype: str = "bfloat16"
+    """Of the model."""
+    attention: str = "sdpa"
+    """`attn_implementation` of the model."""
+    step: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Step` that are the same in all rows; `optim` may also be a name of `emulations.OPTIMIZERS`."""
+    sharding: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Sharding`, where there is more than one rank."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Fields of peft's `LoraConfig`."""
+    keeps_adapter_dtype: bool = False
+    """Whether adapters have the dtype of the model, as before peft 0.11; since then they are float32."""
+    policy: str | None = None
+    """Of `apply`; None for no checkpointing but that of `changes`."""
+    changes: tuple[str, ...] = ()
+    """Names of `emulations.CHANGES`: what the code that was measured does around a step."""
+
+    @property
+    def engine(self) -> str:
+        """How ranks share the model, where there is more than one: a key of `ENGINES`."""
+        return str(self.sharding.get("engine", "none"))
 
     def link(self, file: str) -> str:
         """Return the address of a file as it was when it was read."""
@@ -54,14 +82,18 @@ class StepPoint:
     tokens: int
     """Of a row."""
     autocast: str | None
+    step: dict[str, Any]
+    """Fields of `Step` that differ from those of the source."""
     emulations: tuple[str, ...]
-    """Names of `emulations.EMULATIONS`: what the measured versions did differently."""
+    """Names of `emulations.EMULATIONS` and `CHANGES`: what the measured versions did differently."""
     allocated_bytes: int | None
-    """None where the step ran out of memory."""
-    smi_mib: int
+    """Peak of `max_memory_allocated`; None where it is not published, and where the step ran out of memory."""
+    reserved_bytes: int | None
+    """Peak of `max_memory_reserved`."""
+    smi_mib: int | None
     """What nvidia-smi showed of one device."""
     tokens_per_second: float | None
-    """Of one rank."""
+    """Of one rank; None where the step ran out of memory."""
 
     @property
     def name(self) -> str:
@@ -69,10 +101,17 @@ class StepPoint:
         return f"{self.source}:{self.file.removesuffix('.csv')}:{self.row}"
 
     @property
+    def engine(self) -> str:
+        """How ranks share the model: a key of `ENGINES`."""
+        return "none" if self.ranks == 1 else sources()[self.source].engine
+
+    @property
     def title(self) -> str:
         """What was run, in words."""
-        where = "1 GPU" if self.ranks == 1 else f"{self.ranks} GPUs, FSDP1"
-        return f"{self.model}, {self.method}, {self.batch} x {self.tokens:,}, {where}"
+        where = "1 GPU" if self.ranks == 1 else f"{self.ranks} GPUs, {ENGINES[self.engine]}"
+        more = [f"{name} {value}" for name, value in self.step.items()]
+        more += [name.replace("_", " ") for name in self.emulations if name.endswith("checkpointing")]
+        return ", ".join([self.model, self.method, f"{self.batch} x {self.tokens:,}", where, *more])
 
 
 @dataclass(frozen=True)
@@ -100,8 +139,13 @@ class ModulePoint:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a point is one of those that are predicted only when the code is final. Decided by its name alone."""
-    return hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_OF == 0
+    """Whether a point is one of those that are predicted only when the code is final. Decided by its name alone.
+
+    It begins with its source, and some sources are held out as a whole.
+    """
+    return (
+        sources()[name.partition(":")[0]].is_held_out or hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_OF == 0
+    )
 
 
 @cache
@@ -124,9 +168,11 @@ def step_points() -> Iterator[StepPoint]:
             batch=int(row["batch"]),
             tokens=int(row["tokens"]),
             autocast=row["autocast"] or None,
+            step=dict(map(_option, row["step"].split())),
             emulations=tuple(row["emulations"].split()),
-            allocated_bytes=int(row["allocated_bytes"]) if row["allocated_bytes"] else None,
-            smi_mib=int(row["smi_mib"]),
+            allocated_bytes=_whole(row["allocated_bytes"]),
+            reserved_bytes=_whole(row["reserved_bytes"]),
+            smi_mib=_whole(row["smi_mib"]),
             tokens_per_second=float(row["tokens_per_second"]) if row["tokens_per_second"] else None,
         )
 
@@ -143,6 +189,16 @@ def module_points() -> Iterator[ModulePoint]:
             gpu=row["gpu"],
             published_mib=float(row["published_mib"]),
         )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Read `optim=adafactor`."""
+    name, _, value = text.partition("=")
+    return name, yaml.safe_load(value)
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text else None
 
 
 def _rows(name: str) -> Iterator[dict[str, str]]:

@@ -2,46 +2,101 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.published.points import ENGINES, sources
 from hf_ckpt.estimate.estimate import Fit
+from hf_ckpt.simulation.devices import find_device
 
 Record = dict[str, Any]
 
+_MIB = 2**20
+_USED_OF = 4
+_WORDS = {2: "two", 4: "four", 8: "eight"}
+
 
 def group_of(record: Record) -> str:
-    """Return what a point counts for: single modules, steps on one GPU, or sharded steps."""
+    """Return what a point counts for: single modules, steps on one GPU, or on more under one engine."""
     if "ranks" not in record:
         return "one module"
-    return "a step on one GPU" if record["ranks"] == 1 else "a step on two GPUs, FSDP1"
+    ranks = record["ranks"]
+    return (
+        "a step on one GPU"
+        if ranks == 1
+        else f"a step on {_WORDS.get(ranks, ranks)} GPUs, {ENGINES[sources()[record['source']].engine]}"
+    )
 
 
 def summaries(records: Sequence[Record]) -> Iterator[Record]:
-    """Yield the accuracy of each group of points, as JSON types."""
-    measured = [record for record in records if record["ratio"] is not None]
-    for group in dict.fromkeys(map(group_of, measured)):
-        yield {"group": group} | _accuracy(record for record in measured if group_of(record) == group)
-    yield {"group": "all"} | _accuracy(measured)
+    """Yield the accuracy of each group of points, as JSON types: of what is allocated, and of what is reserved."""
+    for name, judged in (("ratio", records), ("reserved_ratio", [each for each in records if not each.get("is_used")])):
+        measured = [record for record in judged if record.get(name) is not None]
+        for group in dict.fromkeys(map(group_of, measured)):
+            ratios = [record[name] for record in measured if group_of(record) == group]
+            yield {"what": name, "group": group} | _accuracy(ratios)
+        yield {"what": name, "group": "all"} | _accuracy([record[name] for record in measured])
 
 
-def _accuracy(records: Iterable[Record]) -> Record:
-    errors = sorted(abs(record["ratio"] - 1) for record in records)
+def _accuracy(ratios: Sequence[float]) -> Record:
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
     return {
         "num_points": len(errors),
         "median_error": median(errors),
-        "share_within_1_percent": sum(error <= 0.01 for error in errors) / len(errors),
-        "share_within_2_percent": sum(error <= 0.02 for error in errors) / len(errors),
+        **{
+            f"share_within_{percent}_percent": sum(error <= percent / 100 for error in errors) / len(errors)
+            for percent in (1, 2, 5)
+        },
         "largest_error": errors[-1],
     }
+
+
+def add_reserved_ratios(records: Sequence[Record]) -> dict[str, int]:
+    """Compare what was reserved: with torch's figure, or, with CUDA's context beside it, with nvidia-smi's.
+
+    Returns that context, in bytes, for one GPU and for several, where the source does not publish it: the median of
+    what nvidia-smi showed beyond the prediction in some of the rows, chosen by the hash of their names (`is_used`), but
+    for those where torch wants more than the card has. Those that are used are not judged.
+    """
+    shown = [record for record in records if record.get("published_smi_mib") and has_run(record)]
+    beyond: dict[str, list[int]] = {}
+    for record in shown:
+        is_chosen = hashlib.sha256(record["name"].encode()).digest()[1] % _USED_OF == 0
+        source = sources()[record["source"]]
+        has_room = record["predicted_reserved_bytes"] <= find_device(source.device).memory_bytes
+        record["is_used"] = is_chosen and has_room and source.context_mib is None
+        if record["is_used"]:
+            difference = record["published_smi_mib"] * _MIB - record["predicted_reserved_bytes"]
+            beyond.setdefault(_ranks(record), []).append(difference)
+    contexts = {ranks: round(median(differences)) for ranks, differences in beyond.items()}
+    for record in records:
+        if record.get("published_reserved_bytes"):
+            record["reserved_ratio"] = record["predicted_reserved_bytes"] / record["published_reserved_bytes"]
+    for record in shown:
+        known = sources()[record["source"]].context_mib
+        context = contexts.get(_ranks(record)) if known is None else known * _MIB
+        if context is not None:
+            predicted = record["predicted_reserved_bytes"] + context
+            record["reserved_ratio"] = predicted / (record["published_smi_mib"] * _MIB)
+    return contexts
+
+
+def _ranks(record: Record) -> str:
+    return "one GPU" if record["ranks"] == 1 else "several GPUs"
+
+
+def has_run(record: Record) -> bool:
+    """Whether a step ran, and did not run out of memory: then it has a speed."""
+    return record.get("published_tokens_per_second") is not None
 
 
 def answers(records: Iterable[Record]) -> Record:
     """Return how often "does it fit?" was answered right, of all steps."""
     steps = [record for record in records if "fits" in record]
-    ran = [record for record in steps if record["published_bytes"] is not None]
-    failed = [record for record in steps if record["published_bytes"] is None]
+    ran = list(filter(has_run, steps))
+    failed = [record for record in steps if not has_run(record)]
     return {
         "num_ran": len(ran),
         "num_ran_but_does_not_fit": sum(record["fits"] == Fit.NO for record in ran),
