@@ -91,6 +91,9 @@ class DroppedGraph:
     """The graph of a slice that runs for its output alone: takes the place of whatever autograd saves for it.
 
     Lives as long as any node that has saved something. Nodes that save nothing lead to the inputs of the slice.
+
+    The hooks must not keep it: a collective that starts in the slice (ZeRO-3 gathers weights) takes a copy of the
+    thread's hooks, and the backend's own thread drops that copy a moment after the collective has ended.
     """
 
     __slots__ = ("__weakref__", "_module")
@@ -98,9 +101,10 @@ class DroppedGraph:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def pack(self, tensor: Tensor) -> DroppedGraph:
-        """Take the place of a tensor that autograd saves."""
-        return self
+    def pack(self) -> Callable[[Tensor], DroppedGraph | None]:
+        """Return the hook that puts this in the place of a tensor that autograd saves."""
+        graph = weakref.ref(self)
+        return lambda tensor: graph()
 
     def unpack(self) -> Tensor:
         """Raise: something runs backward through the graph while the slice still runs."""

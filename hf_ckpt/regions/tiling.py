@@ -173,7 +173,7 @@ class _Slices:
         """
         # With a graph, though nothing is saved for it: without a graph some modules would run another kernel.
         graph = DroppedGraph(self._module)
-        with saved_tensors_hooks(graph.pack, DroppedGraph.unpack):
+        with saved_tensors_hooks(graph.pack(), DroppedGraph.unpack):
             piece = self._run(inputs, start, length)
         found = self._put(piece, weights, start, length)
         return [weakref.ref(graph), *(weakref.ref(tensor) for tensor in piece.inputs if tensor.requires_grad)], found

@@ -561,6 +561,18 @@ def test_a_reference_by_an_idle_cycle_is_no_fault() -> None:
     run_tiled(Tiling(2), Circular(), None, torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)).sum().backward()
 
 
+def test_whoever_keeps_the_threads_hooks_keeps_no_graph() -> None:
+    # As each collective does that runs on a thread of its own, a moment longer than itself.
+    class Gathering(plain_models.Mlp):
+        def forward(self, hidden: Tensor) -> Tensor:
+            hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+            return super().forward(hidden)
+
+    hooks: list[Any] = []
+    run_tiled(Tiling(2), Gathering(), None, torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)).sum().backward()
+    assert any(hooks)
+
+
 class Keeping:
     """A hook that keeps what a module returns in its forward of this number."""
 
