@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from benchmarks.published.points import StepPoint
+from hf_ckpt.simulation.zero_tape import ZeroTape
 
 
 def loss_4_46(model: Any) -> None:
@@ -179,6 +181,25 @@ CHANGES: Mapping[str, Change] = {
     "gradients_zeroed_in_place": gradients_zeroed_in_place,
     "gradients_of_skipped_step": gradients_of_skipped_step,
 }
+
+
+@contextmanager
+def bucket_from_begin_of_backward() -> Iterator[None]:
+    """Let ZeRO-2 have its bucket from the beginning of backward, as DeepSpeed does before 0.17.2."""
+    with mock.patch.object(ZeroTape, "_opens_bucket_with_backward", True):
+        yield
+
+
+def first_rank() -> AbstractContextManager[None]:
+    """Let it be the first of ZeRO's ranks: the rank that holds most is predicted otherwise."""
+    return mock.patch.object(ZeroTape, "_rank", 0)
+
+
+ENGINE_CHANGES: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+    "first_rank": first_rank,
+    "bucket_from_begin_of_backward": bucket_from_begin_of_backward,
+}
+"""What an engine does differently, with any model."""
 
 
 # --- Optimizers. ---

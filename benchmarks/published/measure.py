@@ -21,9 +21,17 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.published import modules
-from benchmarks.published.emulations import CHANGES, OPTIMIZERS
+from benchmarks.published.emulations import CHANGES, ENGINE_CHANGES, OPTIMIZERS
 from benchmarks.published.models import build
-from benchmarks.published.points import ModulePoint, StepPoint, is_held_out, module_points, sources, step_points
+from benchmarks.published.points import (
+    ModulePoint,
+    Source,
+    StepPoint,
+    is_held_out,
+    module_points,
+    sources,
+    step_points,
+)
 from benchmarks.published.summary import add_reserved_ratios, answers, summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
@@ -33,7 +41,7 @@ from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
+from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.simulation.tape import read_tape
 
@@ -51,14 +59,25 @@ def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
         seq_length=point.tokens,
         autocast=point.autocast,
         given_optimizer=None if given is None else _given_optimizer(model, given),
-        sharding=Sharding(**source.sharding, world_size=point.ranks) if point.ranks > 1 else Sharding(),
+        sharding=_sharding(source, point.ranks),
         **options,
     )
     simulator = StepSimulator(model, step, device)
     plan = None if source.policy is None else simulator.plan_of(parse(source.policy))
-    tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
+    with ExitStack() as entered:
+        for name in source.changes:
+            if name in ENGINE_CHANGES:
+                entered.enter_context(ENGINE_CHANGES[name]())
+        tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
     memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens)
     return memory, Reserved(reserved_bytes(tape), point.ranks)
+
+
+def _sharding(source: Source, num_ranks: int) -> Sharding:
+    if num_ranks == 1:
+        return Sharding()
+    asked = {**source.sharding, "zero": Zero(**source.sharding.get("zero", {}))}
+    return Sharding(**asked, world_size=num_ranks)
 
 
 def _given_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer]) -> GivenOptimizer:

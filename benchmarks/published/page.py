@@ -130,6 +130,10 @@ def _held_out(records: Sequence[Record]) -> str:
     num_held_out = sum(record["is_held_out"] for record in records)
     whole = [source.title for source in _sources_of(records) if source.is_held_out]
     told = f" All points of these sources are among them: {'; '.join(whole)}." if whole else ""
+    for source in _sources_of(records):
+        if source.blind_ratios:
+            ratios = " and ".join(f"{ratio:.3f}" for ratio in source.blind_ratios)
+            told += f" {source.title}: held out at first, and predicted at {ratios}; the code was changed since."
     return (
         "## Held out\n\nSome points, chosen by the hash of their names, were predicted only when the code was final: "
         f"rows marked with a star, {num_held_out} of {len(records)}.{told}"

@@ -37,6 +37,8 @@ class Source:
     """What CUDA's context takes there, where that is published."""
     is_held_out: bool = False
     """Whether all of its points are held out."""
+    blind_ratios: tuple[float, ...] = ()
+    """Predicted by published, while they were held out; the code was changed since."""
     dtype: str = "bfloat16"
     """Of the model."""
     attention: str = "sdpa"

@@ -17,7 +17,7 @@ from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED
-from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
+from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 
 OPTIMIZER_FIELDS = (
     *("optim_args", "optim_target_modules", "learning_rate", "weight_decay"),
@@ -43,7 +43,7 @@ SPLIT_SIZES = {
 """Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig` that are not simulated above 1, and
 what ranks share under them."""
 
-_DEEPSPEED_BUCKET_SIZE = 500_000_000
+_STAGE_3_SIZES = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD")
 
 
@@ -170,18 +170,24 @@ def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:
         )
     deepspeed: Any = getattr(args, "deepspeed_plugin", None)
     if deepspeed is not None and deepspeed.zero_stage:
-        bucket_size = reduce_bucket_size_of(deepspeed.deepspeed_config)
-        return Sharding(engine=f"zero{deepspeed.zero_stage}", world_size=world_size, reduce_bucket_size=bucket_size)
+        options = zero_of(deepspeed.deepspeed_config)
+        return Sharding(engine=f"zero{deepspeed.zero_stage}", world_size=world_size, zero=options)
     return Sharding(engine="ddp" if world_size > 1 else "none", world_size=world_size)
 
 
-def reduce_bucket_size_of(config: Mapping[str, Any]) -> int:
-    """Return how many elements the buckets of a DeepSpeed configuration have: two of them with `overlap_comm`.
+def zero_of(config: Mapping[str, Any]) -> Zero:
+    """Return the sizes of a DeepSpeed configuration.
 
-    0 for `auto`, which the Trainer makes the square of the hidden size: less than the gradients of a layer. ZeRO-3 has
-    one bucket always.
+    Before the Trainer replaces it, `auto` counts as 0: it makes a bucket of fewer elements than most weights have, and
+    keeps but the smallest weights whole.
     """
     zero = config.get("zero_optimization", {})
-    size = zero.get("reduce_bucket_size", _DEEPSPEED_BUCKET_SIZE)
+    asked: dict[str, Any] = {}
+    for name in ("reduce_bucket_size", "sub_group_size", *_STAGE_3_SIZES):
+        found = zero.get(f"stage3_{name}" if name in _STAGE_3_SIZES else name)
+        if found is not None:
+            asked[name] = 0 if found == "auto" else int(found)
+    if zero.get("stage3_prefetch_bucket_size") == 0:
+        asked["max_live_parameters"] = 0
     has_two = bool(zero.get("overlap_comm")) and zero.get("stage") != 3
-    return 0 if size == "auto" else (2 if has_two else 1) * int(size)
+    return Zero(num_buckets=2 if has_two else 1, **asked)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hf_ckpt.auto.live_step import SPLIT_SIZES, reduce_bucket_size_of
+from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.engine import Engine
 from hf_ckpt.recipe.recipe import Recipe
@@ -64,7 +64,7 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
         )
     if engine != found.engine:
         # What a file says of one engine does not hold for another.
-        found = Sharding(reduce_bucket_size=reduce_bucket_size_of({}) if engine.startswith("zero") else 0)
+        found = Sharding()
     return replace(found, engine=engine, world_size=world_size)
 
 
@@ -166,7 +166,7 @@ def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sha
         )
     if not stage:
         return Sharding(engine="ddp", world_size=world_size)
-    return Sharding(engine=f"zero{stage}", world_size=world_size, reduce_bucket_size=reduce_bucket_size_of(config))
+    return Sharding(engine=f"zero{stage}", world_size=world_size, zero=zero_of(config))
 
 
 # --- The recipe. ---

@@ -1,84 +1,26 @@
-"""What one rank holds: a step of the whole model, turned into that of one rank under DDP, FSDP or ZeRO.
-
-The arithmetic of engines, applied to the tape of one process; nothing is sent. A unit is what an engine gathers at a
-time: a decoder layer, or the rest of the model, which stays gathered from its forward to its backward.
-
-Note [What engines hold].
-- DDP: everything, and buckets as large as all gradients, which are copied into them (torch's `Reducer`).
-- FSDP: of weights, gradients and optimizer state one share, and of the unit that runs the whole weights, in the dtype
-  of the computation. A unit's gradients are copied into one buffer to be sent. Ranks exchange gradients in the last
-  micro-batch only (the Trainer's `no_sync`): until then each holds all of them whole. accelerate keeps what is trained
-  in float32 under mixed precision.
-- FSDP1: in backward the next layer is gathered before one's gradients (`BACKWARD_PRE`); while the loss runs backward,
-  that is the last layer. PEFT makes each adapter a unit of its own, and adapters are next until a layer's backward is
-  almost done. The buffer of gradients is freed when they are sent; from the second micro-batch on, those of a unit
-  are added when all of them are there. In host order, as `torch.cuda.memory_allocated`
-  counts: what is freed while another stream reads it is counted no more, though its memory is not yet of use.
-- FSDP2: accelerate makes units of the embeddings and of the head as well, which stays gathered from its forward on;
-  tied, the two are one, and stay all the time. What is gathered arrives in one buffer and is copied out of it; in
-  forward the buffer is held until the next unit's is filled. In backward the next unit is gathered before one's
-  gradients, from the head's backward on, and the buffer of gradients is held until the next one is needed.
-- ZeRO-1: a share of the optimizer's state, with weights in float32 for what is trained; ZeRO-2: of gradients as well,
-  sent as soon as a unit's are there; ZeRO-3: of weights as well, gathered as under FSDP. DeepSpeed trains in the dtype
-  of mixed precision throughout. ZeRO-1 and 2 hold a bucket of `reduce_bucket_size` elements while a micro-batch runs
-  backward (0.9: from its begin; 0.19: from the first gradient on), and ZeRO-3 all the time; under ZeRO-2 and 3 each
-  gradient is copied into it, and freed, as soon as it is there (`reduce_independent_p_g_buckets_and_remove_grads` in
-  `deepspeed/runtime/zero/stage_1_and_2.py`, `__add_grad_to_ipg_bucket` in `stage3.py`).
-"""
+"""A step of the whole model, turned into that of one rank under DDP, FSDP or ZeRO."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
-import accelerate
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
-from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.op_costs import copy_seconds, role_of_operator
+from hf_ckpt.simulation.rank_tape import (
+    EMBEDDINGS,
+    HAS_UNITS_AT_THE_ENDS,
+    HEAD,
+    MASTER_BYTES,
+    RankTape,
+    UnitKey,
+    Weight,
+)
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Stream, Tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES
+from hf_ckpt.simulation.tape import Tape
+from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack
-
-_UnitKey = tuple[int, int] | str | None
-"""Number of the stack and `layer_idx`; `_EMBEDDINGS`, `_HEAD`; None for the rest of the model."""
-
-_EMBEDDINGS, _HEAD = "embeddings", "head"
-
-_Running = tuple[Phase, _UnitKey, int]
-"""What runs: forward or backward, unit, micro-batch."""
-
-_MASTER_BYTES = 4
-"""Of one weight in float32."""
-
-_ADD = "aten.add_.Tensor"
-
-# Before accelerate 1.14 they are part of the root, which has the last layer gathered when the loss runs backward.
-_HAS_UNITS_AT_THE_ENDS = TorchVersion(accelerate.__version__) >= "1.14"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter."""
-
-    unit: _UnitKey
-    """The layer that it belongs to."""
-    numel: int
-    """Of its storage: a 4-bit weight is packed."""
-    num_bytes: int
-    """Whole, in the dtype that it is stored in."""
-    compute_bytes: int
-    """Whole, in the dtype that it is gathered in."""
-    shard_bytes: int
-    """Of one rank."""
-    is_trained: bool
-    """Whether it gets a gradient."""
 
 
 def compute_dtype(step: Step, tensor: Tensor) -> torch.dtype:
@@ -90,7 +32,7 @@ def compute_dtype(step: Step, tensor: Tensor) -> torch.dtype:
 
 def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[str, Weight]:
     """Return the parameters of a model by name. The model is whole, in the dtypes that it was loaded in."""
-    has_ends = step.sharding.engine == "fsdp2" and _HAS_UNITS_AT_THE_ENDS
+    has_ends = step.sharding.engine == "zero3" or (step.sharding.engine == "fsdp2" and HAS_UNITS_AT_THE_ENDS)
     units = _units_at_the_ends(model) if has_ends else {}
     for number, stack in enumerate(stacks):
         for layer in stack.layers:
@@ -100,7 +42,7 @@ def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[st
         stored = parameter.element_size()
         computed = compute_dtype(step, parameter).itemsize
         if step.sharding.engine.startswith("fsdp") and step.autocast is not None and parameter.requires_grad:
-            stored = _MASTER_BYTES
+            stored = MASTER_BYTES
         elif step.sharding.engine.startswith("zero"):
             stored = computed
         shape, world_size = tuple(parameter.shape) or (1,), step.sharding.world_size
@@ -117,12 +59,12 @@ def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[st
     return weights
 
 
-def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, _UnitKey]:
-    """Return the units that accelerate makes of the embeddings and of the head, where they are not tied."""
+def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
+    """Return the units of the embeddings and of the head, where they are not tied."""
     embeddings, head = (getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output"))
     if head is not None and head.weight is getattr(embeddings, "weight", None):
         return {}
-    ends = ((embeddings, _EMBEDDINGS), (head, _HEAD))
+    ends = ((embeddings, EMBEDDINGS), (head, HEAD))
     return {parameter: key for module, key in ends if module is not None for parameter in module.parameters()}
 
 
@@ -130,361 +72,5 @@ def one_rank_tape(tape: Tape, weights: Mapping[str, Weight], step: Step, device:
     """Return one rank's tape, made of that of the whole model, whose storages name their parameters."""
     if step.sharding.world_size == 1 or step.sharding.engine == "none":
         return tape
-    return _RankTape(tape, weights, step, device).tape()
-
-
-class _RankTape:
-    def __init__(self, tape: Tape, weights: Mapping[str, Weight], step: Step, device: Device) -> None:
-        self._whole = tape
-        self._weights = weights
-        self._engine = step.sharding.engine
-        self._world_size = step.sharding.world_size
-        self._master_bytes = step.sharding.master_bytes if self._engine.startswith("zero") else _MASTER_BYTES
-        self._reshards = step.sharding.reshards_after_forward
-        self._prefetches_in_backward = step.sharding.prefetches_in_backward
-        self._has_adapter_units = self._engine == "fsdp1" and _has_adapters(weights.values())
-        self._device = device
-        self._rounding = BLOCK_BYTES if device.is_cuda else 1
-        self._order = self._units_in_order()
-        self._last = max(event.place.micro_batch for event in tape.events)
-        self._running: _Running | None = None
-        self._gathered: dict[_UnitKey, Storage] = {}
-        self._in_buffer = set[_UnitKey]()
-        self._buffer: Storage | None = None
-        self._gradients: dict[_UnitKey, list[tuple[Storage, Storage]]] = {}
-        self._gradient_shapes = set[tuple[int, ...]]()
-        self._added: dict[_UnitKey, list[Storage]] = {}
-        self._last_operator = ""
-        self._shards: dict[int, Storage] = {}
-        self._reduced: Storage | None = None
-        self._bucket_bytes = self._reduce_bucket_bytes(step.sharding.reduce_bucket_size)
-        self._bucket: Storage | None = None
-        self._computed = 0.0
-
-    def tape(self) -> Tape:
-        tape = Tape(list(self._before()), list(self._events()))
-        made = [event.storage for event in tape.events if event.storage is not None]
-        for storage in (*tape.before, *made):
-            storage.num_bytes = -(-storage.num_bytes // self._rounding) * self._rounding
-        return tape
-
-    def _reduce_bucket_bytes(self, num_elements: int) -> int:
-        if not self._engine.startswith("zero"):
-            return 0
-        of_element = [weight.compute_bytes // weight.numel for weight in self._weights.values() if weight.is_trained]
-        return num_elements * max(of_element, default=0)
-
-    # --- What exists before the step. ---
-
-    def _before(self) -> Iterator[Storage]:
-        trained = [weight for weight in self._weights.values() if weight.is_trained]
-        flat: Counter[_UnitKey] = Counter()
-        for storage in self._whole.before:
-            weight = self._weights.get(storage.parameter)
-            if weight is None:
-                yield storage
-            elif storage.category is Category.PARAMETERS and self._has_flat_weights:
-                flat[weight.unit] += weight.shard_bytes
-            elif storage.category is Category.PARAMETERS:
-                yield replace(storage, num_bytes=weight.shard_bytes if self._shards_weights else weight.num_bytes)
-            else:
-                yield self._state(storage, weight)
-        for num_bytes in flat.values():
-            yield Storage(num_bytes, category=Category.PARAMETERS)
-        if self._engine == "ddp":
-            yield Storage(sum(weight.num_bytes for weight in trained), category=Category.GATHERED)
-        elif self._engine.startswith("zero"):
-            masters = sum(self._master_bytes * weight.numel for weight in trained)
-            yield Storage(self._share(masters), category=Category.OPTIMIZER)
-        if self._engine == "zero3" and self._bucket_bytes:
-            self._bucket = Storage(self._bucket_bytes, category=Category.GATHERED)
-            yield self._bucket
-
-    @property
-    def _has_flat_weights(self) -> bool:
-        """Whether a rank's share of a unit's weights is one block."""
-        return self._engine == "fsdp1" and self._shards_weights
-
-    def _state(self, storage: Storage, weight: Weight) -> Storage:
-        """Return a rank's part of the optimizer's tensor: a share of what is as large as the parameter."""
-        numel = 1
-        for size in storage.shape:
-            numel *= size
-        if self._engine == "ddp" or numel <= 1:
-            return storage
-        num_bytes = storage.num_bytes
-        if "float" in storage.dtype:
-            # State has the dtype of the stored weights: float32 where those are kept so.
-            num_bytes = max(num_bytes, numel * self._master_bytes if self._keeps_masters else 0)
-        return replace(storage, num_bytes=self._share(num_bytes))
-
-    @property
-    def _keeps_masters(self) -> bool:
-        """Whether the optimizer steps weights in float32."""
-        trained = [weight for weight in self._weights.values() if weight.is_trained]
-        return self._engine.startswith("zero") or any(weight.num_bytes != weight.compute_bytes for weight in trained)
-
-    @property
-    def _shards_weights(self) -> bool:
-        return self._engine in ("fsdp1", "fsdp2", "zero3")
-
-    @property
-    def _shards_gradients(self) -> bool:
-        return self._shards_weights or self._engine == "zero2"
-
-    def _share(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._world_size)
-
-    # --- The step. ---
-
-    def _events(self) -> Iterator[Event]:
-        place = Place(Phase.FORWARD)
-        yield from self._use(None, place)
-        yield from self._use(_EMBEDDINGS, place)
-        for event in self._whole.events:
-            mark, place = event.mark, event.place
-            yield from self._open_or_close_bucket(place)
-            if mark is not None and not mark.is_end:
-                yield from self._change_layer(event, mark)
-                continue
-            yield from self._change_outside_layers(event)
-            if self._is_added_gradient(event) and event.storage is not None:
-                self._added.setdefault(self._running[1] if self._running else None, []).append(event.storage)
-                continue
-            yield self._event(event)
-            if event.storage is not None and self._goes_into_bucket(event.storage, event.change):
-                yield from self._free(event.storage, place)
-        yield from self._leave(self._running, place)
-        yield from self._end_backward(place)
-
-    def _change_layer(self, event: Event, mark: Mark) -> Iterator[Event]:
-        """Go from what ran to a layer whose forward or backward begins."""
-        yield from self._leave(self._running, event.place)
-        self._running = running = mark.phase, (mark.stack, mark.layer_idx), mark.micro_batch
-        yield from self._leave_end(running, event.place)
-        yield event
-        yield from self._enter_layer(running, event.place)
-
-    def _change_outside_layers(self, event: Event) -> Iterator[Event]:
-        """Leave the last layer that runs, for the head, for the embeddings, or for the optimizer."""
-        place = event.place
-        if self._running is None:
-            if place.phase is Phase.BACKWARD:
-                yield from self._start_backward(place)
-        elif place.phase is Phase.OPTIMIZER:
-            yield from self._leave(self._running, place)
-            self._running = None
-            yield from self._end_backward(place)
-        elif _is_last_forward(event.mark, self._order):
-            yield from self._leave(self._running, place)
-            self._running = None
-            yield from self._use(_HEAD, place)
-        elif self._is_gradient_of_embeddings(event):
-            yield from self._leave(self._running, place)
-            yield from self._use(_EMBEDDINGS, place)
-
-    def _leave_end(self, running: _Running, place: Place) -> Iterator[Event]:
-        """Leave the embeddings where layers begin, and the head where their backward does."""
-        phase, key, micro_batch = running
-        if phase is Phase.BACKWARD:
-            yield from self._leave((phase, _HEAD, micro_batch), place)
-        elif key == self._order[0]:
-            yield from self._leave((phase, _EMBEDDINGS, micro_batch), place)
-
-    def _enter_layer(self, running: _Running, place: Place) -> Iterator[Event]:
-        phase, key, _ = running
-        yield from self._use(key, place)
-        if phase is Phase.BACKWARD and self._prefetches_in_backward and not self._has_adapter_units:
-            yield from self._gather(self._neighbour(key, -1), place)
-        elif phase is Phase.FORWARD and self._engine == "zero3":
-            yield from self._gather(self._neighbour(key, 1), place)
-
-    def _is_added_gradient(self, event: Event) -> bool:
-        """Whether a gradient is freed that was just added to that of earlier micro-batches."""
-        if self._engine != "fsdp1" or self._has_adapter_units or event.storage is None:
-            return False
-        is_freed = event.change is MemoryChange.FREE and event.place.phase is Phase.BACKWARD
-        return is_freed and self._last_operator == _ADD and event.storage.shape in self._gradient_shapes
-
-    def _start_backward(self, place: Place) -> Iterator[Event]:
-        """Gather the last layer: the hook of the root does, or that of the head, whose gradient is a product."""
-        yield from self._free_buffer(place)
-        is_head = role_of_operator(place.operator) is OperatorRole.PRODUCT
-        waits_for_head = self._engine == "fsdp2" and _HAS_UNITS_AT_THE_ENDS
-        if self._prefetches_in_backward and self._engine.startswith("fsdp") and (is_head or not waits_for_head):
-            yield from self._gather(self._order[-1] if self._order else None, place)
-
-    def _open_or_close_bucket(self, place: Place) -> Iterator[Event]:
-        if self._engine == "zero3":
-            return
-        if place.phase is Phase.BACKWARD and self._bucket is None and self._bucket_bytes:
-            self._bucket = Storage(self._bucket_bytes, place, category=Category.GATHERED)
-            yield Event(place, MemoryChange.ALLOCATE, self._bucket)
-        elif place.phase in (Phase.FORWARD, Phase.OPTIMIZER):
-            yield from self._free(self._bucket, place)
-            self._bucket = None
-
-    def _goes_into_bucket(self, storage: Storage, change: MemoryChange | None) -> bool:
-        is_gradient = storage.category is Category.GRADIENTS and change is MemoryChange.ALLOCATE
-        return is_gradient and self._bucket is not None and self._shards_gradients
-
-    def _leave(self, running: _Running | None, place: Place) -> Iterator[Event]:
-        """Free the unit that ran, and reduce its gradients."""
-        if running is None:
-            return
-        phase, key, micro_batch = running
-        yield from self._free_buffer(place)
-        if phase is Phase.BACKWARD or self._reshards:
-            self._in_buffer.discard(key)
-            yield from self._free(self._gathered.pop(key, None), place)
-        if phase is Phase.BACKWARD and (micro_batch == self._last or not self._engine.startswith("fsdp")):
-            yield from self._reduce_gradients(key, place)
-        if phase is Phase.BACKWARD:
-            yield from self._free_added(key, place)
-        self._computed = 0.0
-
-    def _end_backward(self, place: Place) -> Iterator[Event]:
-        yield from self._free_buffer(place)
-        for key in list(self._gathered):
-            yield from self._free(self._gathered.pop(key), place)
-        for key in list(self._gradients):
-            yield from self._reduce_gradients(key, place)
-        for key in list(self._added):
-            yield from self._free_added(key, place)
-        yield from self._free(self._reduced, place)
-        self._reduced = None
-
-    def _free_added(self, key: _UnitKey, place: Place) -> Iterator[Event]:
-        for storage in self._added.pop(key, []):
-            yield from self._free(storage, place)
-
-    def _use(self, key: _UnitKey, place: Place) -> Iterator[Event]:
-        """Gather a unit that runs now. FSDP2 copies it out of a buffer, and holds that while a forward runs."""
-        yield from self._gather(key, place)
-        if self._engine != "fsdp2" or key not in self._in_buffer:
-            return
-        self._in_buffer.discard(key)
-        yield from self._free_buffer(place)
-        self._buffer = replace(self._gathered[key], made=place)
-        yield Event(place, MemoryChange.ALLOCATE, self._buffer)
-        if place.phase is not Phase.FORWARD:
-            yield from self._free_buffer(place)
-
-    def _free_buffer(self, place: Place) -> Iterator[Event]:
-        yield from self._free(self._buffer, place)
-        self._buffer = None
-
-    def _gather(self, key: _UnitKey, place: Place) -> Iterator[Event]:
-        """Gather a unit's weights, where they are not whole."""
-        if not self._shards_weights or key in self._gathered:
-            return
-        num_bytes = sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
-        if not num_bytes:
-            return
-        self._in_buffer.add(key)
-        storage = self._gathered[key] = Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
-        yield Event(place, MemoryChange.ALLOCATE, storage)
-        yield self._collective(num_bytes, place)
-
-    def _reduce_gradients(self, key: _UnitKey, place: Place) -> Iterator[Event]:
-        """Reduce a unit's gradients over the ranks: from now on a rank has its share of them."""
-        gradients = self._gradients.pop(key, [])
-        if not gradients:
-            return
-        if self._engine.startswith("fsdp"):
-            _join([shard for _, shard in gradients])
-        num_bytes = sum(whole.num_bytes for whole, _ in gradients)
-        yield from self._free(self._reduced, place)
-        self._reduced = None
-        if not self._bucket_bytes:
-            self._reduced = Storage(num_bytes, place, category=Category.GATHERED)
-            yield Event(place, MemoryChange.ALLOCATE, self._reduced)
-        for whole, shard in gradients:
-            if not self._bucket_bytes:
-                yield Event(place, MemoryChange.FREE, whole)
-            yield Event(place, MemoryChange.ALLOCATE, shard)
-        yield self._collective(num_bytes, place)
-        if self._engine == "fsdp1":
-            yield from self._free(self._reduced, place)
-            self._reduced = None
-
-    def _free(self, storage: Storage | None, place: Place) -> Iterator[Event]:
-        if storage is not None:
-            yield Event(place, MemoryChange.FREE, storage)
-
-    def _collective(self, num_bytes: int, place: Place) -> Event:
-        """Return an event of the time that a collective takes beyond what was computed since the last one."""
-        sent = num_bytes * (self._world_size - 1) // self._world_size
-        seconds = copy_seconds(sent, self._device, between_ranks=True)
-        waited = max(0.0, seconds - self._computed)
-        self._computed = max(0.0, self._computed - seconds)
-        return Event(place, seconds=waited, is_copy=True)
-
-    def _is_gradient_of_embeddings(self, event: Event) -> bool:
-        """Whether the gradient of the embeddings is made: their backward comes when the layers' is done."""
-        storage = event.storage
-        if event.change is not MemoryChange.ALLOCATE or storage is None or storage.category is not Category.GRADIENTS:
-            return False
-        weight = self._weights.get(storage.parameter)
-        return weight is not None and weight.unit == _EMBEDDINGS
-
-    def _event(self, event: Event) -> Event:
-        """Return one rank's event for an event of the whole step."""
-        self._computed += event.seconds
-        self._last_operator = event.place.operator or self._last_operator
-        storage = event.storage
-        in_optimizer = event.place.phase is Phase.OPTIMIZER and self._engine != "ddp"
-        if in_optimizer and event.seconds:
-            return replace(event, seconds=event.seconds / self._world_size)
-        if storage is None:
-            return event
-        if event.change is MemoryChange.FREE:
-            return replace(event, storage=self._shards.get(id(storage), storage))
-        if in_optimizer and storage.category is not Category.GRADIENTS:
-            self._shards[id(storage)] = replace(storage, num_bytes=self._share(storage.num_bytes))
-            return replace(event, storage=self._shards[id(storage)])
-        if storage.category is Category.GRADIENTS and self._shards_gradients:
-            shard = replace(storage, num_bytes=self._gradient_share(storage))
-            self._shards[id(storage)] = shard
-            weight = self._weights.get(storage.parameter)
-            self._gradient_shapes.add(storage.shape)
-            self._gradients.setdefault(weight.unit if weight is not None else None, []).append((storage, shard))
-        return event
-
-    def _gradient_share(self, storage: Storage) -> int:
-        weight = self._weights.get(storage.parameter)
-        # Gradients have the dtype of the shards that the optimizer steps.
-        return self._share(storage.num_bytes if weight is None else weight.num_bytes)
-
-    # --- The order of the units. ---
-
-    def _units_in_order(self) -> list[_UnitKey]:
-        marks = (event.mark for event in self._whole.events)
-        keys = [
-            (mark.stack, mark.layer_idx) for mark in marks if mark and mark.phase is Phase.FORWARD and not mark.is_end
-        ]
-        return list(dict.fromkeys(keys))
-
-    def _neighbour(self, key: _UnitKey, step: int) -> _UnitKey:
-        units = [_EMBEDDINGS, *self._order, _HEAD]
-        return units[units.index(key) + step]
-
-
-def _has_adapters(weights: Iterable[Weight]) -> bool:
-    """Whether a layer has both frozen weights and trained ones."""
-    found = {(weight.unit, weight.is_trained) for weight in weights}
-    return any((unit, not is_trained) in found for unit, is_trained in found if isinstance(unit, tuple))
-
-
-def _join(shards: Sequence[Storage]) -> None:
-    """Let shards be parts of one block, that of the first."""
-    shards[0].num_bytes = sum(shard.num_bytes for shard in shards)
-    for shard in shards:
-        shard.stream = Stream.REDUCE
-    for shard in shards[1:]:
-        shard.num_bytes = 0
-
-
-def _is_last_forward(mark: Mark | None, order: Sequence[_UnitKey]) -> bool:
-    is_end = mark is not None and mark.is_end and mark.phase is Phase.FORWARD
-    return is_end and mark is not None and bool(order) and (mark.stack, mark.layer_idx) == order[-1]
+    make = ZeroTape if step.sharding.engine.startswith("zero") else RankTape
+    return make(tape, weights, step, device).tape()

@@ -30,7 +30,8 @@ from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_l
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import LaunchQueue, busy_seconds, is_kept_selectively, operator_cost, role_of_operator
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
-from hf_ckpt.simulation.sharding import Weight, compute_dtype, one_rank_tape, weights_of
+from hf_ckpt.simulation.rank_tape import Weight
+from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape, weights_of
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory

@@ -15,6 +15,27 @@ from hf_ckpt.simulation.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
+class Zero:
+    """How DeepSpeed's ZeRO is configured. Names and defaults are those of its configuration; sizes are in elements."""
+
+    reduce_bucket_size: int = 500_000_000
+    """Of the bucket that gradients are copied into."""
+    num_buckets: int = 1
+    """2 where ZeRO-1 and 2 fill one while the other is sent (`overlap_comm`)."""
+    max_live_parameters: int = 1_000_000_000
+    """ZeRO-3 gathers ahead until so many are whole; 0 where it does not gather ahead."""
+    max_reuse_distance: int = 1_000_000_000
+    """ZeRO-3 keeps weights whole that are used again within so many."""
+    param_persistence_threshold: int = 100_000
+    """ZeRO-3 keeps weights of up to so many whole."""
+    sub_group_size: int = 1_000_000_000
+    """ZeRO-3's optimizer steps so many weights of a rank at a time."""
+    master_bytes: int = 4
+    """Of one weight that the optimizer steps, and at least of each number of its state: 2 with
+    `bf16_master_weights_and_grads` and `bf16_optimizer_states`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sharding:
     """How ranks share a model."""
 
@@ -26,11 +47,8 @@ class Sharding:
     prefetches_in_backward: bool = True
     """Whether the next unit is gathered while one runs backward. FSDP1 does with `BACKWARD_PRE` only, and not where
     layers ran forward without a graph (reentrant checkpointing)."""
-    reduce_bucket_size: int = 0
-    """Elements of the bucket that ZeRO copies gradients into; 0 for one as large as a unit's gradients."""
-    master_bytes: int = 4
-    """Of one weight that ZeRO's optimizer steps, and at least of each number of its state: 2 with DeepSpeed's
-    `bf16_master_weights_and_grads` and `bf16_optimizer_states`."""
+    zero: Zero = Zero()
+    """Of ZeRO only."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """For tests only: DeepSpeed on CPUs, inside the tests' own process group, leaving the process as it was found.
 
 Its collectives go through gloo, as on any machine without a C++ compiler, and not through the shared-memory extension
-that it would compile first. ZeRO-3 is told to let go of every weight at once: a tiny model's weights would never be
-sharded otherwise, and those that were gathered would stay.
+that it would compile first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -25,7 +24,16 @@ ignores_its_warnings = [
     ),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
 ]
-_LIMITS = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+# A tiny model's weights would never be sharded otherwise, and those that were gathered would stay.
+LETTING_GO_AT_ONCE = dict.fromkeys(
+    (
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_prefetch_bucket_size",
+    ),
+    0,
+)
 
 
 def config(stage: int, **sections: Any) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def config(stage: int, **sections: Any) -> dict[str, Any]:
         sections: further ones.
     """
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 3}
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": stage == 3, **LETTING_GO_AT_ONCE}
     return {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **sections}
 
 
@@ -61,19 +69,10 @@ def deepspeed_on_a_cpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(parameter_offload, "FWD_MODULE_STACK", []))
         stack.enter_context(mock.patch.object(comm, "cdb", None))
         stack.enter_context(mock.patch.object(groups, "_WORLD_GROUP", None))
-        offload = parameter_offload.DeepSpeedZeRoOffload
-        stack.enter_context(mock.patch.object(offload, "__init__", _letting_go_at_once(offload.__init__)))
         # transformers shards the models that it makes as long as somebody holds a configuration of ZeRO-3.
         unset_hf_deepspeed_config()
         stack.callback(unset_hf_deepspeed_config)
         yield
-
-
-def _letting_go_at_once(found: Callable[..., None]) -> Callable[..., None]:
-    def init(self: object, *args: Any, **options: Any) -> None:
-        found(self, *args, **options | dict.fromkeys(_LIMITS, 0))
-
-    return init
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -41,15 +42,46 @@ class RankRun(Run):
         """Run it, and return the engine that it really ran under, what is read of the wrapped model, and its step."""
         # FSDP1 is deprecated, which transformers says through its logger.
         quiet = mock.patch.object(logging.getLogger("transformers.training_args"), "disabled", True)
-        with fresh_accelerate(), tempfile.TemporaryDirectory() as folder, quiet, _resizes_are_followed():
+        with fresh_accelerate(), tempfile.TemporaryDirectory() as folder, quiet:
             trainer = self.trainer(Path(folder), self.model())
-            memory = follow.follow_trainer(trainer)
+            with _engines_are_followed(_storages()):
+                memory = follow.follow_trainer(trainer)
             wrapped = trainer.model_wrapped
             return engine_of(wrapped), sharding_of(trainer.args, wrapped), memory
 
 
+def _tensors() -> list[Tensor]:
+    return [found for found in gc.get_objects() if isinstance(found, Tensor) and found.device.type != "meta"]
+
+
+def _storages() -> dict[int, torch.UntypedStorage]:
+    """Return what is alive by address. Whoever holds it lets no other storage get the same one."""
+    found = [tensor.untyped_storage() for tensor in _tensors()]
+    return {storage._cdata: storage for storage in found}
+
+
 class RankTracker(Tracker):
-    """Follows the shards in `DTensor`s, which are whole for who looks at them, and storages that FSDP resizes."""
+    """Follows the shards in `DTensor`s, which are whole for who looks at them, and storages that FSDP resizes.
+
+    `found` are storages from before the run, which are not of the model.
+    """
+
+    def __init__(self, found: Collection[int], **options: Any) -> None:
+        super().__init__(**options)
+        self._found = found
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        # What the engine itself holds is in none of the model's modules: flat shares, buckets.
+        self.record_existing(((f"engine {number}", x) for number, x in enumerate(self._others())), Category.OPTIMIZER)
+        return super().__enter__()
+
+    def _others(self) -> Iterator[Tensor]:
+        for tensor in _tensors():
+            key = tensor.untyped_storage()._cdata
+            # States of random generators are of no engine.
+            if tensor.is_floating_point() and key not in self._found and self._storage_of(tensor) is None:
+                yield tensor
 
     def record_existing(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
         super().record_existing(((name, local(tensor.detach())) for name, tensor in tensors), category)
@@ -77,13 +109,13 @@ class RankTracker(Tracker):
 
 
 @contextmanager
-def _resizes_are_followed() -> Iterator[None]:
+def _engines_are_followed(found: Collection[int]) -> Iterator[None]:
     """Let a step be followed by a `RankTracker` that hears of resized storages, which are no operators."""
     trackers: list[RankTracker] = []
     resize = torch.UntypedStorage.resize_
 
     def make(**options: Any) -> RankTracker:
-        trackers.append(RankTracker(**options))
+        trackers.append(RankTracker(found, **options))
         return trackers[-1]
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from hf_ckpt import PolicyError, RecipeError, load_recipe
-from hf_ckpt.auto.live_step import reduce_bucket_size_of
+from hf_ckpt.auto.live_step import zero_of
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
 from hf_ckpt.estimate.subject import Subject, describe_batch, step_of, subject_of
-from hf_ckpt.simulation.step import Sharding
+from hf_ckpt.simulation.step import Sharding, Zero
 from tests import small_recipes
 
 pytestmark = pytest.mark.usefixtures("remembered_simulations")
@@ -234,27 +234,35 @@ def test_engine_of_the_recipe_is_taken(keys: dict[str, Any], expected: tuple[str
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
-        # DeepSpeed's default; the Trainer makes of `auto` less than a layer's gradients.
-        ({"stage": 2}, 500_000_000),
-        ({"stage": 1, "reduce_bucket_size": 5e7}, 50_000_000),
-        ({"stage": 2, "reduce_bucket_size": "auto"}, 0),
+        ({"stage": 2}, Zero()),
+        ({"stage": 1, "reduce_bucket_size": 5e7}, Zero(reduce_bucket_size=50_000_000)),
+        # The Trainer makes of `auto` less than most weights have.
+        ({"stage": 2, "reduce_bucket_size": "auto"}, Zero(reduce_bucket_size=0)),
         # They hold one while the other is sent.
-        ({"stage": 2, "overlap_comm": True}, 1_000_000_000),
-        ({"stage": 3, "overlap_comm": True}, 500_000_000),
+        ({"stage": 2, "overlap_comm": True}, Zero(num_buckets=2)),
+        ({"stage": 3, "overlap_comm": True}, Zero()),
+        (
+            {"stage": 3, "stage3_max_live_parameters": 3e8, "stage3_max_reuse_distance": 2, "sub_group_size": 1e8},
+            Zero(max_live_parameters=300_000_000, max_reuse_distance=2, sub_group_size=100_000_000),
+        ),
+        (
+            {"stage": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": "auto"},
+            Zero(max_live_parameters=0, param_persistence_threshold=0),
+        ),
     ],
 )
-def test_bucket_of_deepspeed_is_taken(zero: dict[str, Any], expected: int, tmp_path: Path) -> None:
+def test_sizes_of_deepspeed_are_taken(zero: dict[str, Any], expected: Zero, tmp_path: Path) -> None:
     config: dict[str, Any] = {"zero_optimization": zero}
     recipe = load_recipe(small_recipes.write(tmp_path, training={"deepspeed": config}))
-    assert sharding_of(recipe, Launch(num_processes=2)).reduce_bucket_size == expected
-    assert reduce_bucket_size_of(config) == expected
+    assert sharding_of(recipe, Launch(num_processes=2)).zero == expected
+    assert zero_of(config) == expected
 
 
 def test_an_engine_that_is_named_has_the_defaults_of_its_own(tmp_path: Path) -> None:
     keys = {"deepspeed": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10}}}
     recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
     found = sharding_of(recipe, Launch(engine="zero2", num_processes=2))
-    assert (found.engine, found.reduce_bucket_size) == ("zero2", 500_000_000)
+    assert (found.engine, found.zero) == ("zero2", Zero())
 
 
 FSDP1_FILE = {"distributed_type": "FSDP", "num_processes": 8}

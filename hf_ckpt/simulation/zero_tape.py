@@ -1,0 +1,330 @@
+"""What one rank of DeepSpeed's ZeRO holds: its tape, made of that of the whole model.
+
+Note [What ZeRO holds].
+- DeepSpeed trains in the dtype of mixed precision throughout. The optimizer steps a share of the weights in float32.
+- Gradients are copied into a bucket of `reduce_bucket_size` elements as soon as they are there, and freed. It is sent
+  when the next gradient does not fit; one that is larger is kept until then. ZeRO-1 and 2 have the bucket from a
+  micro-batch's first gradient to the end of its backward, ZeRO-3 all the time. What is sent is copied into one row
+  first: by ZeRO-1 and 2 where it belongs to several shares, by ZeRO-3 where it is more than one gradient.
+- ZeRO-1 keeps all gradients. ZeRO-2 makes room for those of its share when the first of them is reduced; weights that
+  lie in two shares count whole in both. Micro-batches are added up: from the second on there are two such rooms.
+  ZeRO-3 has room for its share of them all the time.
+- ZeRO-3 gathers ahead, forward and backward, until `max_live_parameters` elements are whole, and lets go of a weight
+  when it is not used again within `max_reuse_distance` elements. Small weights stay whole.
+- The step takes a share's gradients, in ZeRO-3 those of at most `sub_group_size` elements at a time, copies them into
+  one row, and that into the dtype of the optimizer's weights.
+
+Source: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `partitioned_param_coordinator.py` of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.rank_tape import ADD, EMBEDDINGS, HEAD, RankTape, Running, UnitKey, Weight
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, Phase, Place
+from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape
+
+
+class ZeroTape(RankTape):
+    """Makes one rank's tape. See Note [What ZeRO holds]."""
+
+    _rank: int | None = None
+    """Whose tape it is; None for that of a rank that keeps most."""
+    _opens_bucket_with_backward = False
+    """Before DeepSpeed 0.17.2 the bucket of ZeRO-1 and 2 is there from the beginning of backward."""
+
+    def __init__(self, tape: Tape, weights: Mapping[str, Weight], step: Step, device: Device) -> None:
+        super().__init__(tape, weights, step, device)
+        self._zero = step.sharding.zero
+        self._master_bytes = self._zero.master_bytes
+        self._element_bytes = max((weight.compute_bytes // weight.numel for weight in self._trained), default=0)
+        self._stepped_at_once = self._elements_stepped_at_once()
+        # In the order of use; what runs backward runs in the opposite one.
+        self._units: list[UnitKey] = [EMBEDDINGS, *self._order, HEAD]
+        self._names: dict[UnitKey, list[str]] = {}
+        for name, weight in weights.items():
+            self._names.setdefault(weight.unit, []).append(name)
+        self._whole_weights: dict[str, Storage] = {}
+        self._num_live = 0
+        self._ahead = 0
+        self._persistent: Storage | None = None
+        self._ranks = self._ranks_of_gradients()
+        self._bucket: Storage | None = None
+        self._in_bucket: list[str] = []
+        self._waiting: Storage | None = None
+        self._room: Storage | None = None
+        self._more_room: Storage | None = None
+        self._unreduced: dict[int, Storage] = {}
+        self._stepping: Storage | None = None
+
+    # --- What exists before the step. ---
+
+    def _held_by_engine(self) -> Iterator[Storage]:
+        if self._master_bytes != self._element_bytes:
+            yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
+        if self._engine != "zero3":
+            return
+        self._room = Storage(self._share_elements * self._element_bytes, category=Category.GRADIENTS)
+        self._bucket = self._new_bucket(None)
+        self._persistent = Storage(self._persistent_bytes, category=Category.GATHERED)
+        yield from (each for each in (self._room, self._bucket, self._persistent) if each.num_bytes)
+
+    @property
+    def _persistent_bytes(self) -> int:
+        return sum(weight.compute_bytes for weight in self._weights.values() if self._is_persistent(weight))
+
+    def _is_persistent(self, weight: Weight) -> bool:
+        return weight.numel <= self._zero.param_persistence_threshold
+
+    @property
+    def _keeps_masters(self) -> bool:
+        return True
+
+    @property
+    def _shards_weights(self) -> bool:
+        return self._engine == "zero3"
+
+    @property
+    def _share_elements(self) -> int:
+        """Weights that one rank's optimizer steps."""
+        return sum(self._share(weight.numel) for weight in self._trained)
+
+    def _elements_stepped_at_once(self) -> int:
+        if self._engine != "zero3":
+            return self._share_elements
+        groups = [0]
+        for weight in self._trained:
+            if groups[-1] >= self._zero.sub_group_size:
+                groups.append(0)
+            groups[-1] += self._share(weight.numel)
+        return max(groups)
+
+    def _ranks_of_gradients(self) -> dict[str, range]:
+        """Return in whose shares a weight lies: ZeRO-1 and 2 cut shares out of one row of all weights."""
+        trained = [name for name, weight in self._weights.items() if weight.is_trained]
+        size = max(1, self._share(sum(self._weights[name].numel for name in trained)))
+        ends = list(accumulate(self._weights[name].numel for name in trained))
+        starts = [0, *ends]
+        return {
+            name: range(start // size, (end - 1) // size + 1)
+            for name, start, end in zip(trained, starts, ends, strict=False)
+        }
+
+    def _elements_of_room(self) -> int:
+        """Return how many gradients ZeRO-2 keeps."""
+        elements = [0] * self._world_size
+        for name, ranks in self._ranks.items():
+            for rank in ranks:
+                elements[rank] += self._weights[name].numel
+        return max(elements) if self._rank is None else elements[self._rank]
+
+    # --- Weights. ---
+
+    def _enter_layer(self, running: Running, place: Place) -> Iterator[Event]:
+        yield from self._use(running[1], place)
+
+    def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
+        """Gather a unit that runs now, and those that come next."""
+        yield from self._gather(key, place)
+        if key not in self._units or self._engine != "zero3":
+            return
+        position = self._position(key, is_backward=self._is_backward)
+        self._ahead = max(self._ahead, position) if self._is_backward else position
+        row = [*self._units, *reversed(self._units)]
+        while self._num_live < self._zero.max_live_parameters and self._ahead + 1 < len(row):
+            self._ahead += 1
+            yield from self._gather_ahead(row[self._ahead], place)
+
+    @property
+    def _is_backward(self) -> bool:
+        return self._running is not None and self._running[0] is Phase.BACKWARD
+
+    def _position(self, key: UnitKey, *, is_backward: bool) -> int:
+        position = self._units.index(key)
+        return 2 * len(self._units) - 1 - position if is_backward else position
+
+    def _gather(self, key: UnitKey, place: Place) -> Iterator[Event]:
+        yield from self._make_whole(self._names.get(key, []), place)
+
+    def _gather_ahead(self, key: UnitKey, place: Place) -> Iterator[Event]:
+        left = self._zero.max_live_parameters - self._num_live
+        names = []
+        for name in self._names.get(key, []):
+            if left <= 0:
+                break
+            names.append(name)
+            left -= 0 if name in self._whole_weights else self._weights[name].numel
+        yield from self._make_whole(names, place)
+
+    def _make_whole(self, names: Iterable[str], place: Place) -> Iterator[Event]:
+        if self._engine != "zero3":
+            return
+        gathered = 0
+        for name in names:
+            weight = self._weights[name]
+            if name in self._whole_weights or self._is_persistent(weight):
+                continue
+            storage = Storage(weight.compute_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
+            self._whole_weights[name] = storage
+            self._num_live += weight.numel
+            gathered += weight.compute_bytes
+            yield Event(place, MemoryChange.ALLOCATE, storage)
+        if gathered:
+            yield self._collective(gathered, place)
+
+    def _leave(self, running: Running | None, place: Place) -> Iterator[Event]:
+        """Let go of the unit that ran, where it is not used again soon."""
+        if running is None:
+            return
+        phase, key, _ = running
+        if phase is Phase.BACKWARD or not self._is_used_soon(key):
+            yield from self._let_go(self._names.get(key, []), place)
+        self._computed = 0.0
+
+    def _is_used_soon(self, key: UnitKey) -> bool:
+        again = self._position(key, is_backward=True)
+        between = [*self._units, *reversed(self._units)][self._position(key, is_backward=False) + 1 : again]
+        distance = sum(self._weights[name].numel for unit in between for name in self._names.get(unit, []))
+        # What was passed over by gathering ahead is not gathered again.
+        return again <= self._ahead or distance < self._zero.max_reuse_distance
+
+    def _let_go(self, names: Iterable[str], place: Place) -> Iterator[Event]:
+        for name in names:
+            storage = self._whole_weights.pop(name, None)
+            if storage is not None:
+                self._num_live -= self._weights[name].numel
+                yield Event(place, MemoryChange.FREE, storage)
+
+    # --- Gradients. ---
+
+    def _before_event(self, place: Place) -> Iterator[Event]:
+        if place.phase is Phase.OPTIMIZER and self._stepping is None:
+            yield from self._leave(self._running, place)
+            self._running = None
+            yield from self._end_backward(place)
+            yield from self._begin_step(place)
+        elif place.phase is not Phase.OPTIMIZER and self._stepping is not None:
+            yield from self._end_step(place)
+        if self._engine != "zero3" and place.phase not in (Phase.BACKWARD, Phase.RECOMPUTATION):
+            yield from self._close(place)
+        elif place.micro_batch and place.operator == ADD:
+            yield from self._open_bucket(place)
+            yield from self._make_room(place)
+        elif self._opens_bucket_with_backward:
+            yield from self._open_bucket(place)
+
+    def _open_bucket(self, place: Place) -> Iterator[Event]:
+        if self._bucket is None:
+            self._bucket = self._new_bucket(place)
+            yield Event(place, MemoryChange.ALLOCATE, self._bucket)
+
+    def _make_room(self, place: Place) -> Iterator[Event]:
+        """Make room for the gradients of a micro-batch that ZeRO-2 keeps."""
+        if self._engine != "zero2" or (self._room is not None and not place.micro_batch) or self._more_room is not None:
+            return
+        room = self._new_room(self._elements_of_room(), place)
+        if self._room is None:
+            self._room = room
+        else:
+            self._more_room = room
+        yield Event(place, MemoryChange.ALLOCATE, room)
+
+    def _close(self, place: Place) -> Iterator[Event]:
+        yield from self._send(place)
+        for storage in (self._bucket, self._more_room):
+            yield from self._free(storage, place)
+        self._bucket = self._more_room = None
+
+    def _new_bucket(self, place: Place | None) -> Storage:
+        num_elements = self._zero.num_buckets * self._zero.reduce_bucket_size
+        return Storage(num_elements * self._element_bytes, place, category=Category.GATHERED)
+
+    def _one_rank_events(self, event: Event) -> Iterator[Event]:
+        storage, place = event.storage, event.place
+        if storage is None or storage.category is not Category.GRADIENTS:
+            yield self._event(event)
+        elif event.change is MemoryChange.ALLOCATE:
+            yield event
+            yield from self._reduce(storage, place)
+        # Freed at the beginning of the step.
+
+    def _reduce(self, gradient: Storage, place: Place) -> Iterator[Event]:
+        """Put a gradient into the bucket."""
+        yield from self._open_bucket(place)
+        if self._rank is None or self._rank in self._ranks[gradient.parameter]:
+            yield from self._make_room(place)
+        size = self._zero.reduce_bucket_size
+        if self._num_in_bucket + self._weights[gradient.parameter].numel > size:
+            yield from self._send(place)
+        self._in_bucket.append(gradient.parameter)
+        if self._engine == "zero1":
+            self._unreduced[id(gradient)] = gradient
+        elif self._num_in_bucket > size:
+            self._waiting = gradient
+        else:
+            yield Event(place, MemoryChange.FREE, gradient)
+
+    @property
+    def _num_in_bucket(self) -> int:
+        return sum(self._weights[name].numel for name in self._in_bucket)
+
+    def _new_room(self, num_elements: int, place: Place) -> Storage:
+        return Storage(num_elements * self._element_bytes, place, category=Category.GRADIENTS)
+
+    def _send(self, place: Place) -> Iterator[Event]:
+        """Reduce what the bucket holds over the ranks."""
+        if not self._in_bucket:
+            return
+        num_bytes = self._num_in_bucket * self._element_bytes
+        ranks = {rank for name in self._in_bucket for rank in self._ranks[name]}
+        if len(self._in_bucket if self._engine == "zero3" else ranks) > 1:
+            row = Storage(num_bytes, place, category=Category.TEMPORARY)
+            yield Event(place, MemoryChange.ALLOCATE, row)
+            yield Event(place, MemoryChange.FREE, row)
+        yield self._collective(num_bytes, place)
+        yield from self._free(self._waiting, place)
+        self._waiting = None
+        self._in_bucket.clear()
+
+    def _end_backward(self, place: Place) -> Iterator[Event]:
+        yield from self._send(place)
+        yield from self._let_go(list(self._whole_weights), place)
+        if self._engine != "zero3":
+            yield from self._close(place)
+        if self._stepping is not None:
+            yield from self._end_step(place)
+
+    # --- The optimizer's step. ---
+
+    def _optimizer_bytes(self, storage: Storage) -> int:
+        stepped = sum(weight.compute_bytes for weight in self._trained)
+        return -(-storage.num_bytes * self._stepped_at_once * self._master_bytes // max(1, stepped))
+
+    def _begin_step(self, place: Place) -> Iterator[Event]:
+        """Copy a share's gradients into one row in the dtype of the weights that the optimizer steps."""
+        for gradient in self._unreduced.values():
+            yield Event(place, MemoryChange.FREE, gradient)
+        if self._engine == "zero1":
+            self._room = self._new_room(self._share_elements, place)
+            yield Event(place, MemoryChange.ALLOCATE, self._room)
+        yield from self._free(self._persistent, place)
+        row = self._new_room(self._stepped_at_once, place)
+        yield Event(place, MemoryChange.ALLOCATE, row)
+        self._stepping = row
+        if self._master_bytes != self._element_bytes:
+            self._stepping = replace(row, num_bytes=self._stepped_at_once * self._master_bytes)
+            yield Event(place, MemoryChange.ALLOCATE, self._stepping)
+            yield Event(place, MemoryChange.FREE, row)
+        if self._engine != "zero3":
+            yield from self._free(self._room, place)
+
+    def _end_step(self, place: Place) -> Iterator[Event]:
+        yield from self._free(self._stepping, place)
+        self._stepping = None
+        if self._persistent is not None:
+            yield Event(place, MemoryChange.ALLOCATE, replace(self._persistent, made=place))
