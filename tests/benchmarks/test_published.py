@@ -13,7 +13,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from benchmarks.published import page
-from benchmarks.published.emulations import CHANGES, ENGINE_CHANGES, EMULATIONS, OPTIMIZERS
+from benchmarks.published.emulations import CHANGES, EMULATIONS, ENGINE_CHANGES, OPTIMIZERS
 from benchmarks.published.measure import module_record, predicted_step, step_record
 from benchmarks.published.models import MODELS, build
 from benchmarks.published.modules import MODULES
