@@ -85,6 +85,10 @@ class Device:
     """The same for operators that autograd issues by itself, and for the optimizer."""
     kernel_seconds: float = 3e-6
     """What a kernel takes besides its work, to fill the device and to drain it."""
+    # Fitted to published steps under FSDP1 (docs/accuracy.md).
+    unit_seconds: float = 0.8e-3
+    """What the host needs to gather one unit of FSDP, or one module of ZeRO-3, and to let it go."""
+    num_multiprocessors: int = 0  # not known
     # A guess, half of what a slow CPU takes: to be measured.
     selective_seconds: float = 20e-6
     """What the host needs more for each operator that a layer in a selective mode handles in Python: those whose
@@ -307,6 +311,7 @@ def _from_properties(properties: Any, capability: tuple[int, int]) -> Device:
         rank_link=0.0,
         source="not in the table: derived from its clocks, PCIe 4.0 x16 taken for granted",
         capability=capability,
+        num_multiprocessors=int(properties.multi_processor_count),
     )
 
 
@@ -368,9 +373,16 @@ def _card(
         rank_link=1e9 * nvlink_gb or host_link,
         source=source,
         capability=capability,
+        num_multiprocessors=_MULTIPROCESSORS[name],
     )
 
 
+# From the same sources as the rates.
+_COUNTS = """
+rtx3060 28 rtx3090 82 rtx4060ti16gb 34 rtx4070 46 rtx4070tisuper 66 rtx4080 76 rtx4080super 80 rtx4090 128 rtx5080 84
+rtx5090 170 a6000 84 rtx6000ada 142 t4 40 v100-16gb 80 v100-32gb 80 a10 72 a10g 80 l4 58 l40s 142 a100-40gb 108
+a100-80gb 108 h100-pcie 114 h100 132 h200 132 gh200 132 b200 148""".split()
+_MULTIPROCESSORS = dict(zip(_COUNTS[::2], map(int, _COUNTS[1::2]), strict=True))
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture white paper"
 _ADA = "NVIDIA Ada GPU Architecture white paper"
 _ADA_CORES = "GeForce specifications (cores, clock, memory); rate per core from the " + _ADA

@@ -6,6 +6,7 @@ Reads shapes, dtypes and schemas, never data, so that fake tensors serve as well
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -45,6 +46,8 @@ class OperatorCost:
     """Whether it is a fused attention kernel, which runs at a rate of its own."""
     is_cudnn: bool = False
     """Whether that kernel is cuDNN's."""
+    product: tuple[int, int, int] = (0, 0, 0)
+    """Matrices, and rows and columns of each, that a product computes; zeros where it is none."""
 
 
 FREE = OperatorCost(0, 0)
@@ -64,7 +67,8 @@ def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> Operato
     # Reading `dtype` of a fake tensor is slow: only once, and only for products.
     first = next(_tensors(args), None)
     dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
-    return OperatorCost(num_flops, num_bytes, dtype, effective, kind.is_attention, kind.is_cudnn)
+    product = kind.product_of(output)
+    return OperatorCost(num_flops, num_bytes, dtype, effective, kind.is_attention, kind.is_cudnn, product)
 
 
 def busy_seconds(cost: OperatorCost, device: Device) -> float:
@@ -76,41 +80,12 @@ def busy_seconds(cost: OperatorCost, device: Device) -> float:
         return 0.0
     computing = 0.0
     if cost.num_effective_flops:
-        share = device.matmul_efficiency
+        share = device.matmul_efficiency * busy_share(cost.product, device.num_multiprocessors)
         if cost.is_attention:
             share = attention_efficiency(device, is_cudnn=cost.is_cudnn)
         computing = cost.num_effective_flops / (_rate(cost.dtype, device) * share)
     moving = cost.num_bytes / (device.memory_bandwidth * device.bandwidth_efficiency)
     return device.kernel_seconds + max(computing, moving)
-
-
-class LaunchQueue:
-    """Predicts the time of operators, one after another, on a device that works while the host issues further ones.
-
-    The device waits where the host is slower, as it is with small tensors. Where the device is slower, the host runs
-    ahead. An operator takes the time from when the device was done with the one before until it is done with this one:
-    over a step these times add up to the time of the step. A CPU works and issues in turn.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._queued_seconds = 0.0
-
-    def take(self, busy: float, *, records_graph: bool, is_intercepted: bool = False) -> float:
-        """Return the seconds of the next operator.
-
-        `busy` is that of `busy_seconds`. `records_graph` holds in a forward, and not in a backward or an optimizer.
-        `is_intercepted` is whether a layer in a selective mode handles the operator in Python.
-        """
-        device = self._device
-        issued = device.launch_seconds if records_graph else device.backward_launch_seconds
-        if is_intercepted:
-            issued += device.selective_seconds
-        if not device.is_cuda:
-            return issued + busy
-        waited = max(0.0, issued - self._queued_seconds)
-        self._queued_seconds = max(0.0, self._queued_seconds - issued) + busy
-        return waited + busy
 
 
 @lru_cache(maxsize=4096)
@@ -131,6 +106,29 @@ def copy_seconds(num_bytes: int, device: Device, *, between_ranks: bool = False)
     """Return the seconds of copying bytes one way, between device and host or between a device and its peers."""
     link = device.rank_link if between_ranks else device.host_link
     return num_bytes / (link * device.link_efficiency) if link else 0.0
+
+
+_TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
+"""Rows and columns, or columns and rows, of the blocks in which cuBLAS computes products, largest first."""
+
+
+@lru_cache(maxsize=4096)
+def busy_share(product: tuple[int, int, int], num_multiprocessors: int) -> float:
+    """Return the share of the multiprocessors that are busy during a product, of `OperatorCost.product`.
+
+    Each computes a tile at a time, so that the last round leaves some idle. Tiles are the largest of `_TILES` of which
+    there is one for each multiprocessor. 1 where a side is smaller than a tile (the sum is split then) or where the
+    number of multiprocessors is not known.
+    """
+    matrices, rows, columns = product
+    if not num_multiprocessors or min(rows, columns) < _TILES[0][1]:
+        return 1.0
+    for sides in _TILES:
+        counts = [matrices * -(-rows // high) * -(-columns // wide) for high, wide in (sides, sides[::-1])]
+        rounds = [count / num_multiprocessors for count in counts if count >= num_multiprocessors]
+        if rounds:
+            return max(each / math.ceil(each) for each in rounds)
+    return 1.0
 
 
 def attention_efficiency(device: Device, *, is_cudnn: bool) -> float:
@@ -179,6 +177,18 @@ class _OperatorKind:
     """Whether what it returns is new memory."""
     traffic: Traffic | None = None
     """Counts its bytes; None where it moves none."""
+    is_batched: bool = False
+    """Whether its first dimension counts products, and its last two are those of each."""
+    is_product: bool = False
+    """Whether it multiplies matrices, and is no kernel of attention or convolution."""
+
+    def product_of(self, output: Any) -> tuple[int, int, int]:
+        """Return `OperatorCost.product` of what it returned."""
+        if not self.is_product or not isinstance(output, Tensor) or output.dim() < 2:
+            return 0, 0, 0
+        *outer, columns = output.shape
+        matrices = int(outer[0]) if self.is_batched else 1
+        return matrices, math.prod(map(int, outer)) // max(1, matrices), int(columns)
 
 
 # `_unsafe_view` is a view whose schema does not say so.
@@ -236,6 +246,8 @@ def _kind(function: Any) -> _OperatorKind:
         overwritten=name in _OVERWRITING or name.endswith("out") or "out" in schema.overload_name.split("_"),
         returns_new=not aliases,
         traffic=traffic,
+        is_batched="bmm" in name,
+        is_product=not is_attention and "conv" not in name,
     )
 
 

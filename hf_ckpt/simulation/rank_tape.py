@@ -31,10 +31,10 @@ from torch.torch_version import TorchVersion
 
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.op_costs import copy_seconds, role_of_operator
+from hf_ckpt.simulation.op_costs import role_of_operator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Stream, Tape
+from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind
 from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
 UnitKey = tuple[int, int] | str | None
@@ -99,7 +99,9 @@ class RankTape:
         self._last_operator = ""
         self._shards: dict[int, Storage] = {}
         self._reduced: Storage | None = None
-        self._computed = 0.0
+        self._gathers_to_recompute = step.sharding.gathers_to_recompute
+        self._small_units = self._find_small_units()
+        self._module = ""
 
     def tape(self) -> Tape:
         tape = Tape(list(self._before()), list(self._events()))
@@ -178,6 +180,8 @@ class RankTape:
                 yield from self._change_layer(event, mark)
                 continue
             yield from self._change_outside_layers(event)
+            if self._small_units:
+                yield from self._visit(event)
             if self._is_added_gradient(event) and event.storage is not None:
                 self._added.setdefault(self._running[1] if self._running else None, []).append(event.storage)
                 continue
@@ -229,6 +233,8 @@ class RankTape:
 
     def _enter_layer(self, running: Running, place: Place) -> Iterator[Event]:
         phase, key, _ = running
+        if phase is Phase.BACKWARD and self._gathers_to_recompute:
+            yield from self._pass(self._bytes_of(key), place)
         yield from self._use(key, place)
         if phase is Phase.BACKWARD and self._prefetches_in_backward and not self._has_adapter_units:
             yield from self._gather(self._unit_before(key), place)
@@ -256,12 +262,13 @@ class RankTape:
         yield from self._free_buffer(place)
         if phase is Phase.BACKWARD or self._reshards:
             self._in_buffer.discard(key)
-            yield from self._free(self._gathered.pop(key, None), place)
+            if key in self._gathered:
+                yield from self._free(self._gathered.pop(key), place)
+                yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
         if phase is Phase.BACKWARD and micro_batch == self._last:
             yield from self._reduce_gradients(key, place)
         if phase is Phase.BACKWARD:
             yield from self._free_added(key, place)
-        self._computed = 0.0
 
     def _end_backward(self, place: Place) -> Iterator[Event]:
         yield from self._free_buffer(place)
@@ -298,13 +305,16 @@ class RankTape:
         """Gather a unit's weights, where they are not whole."""
         if not self._shards_weights or key in self._gathered:
             return
-        num_bytes = sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
+        num_bytes = self._bytes_of(key)
         if not num_bytes:
             return
         self._in_buffer.add(key)
         storage = self._gathered[key] = Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
         yield Event(place, MemoryChange.ALLOCATE, storage)
-        yield self._collective(num_bytes, place)
+        yield self._collective(TransferKind.GATHER, num_bytes, place)
+
+    def _bytes_of(self, key: UnitKey) -> int:
+        return sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
 
     def _reduce_gradients(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Reduce a unit's gradients over the ranks: from now on a rank has its share of them."""
@@ -313,13 +323,16 @@ class RankTape:
             return
         _join([shard for _, shard in gradients])
         num_bytes = sum(whole.num_bytes for whole, _ in gradients)
+        # They are read and written where they are copied into one buffer.
+        copying = 2 * num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
+        yield Event(place, seconds=copying)
         yield from self._free(self._reduced, place)
         self._reduced = Storage(num_bytes, place, category=Category.GATHERED)
         yield Event(place, MemoryChange.ALLOCATE, self._reduced)
         for whole, shard in gradients:
             yield Event(place, MemoryChange.FREE, whole)
             yield Event(place, MemoryChange.ALLOCATE, shard)
-        yield self._collective(num_bytes, place)
+        yield self._collective(TransferKind.REDUCE, num_bytes, place)
         if self._engine == "fsdp1":
             yield from self._free(self._reduced, place)
             self._reduced = None
@@ -328,13 +341,33 @@ class RankTape:
         if storage is not None:
             yield Event(place, MemoryChange.FREE, storage)
 
-    def _collective(self, num_bytes: int, place: Place) -> Event:
-        """Return an event of the time that a collective takes beyond what was computed since the last one."""
-        sent = num_bytes * (self._world_size - 1) // self._world_size
-        seconds = copy_seconds(sent, self._device, between_ranks=True)
-        waited = max(0.0, seconds - self._computed)
-        self._computed = max(0.0, self._computed - seconds)
-        return Event(place, seconds=waited, is_copy=True)
+    def _collective(self, kind: TransferKind, num_bytes: int, place: Place) -> Event:
+        return Event(place, transfer=Transfer(kind, num_bytes * (self._world_size - 1) // self._world_size))
+
+    def _visit(self, event: Event) -> Iterator[Event]:
+        """Gather and let go of a unit within a layer, where it runs, and in backward where its gradient is made.
+
+        Its bytes came with the layer's. See Note [The host under FSDP and ZeRO-3].
+        """
+        place, storage = event.place, event.storage
+        module = place.module
+        if place.phase not in (Phase.FORWARD, Phase.RECOMPUTATION):
+            if (
+                storage is None
+                or event.change is not MemoryChange.ALLOCATE
+                or storage.category is not Category.GRADIENTS
+            ):
+                return
+            module = storage.parameter.rpartition(".")[0]
+        if module != self._module:
+            self._module = module
+            if module in self._small_units:
+                yield from self._pass(0, place)
+
+    def _pass(self, num_bytes: int, place: Place) -> Iterator[Event]:
+        """Gather bytes, and let go of them."""
+        yield self._collective(TransferKind.GATHER, num_bytes, place)
+        yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
     def _is_gradient_of_embeddings(self, event: Event) -> bool:
         """Whether the gradient of the embeddings is made: their backward comes when the layers' is done."""
@@ -346,7 +379,6 @@ class RankTape:
 
     def _event(self, event: Event) -> Event:
         """Return one rank's event for an event of the whole step."""
-        self._computed += event.seconds
         self._last_operator = event.place.operator or self._last_operator
         storage = event.storage
         in_optimizer = event.place.phase is Phase.OPTIMIZER and self._engine != "ddp"
@@ -376,7 +408,17 @@ class RankTape:
         # Gradients have the dtype of the shards that the optimizer steps.
         return self._share(storage.num_bytes if weight is None else weight.num_bytes)
 
-    # --- The order of the units. ---
+    # --- The units. ---
+
+    def _find_small_units(self) -> frozenset[str]:
+        """Return the modules within layers that the host gathers one by one: adapters (FSDP1), or all (ZeRO-3)."""
+        if self._engine != "zero3" and not self._has_adapter_units:
+            return frozenset()
+        return frozenset(
+            name.rpartition(".")[0]
+            for name, weight in self._weights.items()
+            if isinstance(weight.unit, tuple) and (weight.is_trained or self._engine == "zero3")
+        )
 
     def _units_in_order(self) -> list[UnitKey]:
         marks = (event.mark for event in self._whole.events)

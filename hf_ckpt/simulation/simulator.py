@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,8 +16,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse
-from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode, Policy
-from hf_ckpt.regions.selective.save_rules import OperatorRole
+from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
 from hf_ckpt.simulation.constant_folding import fold, to_unsupported_error
@@ -26,15 +24,16 @@ from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
+from hf_ckpt.simulation.launch_queue import queue_operators
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_layers
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
-from hf_ckpt.simulation.op_costs import LaunchQueue, busy_seconds, is_kept_selectively, operator_cost, role_of_operator
+from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.rank_tape import Weight
 from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape, weights_of
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
-from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory
+from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, no_costs, parameters_and_buffers, track_modules
@@ -279,9 +278,9 @@ class StepSimulator:
             host_bytes += each.host_bytes
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
-        _queue(tape, device, plan)
-        add_copy_waits(tape, device)
         tape = one_rank_tape(tape, self._weights(), step, device)
+        queue_operators(tape, device, plan, limits_units=step.sharding.engine == "fsdp1")
+        add_copy_waits(tape, device)
         add_workspaces(tape, device)
         return TracedStep(tape, host_bytes + peak_host_bytes(tape))
 
@@ -416,43 +415,6 @@ def _check_modules(model: nn.Module) -> None:
 def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
     cost = operator_cost(function, args, kwargs, output)
     return busy_seconds(cost, device), cost.num_flops
-
-
-def _queue(tape: Tape, device: Device, plan: Plan | None) -> None:
-    """Let operators wait for the host where it is slower than the device: in the order of the whole step."""
-    queue = LaunchQueue(device)
-    modes: dict[tuple[str, int | None], Mode] = {
-        (stack.path, layer_idx): entry.mode
-        for stack in (() if plan is None else plan.stacks)
-        for layer_idx, entry in enumerate(stack.layers)
-        if entry.mode in SELECTIVE_MODES
-    }
-    columns = tape.columns
-    places = columns.places.all
-    used = {number: places[number] for number in np.unique(columns.place).tolist()}
-    has_kernel = {
-        _layer(place) for place in used.values() if role_of_operator(place.operator) is OperatorRole.ATTENTION
-    }
-    issued: dict[int, tuple[bool, bool]] = {}
-    for number, place in used.items():
-        mode = modes.get(_layer(place))
-        is_recorded = place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
-        if mode is Mode.SELECTIVE_ATTENTION and _layer(place) not in has_kernel:
-            # Its probabilities are followed from operator to operator.
-            issued[number] = is_recorded, is_recorded
-        else:
-            issued[number] = is_recorded, mode is not None and is_kept_selectively(place)
-    rows = np.flatnonzero(columns.seconds)
-    taken = []
-    for number, busy in zip(columns.place[rows].tolist(), columns.seconds[rows].tolist(), strict=True):
-        is_recorded, is_intercepted = issued[number]
-        taken.append(queue.take(busy, records_graph=is_recorded, is_intercepted=is_intercepted))
-    columns.seconds[rows] = taken
-    tape.columns = columns
-
-
-def _layer(place: Place) -> tuple[str, int | None]:
-    return place.stack, place.layer_idx
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

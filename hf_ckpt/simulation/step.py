@@ -47,6 +47,9 @@ class Sharding:
     prefetches_in_backward: bool = True
     """Whether the next unit is gathered while one runs backward. FSDP1 does with `BACKWARD_PRE` only, and not where
     layers ran forward without a graph (reentrant checkpointing)."""
+    gathers_to_recompute: bool = False
+    """Whether a layer is gathered once more to run again: where the checkpoint lies around FSDP1's unit, as that of
+    transformers does. It takes time, and no memory."""
     zero: Zero = Zero()
     """Of ZeRO only."""
 

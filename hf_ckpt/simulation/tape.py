@@ -85,11 +85,17 @@ class TransferKind(StrEnum):
     """The device waits for the oldest copy from the host that it has not waited for."""
     RELEASE = "release"
     """Host memory is freed."""
+    GATHER = "gather"
+    """The device waits for the weights of a unit that come from other ranks."""
+    LET_GO = "let go"
+    """What a unit gathered is freed."""
+    REDUCE = "reduce"
+    """Gradients are sent to other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A step of a copy to the host or back."""
+    """A step of a copy to the host or back, or between ranks: `num_bytes` are those that one rank sends."""
 
     kind: TransferKind
     num_bytes: int

@@ -27,7 +27,7 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.rank_tape import ADD, EMBEDDINGS, HEAD, RankTape, Running, UnitKey, Weight
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape
+from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind
 
 
 class ZeroTape(RankTape):
@@ -175,7 +175,7 @@ class ZeroTape(RankTape):
             gathered += weight.compute_bytes
             yield Event(place, MemoryChange.ALLOCATE, storage)
         if gathered:
-            yield self._collective(gathered, place)
+            yield self._collective(TransferKind.GATHER, gathered, place)
 
     def _leave(self, running: Running | None, place: Place) -> Iterator[Event]:
         """Let go of the unit that ran, where it is not used again soon."""
@@ -184,7 +184,6 @@ class ZeroTape(RankTape):
         phase, key, _ = running
         if phase is Phase.BACKWARD or not self._is_used_soon(key):
             yield from self._let_go(self._names.get(key, []), place)
-        self._computed = 0.0
 
     def _is_used_soon(self, key: UnitKey) -> bool:
         again = self._position(key, is_backward=True)
@@ -194,11 +193,12 @@ class ZeroTape(RankTape):
         return again <= self._ahead or distance < self._zero.max_reuse_distance
 
     def _let_go(self, names: Iterable[str], place: Place) -> Iterator[Event]:
-        for name in names:
-            storage = self._whole_weights.pop(name, None)
-            if storage is not None:
-                self._num_live -= self._weights[name].numel
-                yield Event(place, MemoryChange.FREE, storage)
+        held = [name for name in names if name in self._whole_weights]
+        for name in held:
+            self._num_live -= self._weights[name].numel
+            yield Event(place, MemoryChange.FREE, self._whole_weights.pop(name))
+        if held:
+            yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
     # --- Gradients. ---
 
@@ -286,7 +286,7 @@ class ZeroTape(RankTape):
             row = Storage(num_bytes, place, category=Category.TEMPORARY)
             yield Event(place, MemoryChange.ALLOCATE, row)
             yield Event(place, MemoryChange.FREE, row)
-        yield self._collective(num_bytes, place)
+        yield self._collective(TransferKind.REDUCE, num_bytes, place)
         yield from self._free(self._waiting, place)
         self._waiting = None
         self._in_bucket.clear()

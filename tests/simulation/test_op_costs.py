@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from hf_ckpt.simulation.devices import CPU, Device, find_device
+from hf_ckpt.simulation.devices import CPU, find_device
 from hf_ckpt.simulation.op_costs import (
     FREE,
-    LaunchQueue,
     OperatorCost,
     attention_efficiency,
     busy_seconds,
+    busy_share,
     copy_seconds,
     operator_cost,
 )
@@ -121,7 +121,7 @@ def test_loss_reads_one_probability_of_each_row_and_writes_the_whole_gradient() 
 def test_matrix_product_moves_its_operands_and_its_result() -> None:
     a, b = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(32, 8, dtype=torch.bfloat16)
     assert operator_cost(aten.mm.default, (a, b), {}, a @ b) == OperatorCost(
-        2 * 16 * 32 * 8, 2 * (16 * 32 + 32 * 8 + 16 * 8), "bfloat16", 2 * 16 * 32 * 8
+        2 * 16 * 32 * 8, 2 * (16 * 32 + 32 * 8 + 16 * 8), "bfloat16", 2 * 16 * 32 * 8, product=(1, 16, 8)
     )
 
 
@@ -215,7 +215,7 @@ class Bitsandbytes:
 def test_products_of_bitsandbytes_are_counted() -> None:
     a, b = torch.ones(2, 16, 32, dtype=torch.int8), torch.ones(8, 32, dtype=torch.int8)
     cost = operator_cost(Bitsandbytes, (a, b), {}, torch.ones(2, 16, 8, dtype=torch.int32))
-    assert cost == OperatorCost(2 * 32 * 32 * 8, 1024 + 256 + 1024, "int8", 2 * 32 * 32 * 8)
+    assert cost == OperatorCost(2 * 32 * 32 * 8, 1024 + 256 + 1024, "int8", 2 * 32 * 32 * 8, product=(1, 32, 8))
 
 
 # --- Seconds. ---
@@ -278,38 +278,27 @@ def test_copies_take_the_time_of_the_link() -> None:
     assert copy_seconds(10**9, CPU, between_ranks=True) == 0.0
 
 
-# --- A device that works while the host issues. ---
+# --- The share of a card that a product keeps busy. ---
 
 
-def issued(device: Device, busy: list[float], *, records_graph: bool = True) -> list[float]:
-    """Return the microseconds of operators that keep the device busy for so many."""
-    queue = LaunchQueue(device)
-    return [round(1e6 * queue.take(1e-6 * us, records_graph=records_graph), 3) for us in busy]
+def test_the_last_round_of_tiles_leaves_multiprocessors_idle() -> None:
+    # 256 x 128 tiles: 64 x 32 = 2,048 for 132 multiprocessors, 15.5 rounds that take 16.
+    assert busy_share((1, 8192, 8192), 132) == pytest.approx(2048 / 132 / 16)
+    # 16 x 8 = 128 tiles are less than one round: tiles of 128 x 128 take 1.94 of 2.
+    assert busy_share((1, 2048, 2048), 132) == pytest.approx(256 / 132 / 2)
+    # Many small products fill a card as one large does.
+    assert busy_share((64, 256, 128), 64) == 1.0
+    assert busy_share((1, 8192, 8192), 0) == busy_share((0, 0, 0), 132) == busy_share((1, 8192, 16), 132) == 1.0
 
 
-def test_device_waits_for_a_host_that_is_slower() -> None:
-    # 10 microseconds to issue, 1 to run.
-    assert issued(H200, [1, 1, 1]) == [11.0, 10.0, 10.0]
-
-
-def test_host_runs_ahead_of_a_device_that_is_slower() -> None:
-    # 10 microseconds to issue, 30 to run: only the first is waited for.
-    assert issued(H200, [30, 30, 30]) == [40.0, 30.0, 30.0]
-
-
-def test_small_operators_behind_a_large_one_are_issued_while_it_runs() -> None:
-    # 100 microseconds of work hide the issuing of ten small operators and some.
-    assert issued(H200, [100, *[1] * 12]) == [110.0, *[1.0] * 11, 10.0]
-
-
-def test_backward_is_issued_faster() -> None:
-    assert issued(H200, [1, 1, 1], records_graph=False) == [7.0, 6.0, 6.0]
-
-
-def test_times_add_up_to_what_the_slower_of_host_and_device_needs() -> None:
-    busy = [3.0, 25.0, 1.0, 40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-    assert sum(issued(H200, busy)) == pytest.approx(max(10 * 10 + 2, 10 + sum(busy)))
-
-
-def test_cpu_issues_and_works_in_turn() -> None:
-    assert issued(replace(H200, is_cuda=False), [30, 30]) == [40.0, 40.0]
+def test_products_that_fill_no_card_take_longer() -> None:
+    first = torch.empty(2048, 512, dtype=torch.bfloat16)
+    weight = torch.empty(512, 2048, dtype=torch.bfloat16)
+    cost = operator_cost(aten.mm.default, (first, weight), {}, torch.empty(2048, 2048))
+    assert cost.product == (1, 2048, 2048)
+    assert busy_seconds(cost, H200) == pytest.approx(
+        2 * 2048 * 512 * 2048 / (0.8 * 989e12 * busy_share((1, 2048, 2048), 132)) + 3e-6
+    )
+    batched = torch.empty(8, 64, 32)
+    cost = operator_cost(aten.bmm.default, (batched, batched.mT), {}, torch.empty(8, 64, 64))
+    assert cost.product == (8, 64, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,3 +200,34 @@ def test_ranks_that_are_slowly_connected_wait_for_one_another() -> None:
     step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine="fsdp2", world_size=WORLD_SIZE))
     waits = [simulate_step(model(), "full", step, device).time.copies for device in (fast, slow)]
     assert 0 < waits[0] < waits[1]
+
+
+def test_gathering_to_recompute_takes_time_and_no_memory() -> None:
+    once, twice = (
+        simulate_step(
+            model(),
+            "full",
+            Step(
+                batch_size=2,
+                seq_length=32,
+                sharding=Sharding(engine="fsdp1", world_size=WORLD_SIZE, gathers_to_recompute=more),
+            ),
+            DEVICE,
+        )
+        for more in (False, True)
+    )
+    assert once.timeline.bytes_by_category == twice.timeline.bytes_by_category
+    assert once.time.copies < twice.time.copies
+
+
+# Of each layer, modules with weights in forward, and those with gradients in backward: PEFT's two adapters under FSDP1;
+# under ZeRO-3 also seven products and two norms, which are frozen.
+# The rest of the model is gathered once; ZeRO-3 gathers the embeddings and the head apart.
+@pytest.mark.parametrize(("engine", "num_others", "num_modules"), [("fsdp1", 1, 2 + 2), ("zero3", 3, 11 + 2)])
+def test_the_host_needs_time_for_each_unit_within_a_layer(engine: str, num_others: int, num_modules: int) -> None:
+    adapted = get_peft_model(model(), LoraConfig(r=1, target_modules=["q_proj"]), low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine=engine, world_size=WORLD_SIZE, zero=SMALL))
+    # So slow that the device always waits for it.
+    slow = [simulate_step(adapted, None, step, replace(DEVICE, unit_seconds=seconds)).time.total for seconds in (1, 2)]
+    # Each layer is gathered in forward and in backward.
+    assert slow[1] - slow[0] == pytest.approx(num_others + CONFIG.num_hidden_layers * (2 + num_modules))
