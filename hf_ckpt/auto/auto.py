@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, further_inputs, is_packing, largest_batch
+from hf_ckpt.auto.batch_bounds import Batch, forward_names, further_inputs, is_packing, largest_batch, reads_text
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
-from hf_ckpt.auto.coverage import check_model, check_run, forward_names
+from hf_ckpt.auto.coverage import check_call, check_run
+from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, innermost_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.distributed import fsdp, store
@@ -91,7 +92,6 @@ class Auto:
         made = innermost_optimizer(optimizer)
         coverage = check_run(running_trainer(), args, model, args.optim if made is None else type(made).__name__)
         shape = self._shape_of(model)
-        check_model(shape)
         given = given_optimizer(optimizer, args, model)
         device = this_device() if args.device.type == "cuda" else CPU
         num_rows = state.train_batch_size or args.train_batch_size
@@ -105,7 +105,11 @@ class Auto:
             return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batch, free)
 
         limits = _agreed(read_limits)
-        batch = limits.batch
+        batches = self._collated(shape, dataloader, num_rows)
+        for each in batches:
+            check_call(shape, each.names)
+        if not batches and limits.batch is not None and reads_text(shape):
+            batches = [limits.batch]
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         if is_on is not None:
             # They stay on the copy, and so are part of each simulated step.
@@ -127,14 +131,19 @@ class Auto:
             host_bytes=limits.host_bytes,
             place=args.device,
             timeout_s=args.ddp_timeout,
-            is_bounded=batch is not None,
+            is_bounded=bool(batches),
         )
         planning.input_gradients = is_on
-        if batch is not None:
-            planning.start(batch)
-            if _evaluates(args):
-                planning.check_evaluation(_of_evaluation(batch, num_rows, args.eval_batch_size, collator))
+        planning.start_all(batches)
+        if _evaluates(args) and batches and not batches[0].tensors:
+            planning.check_evaluation(_of_evaluation(batches[0], num_rows, args.eval_batch_size, collator))
         return planning
+
+    def _collated(self, shape: nn.Module, dataloader: Any, num_rows: int) -> list[Batch]:
+        """Return the largest batches of more than text, where one process trains."""
+        if store.num_processes() > 1 or dataloader is None:
+            return []
+        return collated_batches(shape, getattr(dataloader, "dataset", None), dataloader.collate_fn, num_rows)
 
     def _shape_of(self, model: nn.Module) -> nn.Module:
         is_whole = not fsdp.is_sharded(model) and not any(hasattr(p, "ds_id") for p in model.parameters())
@@ -169,7 +178,7 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
     def sizes() -> tuple[int, list[Any] | None, int | None]:
         limits = read_limits()
         batch = limits.batch
-        return limits.budget_bytes, None if batch is None else list(astuple(batch)), limits.host_bytes
+        return limits.budget_bytes, None if batch is None else _text_sizes(batch), limits.host_bytes
 
     found = store.gather_results(sizes, "looking at the data")
     budget = min(budget for budget, _, _ in found)
@@ -185,6 +194,10 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
         tuple(sorted({name for batch in batches for name in batch.more})),
     )
     return _RunLimits(budget, largest, host)
+
+
+def _text_sizes(batch: Batch) -> list[Any]:
+    return [batch.rows, batch.length, batch.is_padded, batch.is_packed, batch.more]
 
 
 def _batch_of(sizes: list[Any]) -> Batch:

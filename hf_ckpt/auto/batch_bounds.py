@@ -1,18 +1,22 @@
-"""The largest batch that a data set and its collator can produce. Looks at lengths, never draws a batch.
+"""A micro-batch: of text, by its sizes, else by all of its tensors. And the largest one of text that can come.
 
-Drawing from the data loader would move its random state, and the run would see other batches than without a plan.
+That looks at lengths, and never draws a batch: drawing from the data loader would move its random state, and the run
+would see other batches than without a plan. `largest_examples` finds it where there is more than text.
 """
 
 from __future__ import annotations
 
 import heapq
+import inspect
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
+
+from hf_ckpt.simulation.inputs import InputTensor, Settings, outline, with_values
 
 _TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"
 _POSITIONS, _LABELS = "position_ids", "labels"
@@ -26,24 +30,46 @@ class Batch:
     rows: int
     """1 where documents are packed into one."""
     length: int
-    """Tokens of a row, padding included."""
+    """Tokens of a row, padding included; 0 where the model reads none."""
     is_padded: bool = False
     """Whether rows may hold padding, so that the model gets a mask."""
     is_packed: bool = False
     """Whether a row holds several documents."""
     more: tuple[str, ...] = ()
     """Names of further inputs [B, S], such as `token_type_ids`."""
+    tensors: tuple[InputTensor, ...] = ()
+    """Everything that the forward gets, where it is more than text, such as images."""
+    settings: Settings = ()
+    """What it gets beside them, such as `return_loss`."""
 
     def holds(self, other: Batch) -> bool:
-        """Whether the other one has no more rows, no longer ones, and no further inputs."""
+        """Whether the other one has no more rows, no longer ones, and no further or larger inputs."""
         # Padding is not compared: reading a mask would wait for the device in each step.
-        return self.rows >= other.rows and self.length >= other.length and set(self.more) >= set(other.more)
+        is_text_held = self.rows >= other.rows and self.length >= other.length and set(self.more) >= set(other.more)
+        mine = {tensor.name: tensor for tensor in self.tensors}
+        are_tensors_held = all(each.name in mine and mine[each.name].holds(each) for each in other.tensors)
+        return is_text_held and are_tensors_held and set(self.settings) >= set(other.settings)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of everything that the forward gets."""
+        if self.tensors:
+            return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
+        rest = [(_MASK, self.is_padded), (_POSITIONS, self.is_packed)]
+        return (_TOKENS, _LABELS, *self.more, *(name for name, is_there in rest if is_there))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors; 0 of text."""
+        return sum(each.num_bytes for each in self.tensors)
 
     def describe(self) -> str:
         """Return rows, length and further inputs, such as `2 rows of 2,048 tokens`."""
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        more = f" with {', '.join(self.more)}" if self.more else ""
-        return f"{rows} of {self.length:,} tokens{' of several documents' if self.is_packed else ''}{more}"
+        length = f" of {self.length:,} tokens" if self.length else ""
+        further = [each.describe() for each in self.tensors if each.shape != (self.rows, self.length)]
+        more = f" with {', '.join([*self.more, *further])}" if self.more or further else ""
+        return f"{rows}{length}{' of several documents' if self.is_packed else ''}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +95,81 @@ def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
     known = (_TOKENS, _MASK, _LABELS, *((_POSITIONS,) if is_packed else ()))
     more = (name for name, value in kwargs.items() if name not in known and is_like_tokens(value, ids))
     return Batch(ids.shape[0], ids.shape[1], has_mask, is_packed, tuple(sorted(more)))
+
+
+def describe_batch(
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any], *, reads: bool = True, may_pad: bool = True
+) -> Batch | None:
+    """Return the batch that a model's forward is called with; None where there is none that could be simulated.
+
+    Args:
+        model: may be an adapter around one.
+        args: of the call.
+        kwargs: of the call.
+        reads: read the values of whole numbers too, which waits for the device. Without them the batch can be held
+            against others, and not be simulated.
+        may_pad: rows of another batch may hold padding, for code that checks whether there is any.
+    """
+    batch = batch_of(args, kwargs)
+    if batch is not None and reads_text(model) and all(_is_of_text(model, batch, *each) for each in kwargs.items()):
+        return batch
+    named = {**dict(zip(forward_names(model), args, strict=False)), **kwargs}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.dim()}
+    if not tensors:
+        return None
+    if batch is None:
+        first = tensors.get(main_input(model), next(iter(tensors.values())))
+        batch = Batch(first.shape[0], 0)
+    if may_pad and reads:
+        tensors = {name: _with_padding(value) if name.endswith(_MASK) else value for name, value in tensors.items()}
+    found = [(with_values if reads else outline)(name, value) for name, value in tensors.items()]
+    settings = ((name, value) for name, value in named.items() if isinstance(value, bool | str))
+    return replace(batch, tensors=tuple(found), settings=tuple(settings))
+
+
+def _with_padding(mask: Tensor) -> Tensor:
+    """Return a mask [B, S] of rows in which at least one token is padding."""
+    if mask.dim() != 2 or mask.is_floating_point() or not mask.numel() or not mask.all():
+        return mask
+    mask = mask.detach().clone()
+    mask[0, -1] = 0
+    return mask
+
+
+def _is_of_text(model: nn.Module, batch: Batch, name: str, value: Any) -> bool:
+    """Whether an input is described by the sizes of a text."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return True
+    if name == _LABELS:
+        # Other ones are for whoever checks them.
+        return True
+    is_whole = not (value.is_floating_point() or value.is_complex())
+    is_few = value.numel() < batch.rows * batch.length
+    return is_whole and (is_few or tuple(value.shape) == (batch.rows, batch.length))
+
+
+def reads_text(model: nn.Module) -> bool:
+    """Whether a model reads token ids, computes a loss of labels, and writes as many tokens as it reads."""
+    bare = without_adapter(model)
+    if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+        return False
+    return main_input(bare) == _TOKENS and _LABELS in forward_names(bare)
+
+
+def main_input(model: nn.Module) -> str:
+    """Return the name of what a model reads."""
+    return str(getattr(without_adapter(model), "main_input_name", _TOKENS))
+
+
+def forward_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names that the forward of a model takes, in their order."""
+    return tuple(inspect.signature(type(without_adapter(model)).forward).parameters)[1:]
+
+
+def without_adapter(model: nn.Module) -> nn.Module:
+    """Return the model that an adapter is around."""
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return base
 
 
 def is_like_tokens(value: Any, ids: Tensor) -> bool:

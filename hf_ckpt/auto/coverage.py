@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, is_like_tokens
+from hf_ckpt.auto.batch_bounds import Batch, is_like_tokens, without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
-from hf_ckpt.distributed import fsdp
+from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.simulation.step import labels_shape
@@ -45,15 +45,10 @@ class Coverage:
 
     def log(self, batch: Batch) -> None:
         """Say both in one line; at the level of a warning where something is left out."""
-        inputs = ["input_ids", "labels", *batch.more]
-        inputs += [
-            name
-            for name, is_there in (("attention_mask", batch.is_padded), ("position_ids", batch.is_packed))
-            if is_there
-        ]
         level = logging.WARNING if self.not_counted else logging.INFO
         left_out = "; ".join(self.not_counted) or "nothing that is known"
-        logger.log(level, "Counted: %s; %s. Not counted: %s.", ", ".join(inputs), "; ".join(self.counted), left_out)
+        counted = "; ".join((", ".join(batch.names), *self.counted))
+        logger.log(level, "Counted: %s. Not counted: %s.", counted, left_out)
 
 
 def refuse(what: str, remedy: str = "") -> UnsupportedError:
@@ -82,45 +77,21 @@ def check_run(trainer: Any, args: TrainingArguments, model: nn.Module, optimizer
     _check_backward(args, model)
     left_out = (*_small_models(trainer, args, model), *_loss_of_its_own(trainer), *_generation(trainer, args))
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
-    return Coverage((type(_bare(model)).__name__, optimizer, engine), left_out)
+    return Coverage((type(without_adapter(model)).__name__, optimizer, engine), left_out)
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot be called as the simulated step calls it. It is not sharded.
+def check_call(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a model that cannot be called with inputs of these names.
 
     Raises:
-        UnsupportedError: see `check_run`.
+        UnsupportedError: says what its forward takes.
     """
-    bare = _bare(model)
-    main_input = getattr(bare, "main_input_name", "input_ids")
-    if main_input != "input_ids":
-        raise UnsupportedError(
-            f'Policy "auto" simulates models that read token ids, and {type(bare).__name__} reads {main_input}. Use '
-            "another policy."
-        )
-    _check_forward(bare)
-
-
-def _check_forward(model: nn.Module) -> None:
-    what = f"it calls the model with input_ids and labels, and {type(model).__name__}.forward"
-    signature = inspect.signature(type(model).forward)
-    if "input_ids" in signature.parameters and "labels" not in signature.parameters:
-        raise refuse(f"{what} takes no labels")
+    bare, names = without_adapter(model), list(names)
     try:
-        signature.bind(model, input_ids=None, labels=None)
+        inspect.signature(type(bare).forward).bind(bare, **dict.fromkeys(names))
     except TypeError as error:
+        what = f"it calls the model with {', '.join(names)}, and {type(bare).__name__}.forward"
         raise refuse(f"{what} cannot be called so: {error}") from None
-
-
-def forward_names(model: nn.Module) -> frozenset[str]:
-    """Return the names that the forward of a model takes."""
-    return frozenset(inspect.signature(type(_bare(model)).forward).parameters)
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """Return the model that an adapter is around."""
-    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return base
 
 
 def _check_arguments(args: TrainingArguments) -> None:
@@ -149,7 +120,7 @@ def _check_backward(args: TrainingArguments, model: nn.Module) -> None:
 def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> None:
     accelerator = getattr(trainer, "accelerator", None)
     configs = [getattr(holder, "parallelism_config", None) for holder in (args, accelerator)]
-    configs.append(getattr(getattr(_bare(model), "config", None), "distributed_config", None))
+    configs.append(getattr(getattr(without_adapter(model), "config", None), "distributed_config", None))
     for name, what in SPLIT_SIZES.items():
         size = max(getattr(config, name, None) or 1 for config in configs)
         if size > 1:
@@ -271,14 +242,14 @@ class InputCheck:
     _num_forwards: int = 0
     _told: set[str] = field(default_factory=set)
 
-    def check(self, model: nn.Module, batch: Batch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """Refuse a training forward that is not the simulated one, before it runs, and return its batch.
+    def check(self, model: nn.Module, batch: Batch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a training forward that is not the simulated one, before it runs.
 
         Raises:
             UnsupportedError: names the input.
         """
         if batch is None:
-            raise refuse("the model's forward came without token ids [rows, tokens], so that its batch is not known")
+            raise refuse("the model's forward came without a tensor, so that its batch is not known")
         self._num_forwards += 1
         if self._num_forwards > 1:
             raise refuse(
@@ -287,11 +258,14 @@ class InputCheck:
         named = {f"positional argument {place}": value for place, value in enumerate(args)} | kwargs
         ids = kwargs.get("input_ids", args[0] if args else None)
         for name, value in named.items():
-            if isinstance(value, Tensor) and value is not ids:
-                self._check_tensor(model, name, value, ids)
-            elif value is not ids:
+            if not isinstance(value, Tensor):
                 _check_setting(model, name, value)
-        return replace(batch, length=max(batch.length, _target_length(model, kwargs.get("labels"))))
+            elif batch.tensors:
+                _check_leaf(name, value)
+            elif value is not ids:
+                self._check_tensor(model, name, value, ids)
+        if batch.tensors:
+            check_call(model, batch.names)
 
     def end_micro_batch(self) -> None:
         """Refuse a micro-batch in which the model's own forward did not run.
@@ -313,9 +287,6 @@ class InputCheck:
         is_mask = name == "attention_mask" and shape == tuple(ids.shape)
         if is_mask or value.numel() <= 1 or is_like_tokens(value, ids):
             return
-        if value.is_floating_point() or value.is_complex() or value.numel() > ids.numel():
-            dtype = str(value.dtype).removeprefix("torch.")
-            raise refuse(f"a batch came with {name} {[*shape]} of {dtype}, which the simulated step does not have")
         if name not in self._told:
             # Whole numbers, fewer than tokens: no activation has their shape.
             self._told.add(name)
@@ -334,19 +305,17 @@ def _check_setting(model: nn.Module, name: str, value: Any) -> None:
 
 def _check_labels(model: nn.Module, shape: tuple[int, ...], ids_shape: tuple[int, ...]) -> None:
     expected = labels_shape(model, *ids_shape)
-    if shape != expected and not (_is_encoder_decoder(model) and len(shape) == len(expected)):
+    if shape != expected:
         raise refuse(
             f"labels are {[*shape]}, where the loss of {type(model).__name__} was simulated with {[*expected]}"
         )
 
 
-def _target_length(model: nn.Module, labels: Any) -> int:
-    """Return the tokens that an encoder-decoder writes, which are simulated as many as it reads; 0 for other models."""
-    return int(labels.shape[-1]) if isinstance(labels, Tensor) and _is_encoder_decoder(model) else 0
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+def _check_leaf(name: str, value: Tensor) -> None:
+    if value.requires_grad:
+        raise refuse(f"a batch came with {name} that was computed with gradients, outside of the model's forward")
+    if store.num_processes() > 1:
+        raise refuse(f"a batch came with {name} {[*value.shape]}, where several processes train: text alone is counted")
 
 
 def _held_by(value: Any) -> Iterable[Any]:

@@ -77,6 +77,8 @@ def step_from(
         is_padded=batch.is_padded,
         is_packed=batch.is_packed,
         more_inputs=batch.more,
+        tensors=batch.tensors,
+        settings=batch.settings,
         autocast="bfloat16" if value_of("bf16") else "float16" if value_of("fp16") else None,
         gradient_accumulation_steps=value_of("gradient_accumulation_steps"),
         max_grad_norm=float(value_of("max_grad_norm") or 0.0),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.batch_bounds import Batch, batch_of
+from hf_ckpt.auto.batch_bounds import Batch, describe_batch
 from hf_ckpt.auto.coverage import Coverage, InputCheck
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
+
+_SHORTER = "Evaluate shorter rows, or raise the budget."
 
 _PlanMessage = tuple[str, int, str]
 """A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, and where that lies."""
@@ -114,11 +116,19 @@ class RunPlanner:
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.batch = batch
         self._fitting.setdefault(self.plan.digest(), []).append(batch)
+        bound = "" if self._is_bounded else "; bound not known, larger batches are planned for before they run"
         logger.info(
-            "Planned for %s: predicted peak %s of %s, %s.",
-            *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where),
+            "Planned for %s: predicted peak %s of %s, %s%s.",
+            *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where, bound),
         )
         self._coverage.log(batch)
+
+    def start_all(self, batches: Sequence[Batch]) -> None:
+        """Plan for the largest of each kind of batch. See `start`."""
+        # A plan for one may not do for another.
+        for batch in (*batches, *batches):
+            if not self._is_known(batch):
+                self.start(batch)
 
     def watch(self, model: nn.Module, put_in_force: Callable[[Plan], None]) -> RemovableHandle:
         """Check the inputs of each forward before it runs, until the handle is removed.
@@ -134,8 +144,12 @@ class RunPlanner:
         """Raise `UnsupportedError` if the model's forward, which was planned for, did not run in a micro-batch."""
         self._inputs.end_micro_batch()
 
-    def before_step(self, batch: Batch) -> bool:
+    def before_step(self, batch: Batch, read: Callable[[], Batch | None]) -> bool:
         """Plan anew if this rank's batch is larger than what the plan was made for. Returns whether the plan changed.
+
+        Args:
+            batch: to be held against others.
+            read: returns it to be simulated, with the values of whole numbers.
 
         Raises:
             BudgetError: no plan fits the batch.
@@ -149,6 +163,8 @@ class RunPlanner:
         if self._is_known(largest_of_all):
             return False
         before = self.plan
+        if batch.tensors:
+            largest_of_all = read() or batch
         try:
             self.start(largest_of_all)
         except BudgetError as error:
@@ -167,14 +183,17 @@ class RunPlanner:
             self._warn_of(batch)
         return self.batch.more
 
-    def check_evaluation(self, batch: Batch) -> None:
-        """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger counts as checked."""
+    def check_evaluation(self, batch: Batch, read: Callable[[], Batch | None] | None = None) -> None:
+        """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger counts as checked.
+
+        `read`: see `before_step`.
+        """
         if any(known.holds(batch) for known in self._evaluated):
             return
         self._evaluated.append(batch)
         if store.num_processes() > 1 and dist.get_rank() != 0:
             return
-        _undisturbed(self._check_evaluation, batch)
+        _undisturbed(self._check_evaluation, (read and read()) or batch)
 
     def _check_evaluation(self, batch: Batch) -> None:
         found = self._simulator(batch).evaluate()
@@ -192,9 +211,9 @@ class RunPlanner:
             return self._simulator(smaller).evaluate().memory.peak_bytes
 
         fits = None
-        if batch.rows > 1:
+        if batch.rows > 1 and not batch.tensors:
             fits = largest(peak, self.budget_bytes, start=batch.rows // 2, most=batch.rows - 1)
-        what = "Evaluate shorter rows, or raise the budget."
+        what = "Evaluate smaller batches, or raise the budget." if batch.tensors else _SHORTER
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.peak_bytes)})."
         return (
@@ -247,13 +266,16 @@ def _before_forward(
     # torch calls a hook without keywords that another hook of the same call has just removed.
     if kwargs is None or torch.compiler.is_compiling():
         return
-    batch = batch_of(args, kwargs)
+    describe = partial(describe_batch, model, args, kwargs)
+    batch = describe(reads=False)
     if model.training and torch.is_grad_enabled():
-        if planning.before_step(planning._inputs.check(model, batch, args, kwargs)):
+        planning._inputs.check(model, batch, args, kwargs)
+        assert batch is not None, "a forward without one is refused"
+        if planning.before_step(batch, describe):
             put_in_force(planning.plan)
     elif batch is not None and not model.training and "labels" in kwargs:
         # Without labels it is a generation, one token after the other.
-        planning.check_evaluation(batch)
+        planning.check_evaluation(batch, describe)
 
 
 def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
@@ -273,5 +295,8 @@ def _largest_of_all(batch: Batch, place: torch.device) -> Batch:
 
 def _rounded_up(batch: Batch) -> Batch:
     """Return the batch with the next length that is planned for where no bound is known."""
+    if batch.tensors:
+        # Where the next images would be is not known.
+        return batch
     step = max(1, 2 ** (batch.length.bit_length() - 1) // _STEPS_IN_A_DOUBLING)
     return replace(batch, length=-(-batch.length // step) * step)

@@ -150,7 +150,9 @@ class _FittingChanges:
         self._write = write
         self._say = say
         self._known: dict[tuple[int, int], int] = {}
-        self._floor = _with_rows(replace(step, seq_length=min(step.seq_length, LENGTH_MULTIPLE)), 1)
+        # How many images a smaller batch has is not known.
+        smallest = replace(step, seq_length=min(step.seq_length, LENGTH_MULTIPLE))
+        self._floor = step if step.tensors else _with_rows(smallest, 1)
 
     def smaller_batches(self) -> Iterator[_FittingChange]:
         """Yield the longest rows that fit, and the largest micro-batch; where neither does alone, both together."""

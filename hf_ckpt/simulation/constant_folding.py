@@ -8,7 +8,7 @@ Operators that fake CPU tensors lack are replaced here too. Knows operators, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -53,12 +53,14 @@ def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(map(_has_values, tensors)):
+        if function in _INDEXING:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         return (substitute(function) or function)(*args, **kwargs)
     key = None if tensors else look(function, args, kwargs)
     if key is not None and key in _made_for_real:
         return _run_real(function, args, kwargs)
-    if tensors and function._schema.is_mutable:
-        # It changes its arguments: run on fake copies, it would leave no trace.
+    if tensors and (function._schema.is_mutable or function.is_view):
+        # It changes its arguments: run on fake copies, it would leave no trace. A view takes no memory.
         return _run_real(function, args, kwargs)
     try:
         output = function(*args, **kwargs)
@@ -75,6 +77,26 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 _made_for_real = set[Hashable]()
 """Calls without tensors whose output is small: such as each parameter's counter of steps."""
+
+
+_INDEXING = frozenset(
+    (
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    )
+)
+"""Read and write at places: the second argument has an index for each dimension, or a mask for several."""
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Return the places that a mask with values selects in its stead: so many elements are known then."""
+    found: list[Any] = []
+    for each in indices:
+        is_mask = isinstance(each, Tensor) and each.dtype is torch.bool and _has_values(each)
+        found.extend(_run_real(torch.Tensor.nonzero, (each,), {}).unbind(1) if is_mask else (each,))
+    return found
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -103,10 +125,12 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return _SUBSTITUTES.get(function)
 
 
-def to_unsupported_error(error: Exception, module: str) -> UnsupportedError | None:
+def to_unsupported_error(
+    error: Exception, module: str, inputs: Sequence[str] = ("input_ids", "labels"), unknown: Sequence[str] = ()
+) -> UnsupportedError | None:
     """Translate an error of a simulated step for a user; None where the error itself says what is wrong.
 
-    `module` is the innermost one that ran.
+    `module` is the innermost one that ran, `inputs` are what the model was given, `unknown` those without values.
     """
     where = f'Module "{module}"' if module else "The model"
     if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
@@ -116,16 +140,21 @@ def to_unsupported_error(error: Exception, module: str) -> UnsupportedError | No
         )
     if isinstance(error, ValueError) and not isinstance(error, HFCkptError):
         return UnsupportedError(
-            f"{where} cannot be simulated: given input_ids and labels, as a simulated step gives them, it raises "
+            f"{where} cannot be simulated: given {_listed(inputs)}, as a simulated step gives them, it raises "
             f'"{error}". Measure a step on the device instead, with the inputs that it needs.'
         )
     if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return None
+    of_inputs = f", of {_listed(unknown)} too" if unknown else ""
     return UnsupportedError(
         f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}), and a "
-        "simulated step has shapes only. Measure a step on the device instead, or choose an implementation with fixed "
-        'shapes where the model has one (experts_implementation="grouped_mm").'
+        f"simulated step has shapes only{of_inputs}. Measure a step on the device instead, or choose an implementation "
+        'with fixed shapes where the model has one (experts_implementation="grouped_mm").'
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _grouped_mm(

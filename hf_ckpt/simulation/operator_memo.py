@@ -135,7 +135,7 @@ def look(
     except _NotKnownError:
         return None
     is_mixed = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
-    return None if is_mixed and not _makes_new(function) else key
+    return None if is_mixed and (not _makes_new(function) or _reads_values(function)) else key
 
 
 @cache
@@ -143,6 +143,12 @@ def _makes_new(function: Callable[..., Any]) -> bool:
     """Whether an operator neither changes an argument nor returns a view of one."""
     schema = getattr(function, "_schema", None)
     return schema is not None and all(argument.alias_info is None for argument in schema.arguments)
+
+
+@cache
+def _reads_values(function: Any) -> bool:
+    """Whether the shape of an operator's output depends on values, such as those of a mask."""
+    return torch.Tag.dynamic_output_shape in getattr(function, "tags", ())
 
 
 def _look(value: Any, tensors: list[Tensor]) -> Hashable:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
@@ -309,7 +310,7 @@ class StepSimulator:
         with ExitStack() as entered:
             for context in (torch.random.fork_rng(devices=[]), fake.mode, tracker):
                 entered.enter_context(context)
-            entered.enter_context(_explained(tracker))
+            entered.enter_context(_explained(tracker, self.step))
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
             entered.enter_context(track_modules(fake.model, stacks, tracker))
             entered.enter_context(emulate_cuda(self.step, self.device))
@@ -328,7 +329,15 @@ class StepSimulator:
     def _optimizer(self, names: frozenset[str]) -> OptimizerStep:
         """Return the optimizer's state and step where the parameters with these names get a gradient."""
         step = replace(
-            self.step, batch_size=1, seq_length=1, is_padded=False, is_packed=False, more_inputs=(), is_proven=False
+            self.step,
+            batch_size=1,
+            seq_length=1,
+            is_padded=False,
+            is_packed=False,
+            more_inputs=(),
+            tensors=(),
+            settings=(),
+            is_proven=False,
         )
         key = replace(step, gradient_accumulation_steps=min(step.gradient_accumulation_steps, MICRO_BATCHES)), names
         if key not in self._known.optimizers:
@@ -433,12 +442,14 @@ def _turn_cache_off(model: nn.Module) -> None:
 
 
 @contextmanager
-def _explained(tracker: Tracker) -> Iterator[None]:
+def _explained(tracker: Tracker, step: Step) -> Iterator[None]:
     """Say what a step that cannot be simulated needs."""
+    named = [each.name for each in step.tensors] or ["input_ids", "labels"]
+    unknown = [each.name for each in step.tensors if each.values is None]
     try:
         yield
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        unsupported = to_unsupported_error(error, tracker.module)
+        unsupported = to_unsupported_error(error, tracker.module, named, unknown)
         if unsupported is None:
             raise
         raise unsupported from error
@@ -450,6 +461,12 @@ def _run_batch(model: nn.Module, step: Step, tracker: Tracker) -> int:
         inputs = make_inputs(step, model)
     tracker.record_existing(inputs.items(), Category.TEMPORARY)
     with torch.no_grad():
-        output = prepare_forward(model, step)(**inputs)
-    logits: Tensor = output["logits"]
-    return logits.nbytes + inputs["labels"].nbytes
+        output = prepare_forward(model, step)(**inputs, **dict(step.settings))
+    ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
+    kept = tree_leaves([value for name, value in output.items() if name not in ("loss", *ignored)])
+    kept += [value for name, value in inputs.items() if name in _LABELS]
+    return sum(each.nbytes for each in kept if isinstance(each, Tensor))
+
+
+_LABELS = ("labels", "start_positions", "end_positions")
+"""What a forward is given to compute its loss."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.simulation.inputs import InputTensor, Settings
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tracker import Tracker
 
@@ -77,6 +80,10 @@ class Step:
     """Whether rows hold several documents, separated by position ids."""
     more_inputs: tuple[str, ...] = ()
     """Further inputs of the forward: integers [B, S], such as `token_type_ids`."""
+    tensors: tuple[InputTensor, ...] = ()
+    """All tensors that the forward is given, where sizes of a text do not describe them; they go before those."""
+    settings: Settings = ()
+    """What the forward is given beside `tensors`."""
     autocast: str | None = None
     """`bfloat16` or `float16` where the Trainer runs with bf16 or fp16; None without mixed precision."""
     gradient_accumulation_steps: int = 1
@@ -123,7 +130,7 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Cal
         tracker.record_existing(inputs.items(), Category.TEMPORARY)
     for number, inputs in enumerate(batches[:MICRO_BATCHES]):
         tracker.start_micro_batch(number)
-        _run_backward(_loss(forward, inputs))
+        _run_backward(_loss(partial(forward, **dict(step.settings)), inputs))
     if step_optimizer is not None:
         with tracker.phase(Phase.OPTIMIZER):
             step_optimizer()
@@ -132,7 +139,13 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Cal
 
 
 def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
-    """Return one micro-batch: token ids [B, S], labels, what padding or packing adds, and further inputs [B, S]."""
+    """Return one micro-batch: token ids [B, S], labels, what padding or packing adds, and further inputs [B, S].
+
+    Where the step has `tensors`, it is made of those.
+    """
+    if step.tensors:
+        like = next(model.parameters())
+        return {each.name: each.make(like) for each in step.tensors}
     shape = (step.batch_size, step.seq_length)
     inputs = {"input_ids": torch.full(shape, _TOKEN, dtype=torch.long), "labels": _make_labels(model, *shape)}
     # A type of a token, or a position: 0 is one everywhere.
@@ -181,7 +194,12 @@ def _run_backward(loss: Tensor) -> None:
 
 def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
     # A function of its own, so that the logits are freed where the Trainer frees them.
-    loss: Tensor = forward(**inputs)["loss"]
+    loss: Tensor | None = forward(**inputs).get("loss")
+    if loss is None:
+        raise UnsupportedError(
+            f"The step cannot be simulated: given {', '.join(inputs)}, the model's forward returns no loss. Give it "
+            "labels, or measure a step on the device instead."
+        )
     return loss
 
 

@@ -1,0 +1,212 @@
+"""The largest batches of a data set with more than text: what its collator makes of copies of the largest examples.
+
+Examples are ranked by what is cheap to read: the lengths of texts and lists, the sizes of images and arrays. Nothing is
+drawn from the data loader, and random states are put back: a run sees the batches that it would see without a plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import importlib
+import io
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Subset
+
+from hf_ckpt.auto.batch_bounds import Batch, describe_batch, reads_text
+
+logger = logging.getLogger(__name__)
+
+MAX_EXAMPLES = 2000
+"""That are looked at, evenly spaced."""
+MAX_SECONDS = 10.0
+"""For looking at them."""
+_MAX_BATCHES = 4
+"""Of the columns that differ most: each has largest examples of its own."""
+
+
+def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: int) -> list[Batch]:
+    """Return the largest batches of a data set with more than text, largest first.
+
+    One has the largest example of each column. Others have the largest ones of a single column: of what is joined
+    instead of padded, they may have more.
+
+    Args:
+        model: that reads them.
+        dataset: of the data loader: a list of examples, or a data set of `datasets` without a transform.
+        collator: of the data loader. Its copy is called, on copies of examples.
+        num_rows: examples of a micro-batch.
+
+    Returns:
+        Nothing where text alone describes the batches, or where no bound is known.
+    """
+    rows = _readable(dataset)
+    if rows is None or (reads_text(model) and _has_text_alone(rows)):
+        return []
+    sizes = _read_sizes(rows)
+    may_pad = num_rows > 1 and len(set(map(tuple, sizes.values()))) > 1
+    found = []
+    for places in _choices(sizes, num_rows):
+        batch = _collated(model, [rows.example(place) for place in places], collator, may_pad=may_pad)
+        if batch is None:
+            return []
+        found.append(batch)
+    return sorted((batch for batch in found if batch.tensors), key=lambda batch: -batch.num_bytes)
+
+
+def _collated(model: nn.Module, examples: list[Any], collator: Any, *, may_pad: bool) -> Batch | None:
+    with _random_states_kept():
+        try:
+            made = copy.deepcopy(collator)(copy.deepcopy(examples))
+        except Exception as error:  # noqa: BLE001
+            # Whatever a user's collator raises; where it is to blame, it will again.
+            logger.info("The largest examples could not be collated, so no bound is known: %s", error)
+            return None
+    return describe_batch(model, (), made, may_pad=may_pad) if isinstance(made, Mapping) else None
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    state, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(of_numpy)
+
+
+# --- Which examples. ---
+
+
+def _choices(sizes: Mapping[int, list[int]], num_rows: int) -> list[tuple[int, ...]]:
+    """Return the places of the examples of each batch."""
+    columns = [column for column in zip(*sizes.values(), strict=True) if len(set(column)) > 1]
+    most = [max(column) for column in columns]
+    of_each = dict(zip(sizes, zip(*columns, strict=True), strict=True)) if columns else dict.fromkeys(sizes, ())
+    share = {place: sum(size / of for size, of in zip(each, most, strict=True)) for place, each in of_each.items()}
+    ranked = heapq.nlargest(num_rows, share, key=share.__getitem__)
+    singles = [
+        heapq.nlargest(num_rows, of_each, key=lambda place: (of_each[place][column], share[place]))
+        for column in range(len(columns))
+    ]
+    mixed = list(dict.fromkeys((*(single[0] for single in singles), *ranked)))[:num_rows]
+    choices = dict.fromkeys(tuple(sorted(each)) for each in (mixed, ranked, *singles))
+    return list(choices)[:_MAX_BATCHES]
+
+
+def _read_sizes(rows: _Rows) -> dict[int, list[int]]:
+    """Return the sizes of the columns of examples, by their places."""
+    until = time.monotonic() + MAX_SECONDS
+    found: dict[int, Mapping[str, int]] = {}
+    for place in range(0, rows.count, -(-rows.count // MAX_EXAMPLES)):
+        found[place] = {str(name): _size(value) for name, value in rows.header(place).items()}
+        if time.monotonic() > until:
+            break
+    if len(found) < rows.count:
+        logger.info(
+            "Looked at %s of %s examples for the largest batch; a larger one is planned for before it runs.",
+            *(f"{len(found):,}", f"{rows.count:,}"),
+        )
+    names = sorted({name for each in found.values() for name in each})
+    return {place: [each.get(name, 0) for name in names] for place, each in found.items()}
+
+
+def _size(value: Any) -> int:
+    """Return the numbers of an array, the characters of a text, the pixels of an image; of more, their sum."""
+    size = getattr(value, "shape", None) or getattr(value, "size", None)
+    if isinstance(size, tuple):
+        return prod(size)
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return _file_size(value) if {"bytes", "path"} >= set(value) else sum(map(_size, value.values()))
+    if isinstance(value, list | tuple):
+        is_flat = bool(value) and isinstance(value[0], int | float)
+        return len(value) if is_flat else sum(map(_size, value))
+    return int(value is not None)
+
+
+def _file_size(file: Mapping[str, Any]) -> int:
+    """Return the pixels of an image in a file, as its header says; of other files, the bytes."""
+    content = file.get("bytes")
+    with suppress(ImportError, OSError):
+        opener = importlib.import_module("PIL.Image")
+        with opener.open(io.BytesIO(content) if content else file.get("path")) as image:
+            return prod(image.size)
+    if content:
+        return len(content)
+    with suppress(OSError, TypeError, ValueError):
+        return Path(str(file.get("path"))).stat().st_size
+    return 0
+
+
+# --- Data sets. ---
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The examples of a data set."""
+
+    count: int
+    example: Callable[[int], Any]
+    """As the data loader gets it."""
+    header: Callable[[int], Mapping[str, Any]]
+    """The same with images and sound as files, where they are in files."""
+
+
+def _readable(dataset: Any) -> _Rows | None:
+    """Return the examples of a data set, or None where they are computed or without end."""
+    if isinstance(dataset, Subset):
+        part, places = _readable(dataset.dataset), dataset.indices
+        if part is None or not len(places):
+            return None
+        return _Rows(len(places), lambda at: part.example(places[at]), lambda at: part.header(places[at]))
+    if isinstance(dataset, ConcatDataset):
+        return _concatenated([_readable(part) for part in dataset.datasets])
+    if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, Mapping) for each in dataset):
+        return _Rows(len(dataset), dataset.__getitem__, dataset.__getitem__)
+    if all(hasattr(dataset, name) for name in ("column_names", "with_format", "__len__")):
+        if not len(dataset) or dataset.format["type"] == "custom":
+            return None
+        table = dataset.with_format("arrow")
+        return _Rows(len(dataset), dataset.__getitem__, lambda at: table[at : at + 1].to_pylist()[0])
+    return None
+
+
+def _concatenated(parts: list[_Rows | None]) -> _Rows | None:
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    places = [(part, at) for part in known for at in range(part.count)]
+    return _Rows(
+        len(places), lambda at: places[at][0].example(places[at][1]), lambda at: places[at][0].header(places[at][1])
+    )
+
+
+_FEW = 8
+
+
+def _has_text_alone(rows: _Rows) -> bool:
+    """Whether a few examples hold token ids, and nothing but what has a place in a text."""
+    few = [rows.header(place) for place in range(0, rows.count, -(-rows.count // _FEW))]
+    return all("input_ids" in each and all(map(_is_of_text, each.values())) for each in few)
+
+
+def _is_of_text(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or not value.dim()
+    is_row = isinstance(value, list) and all(isinstance(each, int) for each in value)
+    return is_row or isinstance(value, str | int | float)
