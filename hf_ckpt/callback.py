@@ -408,7 +408,8 @@ def _largest(
 ) -> Batch | None:
     """Return the largest batch that can come to this process, or None where that is not known."""
     if planning is not None:
-        return planning.bound
+        # Without token ids its length says nothing.
+        return planning.bound if planning.bound is not None and planning.bound.length else None
     num_rows = state.train_batch_size or args.train_batch_size
     return largest_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
 

@@ -98,18 +98,12 @@ class Auto:
         collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
 
         def read_limits() -> _RunLimits:
-            batch = largest_batch(dataset, collator, num_rows, self._max_length)
-            if batch is not None:
-                batch = replace(batch, more=further_inputs(dataset, forward_names(shape)))
+            batches = _largest_batches(shape, dataset, collator, num_rows, self._max_length)
             free = free_host_bytes(self._allowed.offload)
-            return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batch, free)
+            return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batches, free)
 
         limits = _agreed(read_limits)
-        batches = self._collated(shape, dataloader, num_rows)
-        for each in batches:
-            check_call(shape, each.names)
-        if not batches and limits.batch is not None and reads_text(shape):
-            batches = [limits.batch]
+        batches = limits.batches
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         if is_on is not None:
             # They stay on the copy, and so are part of each simulated step.
@@ -139,12 +133,6 @@ class Auto:
             planning.check_evaluation(_of_evaluation(batches[0], num_rows, args.eval_batch_size, collator))
         return planning
 
-    def _collated(self, shape: nn.Module, dataloader: Any, num_rows: int) -> list[Batch]:
-        """Return the largest batches of more than text, where one process trains."""
-        if store.num_processes() > 1 or dataloader is None:
-            return []
-        return collated_batches(shape, getattr(dataloader, "dataset", None), dataloader.collate_fn, num_rows)
-
     def _shape_of(self, model: nn.Module) -> nn.Module:
         is_whole = not fsdp.is_sharded(model) and not any(hasattr(p, "ds_id") for p in model.parameters())
         # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
@@ -163,29 +151,43 @@ class _RunLimits:
 
     budget_bytes: int
     """That a step may use."""
-    batch: Batch | None
-    """The largest one; None where no bound is known."""
+    batches: list[Batch]
+    """The largest ones; empty where no bound is known."""
     host_bytes: int | None
     """Of host memory that are free; None where that is not known."""
 
 
+def _largest_batches(
+    model: nn.Module, dataset: Any, collator: Any, num_rows: int, max_length: int | None
+) -> list[Batch]:
+    """Return the largest batches of more than a text, or that of a text; none where no bound is known."""
+    found = [] if collator is None else collated_batches(model, dataset, collator, num_rows)
+    for each in found:
+        check_call(model, each.names)
+    if found or not reads_text(model):
+        return found
+    batch = largest_batch(dataset, collator, num_rows, max_length)
+    return [] if batch is None else [replace(batch, more=further_inputs(dataset, forward_names(model)))]
+
+
 def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
-    """Return the smallest budget, the largest batch and the least host memory of all ranks.
+    """Return the smallest budget, the largest batches and the least host memory of all ranks.
 
     There is no batch where one rank knows no bound.
     """
 
-    def sizes() -> tuple[int, list[Any] | None, int | None]:
+    def sizes() -> tuple[int, list[Any], int | None]:
         limits = read_limits()
-        batch = limits.batch
-        return limits.budget_bytes, None if batch is None else _text_sizes(batch), limits.host_bytes
+        return limits.budget_bytes, [each.to_json() for each in limits.batches], limits.host_bytes
 
     found = store.gather_results(sizes, "looking at the data")
     budget = min(budget for budget, _, _ in found)
     host = min((host for _, _, host in found if host is not None), default=None)
-    batches = [_batch_of(sizes) for _, sizes, _ in found if sizes is not None]
-    if len(batches) < len(found):
-        return _RunLimits(budget, None, host)
+    batches = [Batch.from_json(each) for _, of_rank, _ in found for each in of_rank]
+    if not all(of_rank for _, of_rank, _ in found):
+        return _RunLimits(budget, [], host)
+    if any(each.tensors for each in batches):
+        return _RunLimits(budget, sorted(dict.fromkeys(batches), key=lambda each: -each.num_bytes), host)
     largest = Batch(
         max(batch.rows for batch in batches),
         max(batch.length for batch in batches),
@@ -193,17 +195,7 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
         any(batch.is_packed for batch in batches),
         tuple(sorted({name for batch in batches for name in batch.more})),
     )
-    return _RunLimits(budget, largest, host)
-
-
-def _text_sizes(batch: Batch) -> list[Any]:
-    return [batch.rows, batch.length, batch.is_padded, batch.is_packed, batch.more]
-
-
-def _batch_of(sizes: list[Any]) -> Batch:
-    rows, length, is_padded, is_packed, more = sizes
-    # In the order of its fields; tuples come as lists.
-    return Batch(rows, length, is_padded, is_packed, tuple(more))
+    return _RunLimits(budget, [largest], host)
 
 
 def _evaluates(args: TrainingArguments) -> bool:

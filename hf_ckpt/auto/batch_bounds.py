@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_ckpt.simulation.inputs import InputTensor, Settings, outline, with_values
+from hf_ckpt.structure.parts import unwrapped
 
 _TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"
 _POSITIONS, _LABELS = "position_ids", "labels"
@@ -49,6 +50,18 @@ class Batch:
         mine = {tensor.name: tensor for tensor in self.tensors}
         are_tensors_held = all(each.name in mine and mine[each.name].holds(each) for each in other.tensors)
         return is_text_held and are_tensors_held and set(self.settings) >= set(other.settings)
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON holds it; see `from_json`."""
+        sizes = [self.rows, self.length, self.is_padded, self.is_packed, [*self.more]]
+        return [*sizes, [each.to_json() for each in self.tensors], [*self.settings]]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Batch:
+        """Return what `to_json` was called of."""
+        rows, length, is_padded, is_packed, more, tensors, settings = fields
+        made = tuple(map(InputTensor.from_json, tensors)), tuple((name, value) for name, value in settings)
+        return cls(rows, length, is_padded, is_packed, tuple(more), *made)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,7 +180,8 @@ def forward_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
-    """Return the model that an adapter is around."""
+    """Return the model that an adapter is around, or FSDP1's wrapper."""
+    model = unwrapped(model)
     base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return base
 

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch, is_like_tokens, without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
-from hf_ckpt.distributed import fsdp, store
+from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.simulation.step import labels_shape
@@ -314,8 +314,6 @@ def _check_labels(model: nn.Module, shape: tuple[int, ...], ids_shape: tuple[int
 def _check_leaf(name: str, value: Tensor) -> None:
     if value.requires_grad:
         raise refuse(f"a batch came with {name} that was computed with gradients, outside of the model's forward")
-    if store.num_processes() > 1:
-        raise refuse(f"a batch came with {name} {[*value.shape]}, where several processes train: text alone is counted")
 
 
 def _held_by(value: Any) -> Iterable[Any]:

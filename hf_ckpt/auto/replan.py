@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.batch_bounds import Batch, describe_batch
-from hf_ckpt.auto.coverage import Coverage, InputCheck
+from hf_ckpt.auto.coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner.bisect import largest
@@ -154,22 +154,47 @@ class RunPlanner:
         Raises:
             BudgetError: no plan fits the batch.
         """
-        if store.num_processes() > 1 and self._is_bounded:
+        if store.num_processes() > 1 and self._is_bounded and not self._has_tensors:
             # The other ranks do not know of this batch, and all train under one plan.
             self._warn_of(batch)
             return False
-        # Without a bound all ranks compare what comes to them, in each forward.
-        largest_of_all = replace(_largest_of_all(batch, self._place), more=self._agreed_inputs(batch))
-        if self._is_known(largest_of_all):
-            return False
         before = self.plan
-        if batch.tensors:
-            largest_of_all = read() or batch
-        try:
-            self.start(largest_of_all)
-        except BudgetError as error:
-            raise BudgetError(f"A batch came with {largest_of_all.describe()}. {error}") from error
+        for each in self._new_batches(batch, read):
+            try:
+                self.start(each)
+            except BudgetError as error:
+                raise BudgetError(f"A batch came with {each.describe()}. {error}") from error
         return self.plan != before
+
+    @property
+    def _has_tensors(self) -> bool:
+        """Whether more than a text has been planned for."""
+        return any(each.tensors for batches in self._fitting.values() for each in batches)
+
+    def _new_batches(self, batch: Batch, read: Callable[[], Batch | None]) -> Iterator[Batch]:
+        """Yield what is to be planned for: all ranks compare what comes to them, in each forward."""
+        found = [batch]
+        if store.num_processes() > 1:
+            largest, has_tensors, is_any_new = self._compare(batch)
+            if not has_tensors:
+                found = [replace(largest, more=self._agreed_inputs(batch))]
+            elif is_any_new:
+                of_all = store.gather_results(lambda: (read() or batch).to_json(), "looking at a batch")
+                found = list(map(Batch.from_json, of_all))
+            else:
+                found = []
+        for each in found:
+            # A plan for one of them may do for the next.
+            if not self._is_known(each):
+                yield (read() or each) if each is batch else each
+
+    def _compare(self, batch: Batch) -> tuple[Batch, bool, bool]:
+        """Return the largest text of all ranks, whether one has more than a text, and whether one is not known."""
+        flags = batch.is_padded, batch.is_packed, bool(batch.tensors), not self._is_known(batch)
+        sizes = torch.tensor([batch.rows, batch.length, *flags], device=self._place)
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
+        rows, length, is_padded, is_packed, has_tensors, is_new = sizes.tolist()
+        return Batch(rows, length, bool(is_padded), bool(is_packed)), bool(has_tensors), bool(is_new)
 
     def _agreed_inputs(self, batch: Batch) -> tuple[str, ...]:
         """Return the further inputs to plan with: those of all ranks in their first forward."""
@@ -228,6 +253,8 @@ class RunPlanner:
         if not self._is_known(batch) and not self._has_warned:
             self._has_warned = True
             assert self.batch is not None, "a bound is known"
+            if batch.tensors:
+                raise refuse(f"a batch came with {batch.describe()}, where the data set has shown texts alone")
             warnings.warn(
                 f"A batch came with {batch.describe()}, but the plan was made for at most {self.batch.describe()}: it "
                 "may need more than memory_budget. Tell the longest example: max_length=...",
@@ -282,15 +309,6 @@ def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
     """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
     with torch.autocast("cpu", enabled=False), torch.enable_grad():
         return work(batch)
-
-
-def _largest_of_all(batch: Batch, place: torch.device) -> Batch:
-    if store.num_processes() == 1:
-        return batch
-    sizes = torch.tensor([batch.rows, batch.length, batch.is_padded, batch.is_packed], device=place)
-    dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
-    rows, length, is_padded, is_packed = sizes.tolist()
-    return Batch(rows, length, bool(is_padded), bool(is_packed))
 
 
 def _rounded_up(batch: Batch) -> Batch:

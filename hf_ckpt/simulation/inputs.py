@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import base64
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,18 @@ class InputTensor:
     def describe(self) -> str:
         """Return name and shape, such as `pixel_values [2, 3, 336, 336]`."""
         return f"{self.name} {[*self.shape]}"
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON holds it; see `from_json`."""
+        values = None if self.values is None else base64.b64encode(self.values).decode()
+        return [self.name, [*self.shape], str(self.dtype).removeprefix("torch."), values, [*self.sizes]]
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> InputTensor:
+        """Return what `to_json` was called of."""
+        name, shape, dtype, values, sizes = fields
+        content = None if values is None else base64.b64decode(values)
+        return cls(name, tuple(shape), getattr(torch, dtype), content, tuple(sizes))
 
     def make(self, like: Tensor) -> Tensor:
         """Return the tensor: real where its values are known, else as fake as `like`."""

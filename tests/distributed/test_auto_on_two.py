@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from hf_ckpt import HFCkptCallback
@@ -18,8 +19,9 @@ from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU, GIB
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Sharding, Step
-from tests.distributed.runs import Outcome, full_fine_tune, train
-from tests.training import arguments
+from tests.auto.test_more_than_text import KINDS, Stream, collate, examples, vision_language
+from tests.distributed.runs import Outcome, fresh_accelerate, full_fine_tune, train
+from tests.training import arguments, losses
 from tests.zoo_tables import LENGTH
 
 ENGINES = ["ddp", "fsdp2"]
@@ -50,6 +52,32 @@ def test_both_ranks_train_under_one_plan_to_the_same_bits(engine: str) -> None:
     dist.all_gather_object(digests, callback.plan.digest())
     assert digests[0] == digests[1]
     assert callback.report()["ckpt/predicted_peak_gib"] > 0
+
+
+def run_with_images(data: Any, callback: HFCkptCallback | None) -> list[float]:
+    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+        # The last layer of the images' tower gives the text nothing.
+        own = {"remove_unused_columns": False, "ddp_find_unused_parameters": True}
+        args = TrainingArguments(**arguments(Path(folder), accelerator_config={"dispatch_batches": False}, **own))
+        callbacks: Any = [] if callback is None else [callback]
+        trainer = Trainer(vision_language("llava"), args, collate, train_dataset=data, callbacks=callbacks)
+        trainer.train()
+    return losses(trainer)
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_both_ranks_train_on_images_under_one_plan(kind: type) -> None:
+    # The most images come to the other rank than the longest text.
+    sizes = [(8, 1), (8, 1), (8, 2), (8, 2), (40, 1), (8, 1), (8, 1), (8, 1)]
+    data = kind(examples(KINDS["llava"], sizes))
+    callback = HFCkptCallback("auto", memory_budget="1GiB")
+    assert run_with_images(data, callback) == run_with_images(data, None)
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, (callback.plan and callback.plan.digest(), callback.planned_for))
+    assert plans[0] == plans[1]
+    planned_for = callback.planned_for
+    assert planned_for is not None
+    assert "pixel_values" in planned_for.names
 
 
 def test_budget_that_nothing_fits_ends_both_ranks() -> None:
