@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ from hf_ckpt.simulation.step import Step
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
+
+logger = logging.getLogger(__name__)
 
 
 class Auto:
@@ -164,6 +167,11 @@ def _largest_batches(
     found = [] if collator is None else collated_batches(model, dataset, collator, num_rows)
     for each in found:
         check_call(model, each.names)
+    if found and max_length is not None:
+        logger.warning(
+            "max_length=%d says nothing of %s: the largest examples are planned for, larger batches before they run.",
+            *(max_length, found[0].describe()),
+        )
     if found or not reads_text(model):
         return found
     batch = largest_batch(dataset, collator, num_rows, max_length)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset as Table
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
@@ -33,6 +34,7 @@ from transformers import (
     ViTForImageClassification,
     WhisperConfig,
     WhisperForConditionalGeneration,
+    default_data_collator,
 )
 
 from hf_ckpt import HFCkptCallback
@@ -43,7 +45,7 @@ from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.inputs import outline, with_values
 from tests import zoo
-from tests.training import arguments, changed, losses, weights
+from tests.training import arguments, changed, llama, losses, weights
 
 pytestmark = pytest.mark.slow
 
@@ -256,6 +258,30 @@ def test_followed_step_of_a_larger_batch_keeps_a_budget(tmp_path: Path, name: st
     assert budget < 0.97 * plain
 
 
+def adapted() -> nn.Module:
+    return get_peft_model(vision_language("qwen2_5_vl"), LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))
+
+
+def test_adapters_in_lower_precision_over_several_batches_are_predicted(tmp_path: Path) -> None:
+    kind = Kind(adapted, partial(with_images, "qwen2_5_vl"))
+    run, callback = trainer(kind, tmp_path, examples(kind, EQUAL), "1GiB", bf16=True, gradient_accumulation_steps=2)
+    followed = follow_trainer(run)
+    assert abs(planned(callback).predicted_bytes / followed.peak_bytes - 1) < 0.01
+
+
+def masked(length: int, _: int) -> Example:
+    ids = text(length)
+    mask = torch.full((length, length), -1e9).triu(1)[None]
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def test_mask_of_four_dimensions_is_predicted(tmp_path: Path) -> None:
+    kind = Kind(partial(llama, vocab_size=64), masked)
+    run, callback = trainer(kind, tmp_path, examples(kind, EQUAL), "1GiB", default_data_collator)
+    followed = follow_trainer(run)
+    assert abs(planned(callback).predicted_bytes / followed.peak_bytes - 1) < 0.01
+
+
 # --- The largest batch. ---
 
 
@@ -331,6 +357,15 @@ def test_bound_that_is_not_known_is_none() -> None:
     assert batches(data, collator=fails) == []
     # Text alone is described by its lengths.
     assert batches(table) == []
+
+
+def test_length_that_is_told_is_no_bound_of_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, _ = trainer(KINDS["vit"], tmp_path, examples(KINDS["vit"], EQUAL), None)
+    run.add_callback(HFCkptCallback("auto", memory_budget="1GiB", max_length=9))
+    run.train()
+    assert (
+        "max_length=9 says nothing of 2 rows with pixel_values [2, 3, 16, 16], labels [2]: the largest" in caplog.text
+    )
 
 
 def test_looking_at_examples_is_cut_and_says_so(

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,6 +78,25 @@ def test_models_with_experts_step_on_fake_tensors(model_type: str) -> None:
     assert without == {name for name, parameter in case.model.named_parameters() if parameter.grad is None}
 
 
+def test_mask_with_values_says_how_much_it_selects() -> None:
+    few, many = (torch.arange(6).view(2, 3) < count for count in (1, 4))
+    with FakeTensorMode(allow_non_fake_inputs=True), Tracker(run=fold):
+        hidden = torch.empty(2, 3, 1000, 1000)
+        # Not remembered by shape.
+        assert [len(hidden[mask]) for mask in (few, many, few)] == [1, 4, 1]
+        assert hidden[:, many[0]].shape == (2, 3, 1000, 1000)
+        hidden[many, :] = hidden[many, :] + 1
+        assert isinstance(hidden, FakeTensor)
+
+
+def test_views_of_real_tensors_are_real_however_large() -> None:
+    mask = torch.tensor([[True], [False]])
+    with FakeTensorMode(allow_non_fake_inputs=True), Tracker(run=fold):
+        wide = mask.expand(2, 2**23)
+        assert not isinstance(wide, FakeTensor)
+        assert wide.untyped_storage().nbytes() == 2
+
+
 class Chooses(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs[inputs > 0]
@@ -93,6 +112,10 @@ def test_what_depends_on_values_is_explained() -> None:
         'an implementation with fixed shapes where the model has one (experts_implementation="grouped_mm").'
     )
     assert str(to_unsupported_error(caught.value, "")).startswith("The model cannot be simulated: ")
+    named = to_unsupported_error(caught.value, "", ["input_ids", "pixel_values"], ["pixel_values"])
+    assert "a simulated step has shapes only, of pixel_values too. Measure" in str(named)
+    raised = to_unsupported_error(ValueError("no"), "", ["input_ids", "labels", "pixel_values"])
+    assert "given input_ids, labels and pixel_values, as a simulated step gives them" in str(raised)
 
 
 def test_other_errors_are_left_alone() -> None:

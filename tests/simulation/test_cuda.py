@@ -372,6 +372,18 @@ def test_scores_are_kept_where_no_kernel_suits() -> None:
     assert kept >= 2 * 64 * 64 * 4
 
 
+def test_putting_images_into_a_text_takes_indices_of_all_its_numbers() -> None:
+    def put(text: Tensor, images: Tensor) -> Tensor:
+        mask = torch.zeros(2, 64, 1, dtype=torch.bool)
+        return text.masked_scatter(mask, images)
+
+    found = {device.name: follow(put, (2, 64, 32), (10, 32), device=device) for device in (A100, CPU)}
+    assert found[A100.name].kept == found[CPU.name].kept
+    # Of each selected number three indices, and a mask as large as the text.
+    workspace = 10 * 32 * 3 * 8 + 2 * 64 * 32
+    assert found[A100.name].backward - found[CPU.name].backward == workspace
+
+
 # --- The workspaces that torch gives cuBLAS: one for each thread that runs matrix products. ---
 
 A100_80GB, H100 = find_device("a100-80gb"), find_device("h100")

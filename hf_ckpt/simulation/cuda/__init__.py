@@ -17,9 +17,10 @@ needs in the backward of embeddings and of indexing, and the partial sums of `fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,29 @@ def emulate_cuda(step: Step, device: Device) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(attention.registered_flash_attention(is_padded=step.is_padded))
-        stack.enter_context(_KernelWorkspaces(attention.WORKSPACES if device.is_cuda else {}))
+        stack.enter_context(_KernelWorkspaces(_WORKSPACES if device.is_cuda else {}))
         if device.is_cuda:
             stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
         yield
+
+
+def _masked_scatter(target: Tensor, mask: Tensor, source: Tensor) -> list[quantized.Workspace]:
+    # The places that the mask selects are counted up over the whole target.
+    return [(tuple(target.shape), torch.int64), (tuple(target.shape), torch.bool)]
+
+
+def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> list[quantized.Workspace]:
+    # It selects by index: one for each dimension of each selected element.
+    return [((prod(sizes), gradient.dim()), torch.int64), (tuple(gradient.shape), torch.bool)]
+
+
+_WORKSPACES: dict[Callable[..., Any], Callable[..., list[quantized.Workspace]]] = {
+    **attention.WORKSPACES,
+    torch.ops.aten.masked_scatter.default: _masked_scatter,
+    torch.ops.aten.masked_scatter_backward.default: _masked_scatter_backward,
+}
+"""Of images that are put into a text, too: `masked_scatter__cuda` and `masked_select_cuda` in
+`aten/src/ATen/native/cuda/IndexKernel.cpp`."""
 
 
 class _FunctionReplacements(TorchFunctionMode):
