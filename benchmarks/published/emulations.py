@@ -214,6 +214,7 @@ class Fp16Optimizer(torch.optim.Optimizer):
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {})
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Make float32 copies of the gradients and one flat tensor of them, which Adam's kernel reads."""
         for group in self.param_groups:
@@ -222,7 +223,14 @@ class Fp16Optimizer(torch.optim.Optimizer):
                 if not self.state[weight]:
                     names = "master", "exp_avg", "exp_avg_sq"
                     self.state[weight] = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
-            torch.cat([weight.grad.float().flatten() for weight in weights])
+            flat = torch.cat([weight.grad.float().flatten() for weight in weights]).mul_(0.5)
+            gradients = flat.split([weight.numel() for weight in weights])
+            for weight, gradient in zip(weights, gradients, strict=True):
+                state = self.state[weight]
+                gradient = gradient.view_as(weight)
+                state["exp_avg"].add_(gradient)
+                state["exp_avg_sq"].add_(gradient)
+                weight.copy_(state["master"].add_(state["exp_avg"]))
 
 
 class TransformersAdamW(torch.optim.Optimizer):
@@ -231,12 +239,16 @@ class TransformersAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {})
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Make one temporary as large as a weight at a time."""
+        """Make one temporary as large as a weight at a time; all else is in place, an operator at a time."""
         for weight in (weight for group in self.param_groups for weight in group["params"]):
             if not self.state[weight]:
                 self.state[weight] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[weight]["exp_avg_sq"].sqrt().add_(1e-8)
+            mean, square = self.state[weight]["exp_avg"], self.state[weight]["exp_avg_sq"]
+            mean.mul_(0.9).add_(weight.grad)
+            square.mul_(0.999).addcmul_(weight.grad, weight.grad)
+            weight.addcdiv_(mean, square.sqrt().add_(1e-8))
 
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {

@@ -12,6 +12,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,21 @@ from benchmarks.published.points import (
     ModulePoint,
     Source,
     StepPoint,
+    is_fitted_time,
     is_held_out,
     module_points,
     sources,
     step_points,
 )
-from benchmarks.published.summary import add_reserved_ratios, answers, summaries
+from benchmarks.published.summary import add_reserved_ratios, answers, summaries, time_ratio, time_summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.estimate.estimate import fit_of
 from hf_ckpt.estimate.predict import Reserved
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
-from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.simulator import StepSimulator, num_repeats
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.simulation.tape import read_tape
@@ -51,7 +53,7 @@ Record = dict[str, Any]
 def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
     """Return the simulated step of a point, and what torch reserves for it."""
     source = sources()[point.source]
-    model, device = build(point), find_device(source.device)
+    model, device = build(point), device_of(source)
     options = source.step | point.step
     given = OPTIMIZERS.get(options["optim"])
     step = Step(
@@ -69,7 +71,7 @@ def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
             if name in ENGINE_CHANGES:
                 entered.enter_context(ENGINE_CHANGES[name]())
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
-    memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens)
+    memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
     return memory, Reserved(reserved_bytes(tape), point.ranks)
 
 
@@ -78,6 +80,18 @@ def _sharding(source: Source, num_ranks: int) -> Sharding:
         return Sharding()
     asked = {**source.sharding, "zero": Zero(**source.sharding.get("zero", {}))}
     return Sharding(**asked, world_size=num_ranks)
+
+
+def device_of(source: Source) -> Device:
+    """Return the card of a source, with the host and the link between ranks of its machine."""
+    device = find_device(source.device)
+    if source.rank_link is not None:
+        device = replace(device, rank_link=source.rank_link, link_efficiency=1.0)
+    return replace(
+        device,
+        launch_seconds=device.launch_seconds * source.host_factor,
+        unit_seconds=device.unit_seconds * source.host_factor,
+    )
 
 
 def _given_optimizer(model: nn.Module, kind: type[torch.optim.Optimizer]) -> GivenOptimizer:
@@ -97,7 +111,7 @@ def _changed(point: StepPoint, model: nn.Module) -> Iterator[nn.Module]:
 def step_record(point: StepPoint) -> Record:
     """Return a published step with its prediction, as JSON types."""
     memory, reserved = predicted_step(point)
-    return _record(point) | {
+    record = _record(point) | {
         "ranks": point.ranks,
         "emulations": list(point.emulations),
         "published_bytes": point.allocated_bytes,
@@ -110,8 +124,11 @@ def step_record(point: StepPoint) -> Record:
         "published_reserved_bytes": point.reserved_bytes,
         "published_smi_mib": point.smi_mib,
         "published_tokens_per_second": point.tokens_per_second,
-        "predicted_tokens_per_second": memory.tokens / memory.time.total,
+        "predicted_tokens_per_second": memory.tokens / (memory.time.total + sources()[point.source].idle_seconds),
+        "is_fitted_time": is_fitted_time(point.name),
+        "card": device_of(sources()[point.source]).title,
     }
+    return record | {"time_ratio": time_ratio(record)}
 
 
 def module_record(point: ModulePoint) -> Record:
@@ -155,14 +172,21 @@ def run(options: Namespace) -> None:
         records.append(record)
         print(_line(record), f"{time.process_time() - began:.1f} s", flush=True)
     contexts = add_reserved_ratios(records)
-    told = {"context_bytes": contexts, "summary": list(summaries(records)), "answers": answers(records)}
+    told = {
+        "context_bytes": contexts,
+        "summary": list(summaries(records)),
+        "times": list(time_summaries(records)),
+        "answers": answers(records),
+    }
     write_result(options.out, {**told, "points": records})
 
 
 def _line(record: Record) -> str:
     published, predicted = record["published_bytes"], record["predicted_bytes"]
     told = "no peak" if published is None else f"{published / 2**30:.3f} GiB, ratio {record['ratio']:.4f}"
-    return f"{record['name']} {record['title']}: {predicted / 2**30:.3f} GiB; published {told}"
+    ratio = record.get("time_ratio")
+    took = "" if ratio is None else f"; time, ratio {ratio:.3f}"
+    return f"{record['name']} {record['title']}: {predicted / 2**30:.3f} GiB; published {told}{took}"
 
 
 if __name__ == "__main__":

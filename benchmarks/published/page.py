@@ -32,9 +32,10 @@ _HEAD = """<!-- Written by benchmarks/published/page.py from benchmarks/results/
 # Accuracy
 
 How near are predictions to what others measured on GPUs? Each row is a measurement that somebody published with a
-configuration precise enough to build the same step. Nothing is fitted but the size of CUDA's context, below. What the
-measured versions of other libraries did differently from the installed ones (their loss, their checkpointing) is
-emulated by name, in `benchmarks/published/emulations.py`. No GPU is needed to run it again:
+configuration precise enough to build the same step. Of memory nothing is fitted but the size of CUDA's context, below;
+of times some constants are, to half of the points. What the measured versions of other libraries did differently from
+the installed ones (their loss, their checkpointing) is emulated by name, in `benchmarks/published/emulations.py`. No
+GPU is needed to run it again:
 
 ```sh
 python -m benchmarks published          # predict all points, on one core
@@ -57,7 +58,10 @@ _OTHERS = """## What others state
 def render(result: Record) -> str:
     """Return docs/accuracy.md."""
     records = result["points"]
-    why = {name: entry["reason"] for entry in reasons() for name in entry["points"]}
+    why: dict[str, str] = {}
+    for entry in reasons():
+        reason = f"Time: {entry['reason']}" if entry.get("of") == "time" else entry["reason"]
+        why |= {name: f"{why[name]} {reason}" if name in why else reason for name in entry["points"]}
     parts = [_HEAD, _in_short(result), _OTHERS, _sources(records), _held_out(records)]
     groups = dict.fromkeys(map(group_of, records))
     parts += [_points(group, [one for one in records if group_of(one) == group], why) for group in groups]
@@ -81,8 +85,34 @@ def _in_short(result: Record) -> str:
         f"nvidia-smi shows CUDA's context too (and NCCL's memory): {contexts} ({_LINK}), the median of "
         "what it showed beyond the prediction in a quarter of its rows: chosen by the hash of their names, not judged.",
         f"{told} ({_LINK})",
+        _times(result),
     )
     return "\n\n".join(parts)
+
+
+def _times(result: Record) -> str:
+    """Return what is to be said of times, with a table by card."""
+    rows = [
+        (
+            times["card"],
+            "fitted" if times["is_fitted"] else "test",
+            str(times["num_points"]),
+            _percent(times["mean_error"], 1),
+            f"{100 * times['mean_difference']:+.1f} %",
+            str(times["num_too_short"]),
+            _percent(times["largest_error"], 1),
+        )
+        for times in result["times"]
+    ]
+    header = ("card", "half", "points", "mean error", "mean difference", "predicted too short", "largest error")
+    told = (
+        f"Times of steps, from {_LINK}. Fitted to half of the points, chosen by the hash of their names, are what a "
+        "card reaches in matrix products and in memory (`hf_ckpt/simulation/measured_devices.json`), what the host "
+        "needs for a unit of FSDP (`Device.unit_seconds`), and of a source's machine the link between its cards, the "
+        "speed of its host and what it does between steps (`sources.yaml`). The other half tests them. Nothing is "
+        "fitted to sources that are held out."
+    )
+    return f'{told}\n\n<!-- given "card": names of cards -->\n{table(header, rows)}'
 
 
 def _accuracy_table(result: Record, what: str) -> str:
@@ -145,7 +175,12 @@ def _points(group: str, records: Sequence[Record], why: Mapping[str, str]) -> st
     header = ["what", "published (GiB)", "predicted (GiB)", "ratio", "why it differs"]
     has_reserved = any("predicted_reserved_bytes" in record for record in records)
     if has_reserved:
-        header[4:4] = ["reserved or nvidia-smi (GiB)", "predicted reserved (GiB)", "ratio with context"]
+        header[4:4] = [
+            "reserved or nvidia-smi (GiB)",
+            "predicted reserved (GiB)",
+            "ratio with context",
+            "ratio of times",
+        ]
     rows = [_row(record, by_name[record["source"]], why, has_reserved=has_reserved) for record in records]
     given = ", ".join(json.dumps(name) for name in header if "(GiB)" in name or name == "what")
     return f"## Points: {group}\n\nFrom {_LINK}.\n\n<!-- given {given}: what the sources say -->\n{table(header, rows)}"
@@ -164,11 +199,13 @@ def _row(record: Record, source: Source, why: Mapping[str, str], *, has_reserved
     )
 
 
-def _reserved_cells(record: Record) -> tuple[str, str, str]:
+def _reserved_cells(record: Record) -> tuple[str, str, str, str]:
     smi = record["published_smi_mib"]
     published = _gib(record["published_reserved_bytes"]) or _gib(None if smi is None else smi * 2**20)
     used = " (gives the context)" if record.get("is_used") else ""
-    return published, _gib(record["predicted_reserved_bytes"]), _ratio(record.get("reserved_ratio")) + used
+    ratio = record["time_ratio"]
+    time = "" if ratio is None else f"{ratio:.2f}" + (" (fitted)" if record["is_fitted_time"] else "")
+    return published, _gib(record["predicted_reserved_bytes"]), _ratio(record.get("reserved_ratio")) + used, time
 
 
 def _gib(num_bytes: int | None, otherwise: str = "") -> str:
@@ -180,7 +217,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def reasons() -> list[Record]:
-    """Return why points differ: their names, and the reason."""
+    """Return why points differ: their names, the reason, and `of: time` where it is their time that differs."""
     read: list[Record] = yaml.safe_load((FOLDER / "reasons.yaml").read_text(encoding="utf-8"))
     return read
 

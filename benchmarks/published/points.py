@@ -55,6 +55,13 @@ class Source:
     """Of `apply`; None for no checkpointing but that of `changes`."""
     changes: tuple[str, ...] = ()
     """Names of `emulations.CHANGES`: what the code that was measured does around a step."""
+    rank_link: float | None = None
+    """Bytes per second that collectives reach between the ranks of this machine, fitted to points of `is_fitted_time`;
+    None for those of the card."""
+    host_factor: float = 1.0
+    """How many times as long as usual the host takes to run Python; fitted to points of `is_fitted_time`."""
+    idle_seconds: float = 0.0
+    """Of each step, in which the device has nothing to do; fitted to points of `is_fitted_time`."""
 
     @property
     def engine(self) -> str:
@@ -148,6 +155,11 @@ def is_held_out(name: str) -> bool:
     return (
         sources()[name.partition(":")[0]].is_held_out or hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_OF == 0
     )
+
+
+def is_fitted_time(name: str) -> bool:
+    """Whether constants of time may be fitted to a point: half of them, by their names, of sources not held out."""
+    return hashlib.sha256(name.encode()).digest()[2] % 2 == 0 and not sources()[name.partition(":")[0]].is_held_out
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.published.points import ENGINES, sources
@@ -90,6 +90,34 @@ def _ranks(record: Record) -> str:
 def has_run(record: Record) -> bool:
     """Whether a step ran, and did not run out of memory: then it has a speed."""
     return record.get("published_tokens_per_second") is not None
+
+
+def time_ratio(record: Record) -> float | None:
+    """Return the predicted time of a step over the published one; None where there is none."""
+    published = record["published_tokens_per_second"]
+    return None if published is None else float(published / record["predicted_tokens_per_second"])
+
+
+def time_summaries(records: Sequence[Record]) -> Iterator[Record]:
+    """Yield the error of times by card, of points that constants were fitted to and of the others, as JSON types."""
+    timed = [record for record in records if record.get("time_ratio") is not None]
+    for card in dict.fromkeys(record["card"] for record in timed):
+        for is_fitted in (True, False):
+            found = [each for each in timed if each["card"] == card and each["is_fitted_time"] is is_fitted]
+            if ratios := [record["time_ratio"] for record in found]:
+                yield {"card": card, "is_fitted": is_fitted} | _error_of_times(ratios)
+    if tested := [record["time_ratio"] for record in timed if not record["is_fitted_time"]]:
+        yield {"card": "all", "is_fitted": False} | _error_of_times(tested)
+
+
+def _error_of_times(ratios: Sequence[float]) -> Record:
+    return {
+        "num_points": len(ratios),
+        "mean_error": fmean(abs(ratio - 1) for ratio in ratios),
+        "mean_difference": fmean(ratio - 1 for ratio in ratios),
+        "num_too_short": sum(ratio < 1 for ratio in ratios),
+        "largest_error": max(abs(ratio - 1) for ratio in ratios),
+    }
 
 
 def answers(records: Iterable[Record]) -> Record:

@@ -17,8 +17,25 @@ from benchmarks.published.emulations import CHANGES, EMULATIONS, ENGINE_CHANGES,
 from benchmarks.published.measure import module_record, predicted_step, step_record
 from benchmarks.published.models import MODELS, build
 from benchmarks.published.modules import MODULES
-from benchmarks.published.points import ENGINES, StepPoint, is_held_out, module_points, sources, step_points
-from benchmarks.published.summary import add_reserved_ratios, answers, group_of, has_run, summaries
+from benchmarks.published.points import (
+    ENGINES,
+    Source,
+    StepPoint,
+    is_fitted_time,
+    is_held_out,
+    module_points,
+    sources,
+    step_points,
+)
+from benchmarks.published.summary import (
+    add_reserved_ratios,
+    answers,
+    group_of,
+    has_run,
+    summaries,
+    time_ratio,
+    time_summaries,
+)
 
 RESULT = json.loads(page.RESULT.read_text(encoding="utf-8"))
 STEPS, KERNELS = {point.name: point for point in step_points()}, {point.name: point for point in module_points()}
@@ -62,14 +79,52 @@ def test_result_holds_every_point_and_what_they_say_together() -> None:
     assert [record["name"] for record in records] == [*STEPS, *KERNELS]
     assert RESULT["context_bytes"] == add_reserved_ratios(records)
     assert RESULT["summary"] == list(summaries(records))
+    assert RESULT["times"] == list(time_summaries(records))
     assert RESULT["answers"] == answers(records)
 
 
 def test_every_point_that_is_wrong_by_more_than_a_hundredth_has_a_reason() -> None:
     wrong = {record["name"] for record in RESULT["points"] if record["ratio"] and abs(record["ratio"] - 1) > 0.01}
     wrong |= {record["name"] for record in RESULT["points"] if abs(record.get("reserved_ratio", 1) - 1) > 0.05}
-    explained = {name for entry in page.reasons() for name in entry["points"]}
+    explained = {name for entry in page.reasons() if entry.get("of") != "time" for name in entry["points"]}
     assert wrong <= explained <= {record["name"] for record in RESULT["points"]}
+
+
+def test_every_time_that_is_wrong_by_more_than_a_tenth_has_a_reason() -> None:
+    ratios = {record["name"]: record.get("time_ratio") for record in RESULT["points"]}
+    wrong = {name for name, ratio in ratios.items() if ratio is not None and abs(ratio - 1) > 0.1}
+    assert wrong == {name for entry in page.reasons() if entry.get("of") == "time" for name in entry["points"]}
+
+
+def test_times_are_fitted_to_half_of_the_points_and_never_to_sources_that_are_held_out() -> None:
+    timed = [point for point in STEPS.values() if point.tokens_per_second is not None]
+    fitted = [point for point in timed if is_fitted_time(point.name)]
+    assert 0.3 < len(fitted) / len(timed) < 0.5
+    assert not any(sources()[point.source].is_held_out for point in fitted)
+    constants = ("rank_link", "idle_seconds", "host_factor")
+    changed = {
+        name
+        for name, source in sources().items()
+        if any(getattr(source, field) != getattr(Source, field) for field in constants)
+    }
+    assert changed <= {point.source for point in fitted}
+
+
+def test_times_are_summed_up_by_card_and_half() -> None:
+    records = [
+        {"card": card, "is_fitted_time": is_fitted, "time_ratio": ratio}
+        for card, is_fitted, ratio in (("A", True, 1.0), ("A", False, 1.25), ("A", False, 0.5), ("B", False, 0.8))
+    ]
+    found = {
+        (times["card"], times["is_fitted"]): times for times in time_summaries([*records, {"time_ratio": None}, {}])
+    }
+    assert found.keys() == {("A", True), ("A", False), ("B", False), ("all", False)}
+    assert found["A", True]["mean_error"] == 0.0
+    assert found["A", False]["mean_error"] == pytest.approx((0.25 + 0.5) / 2)
+    assert found["A", False]["mean_difference"] == pytest.approx((0.25 - 0.5) / 2)
+    assert found["all", False]["num_too_short"] == 2
+    assert time_ratio({"published_tokens_per_second": 10.0, "predicted_tokens_per_second": 8.0}) == 1.25
+    assert time_ratio({"published_tokens_per_second": None, "predicted_tokens_per_second": 8.0}) is None
 
 
 def test_page_and_picture_show_the_result() -> None:
