@@ -37,7 +37,8 @@ def summaries(records: Sequence[Record]) -> Iterator[Record]:
         for group in dict.fromkeys(map(group_of, measured)):
             ratios = [record[name] for record in measured if group_of(record) == group]
             yield {"what": name, "group": group} | _accuracy(ratios)
-        yield {"what": name, "group": "all"} | _accuracy([record[name] for record in measured])
+        if measured:
+            yield {"what": name, "group": "all"} | _accuracy([record[name] for record in measured])
 
 
 def _accuracy(ratios: Sequence[float]) -> Record:
