@@ -157,7 +157,8 @@ def _is_of_text(model: nn.Module, batch: Batch, name: str, value: Any) -> bool:
         # Other ones are for whoever checks them.
         return True
     is_whole = not (value.is_floating_point() or value.is_complex())
-    is_few = value.numel() < batch.rows * batch.length
+    # What its forward does not name is settings of a kernel, such as `cu_seq_lens_q`.
+    is_few = value.numel() < batch.rows * batch.length and name not in forward_names(model)
     return is_whole and (is_few or tuple(value.shape) == (batch.rows, batch.length))
 
 

@@ -50,11 +50,20 @@ def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return run_once(_fold, function, args, kwargs)
 
 
+def fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """See `fold`. Inputs have the values of a real batch, so that what masks made of them select is known too."""
+    return run_once(_fold_known, function, args, kwargs)
+
+
+def _fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if function in _INDEXING:
+        args = (args[0], _without_masks(args[1]), *args[2:])
+    return _fold(function, args, kwargs)
+
+
 def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(map(_has_values, tensors)):
-        if function in _INDEXING:
-            args = (args[0], _without_masks(args[1]), *args[2:])
         return (substitute(function) or function)(*args, **kwargs)
     key = None if tensors else look(function, args, kwargs)
     if key is not None and key in _made_for_real:

@@ -20,7 +20,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
-from hf_ckpt.simulation.constant_folding import fold, to_unsupported_error
+from hf_ckpt.simulation.constant_folding import fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
@@ -288,7 +288,7 @@ class StepSimulator:
     def _tracker(self, *, has_costs: bool) -> Tracker:
         rounding = BLOCK_BYTES if self.device.is_cuda else 1
         costs = partial(_costs, self.device) if has_costs else no_costs
-        tracker = Tracker(rounding=rounding, costs=costs, run=fold)
+        tracker = Tracker(rounding=rounding, costs=costs, run=fold_known if self.step.tensors else fold)
         tracker.tape.places = self._known.places
         return tracker
 

@@ -300,6 +300,8 @@ class _Expansion:
         storages = self._traced.storage[rows].copy()
         (freed,) = np.nonzero(self._traced.change[rows] == FREED)
         stack, owner, slot = self._owner[:, storages[freed]]
+        # What another stack has made is no neighbour's.
+        owner = np.where(stack == number, owner, layer)
         ranks = self._ranks[number]
         steps = ranks[owner] - ranks[layer]
         is_over_gap = (stack == number) & (owner - layer != steps)

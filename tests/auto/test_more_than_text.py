@@ -39,11 +39,15 @@ from transformers import (
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto import largest_examples
+from hf_ckpt.auto.batch_bounds import describe_batch
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.inputs import outline, with_values
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import Step
 from tests import zoo
 from tests.training import arguments, changed, llama, losses, weights
 
@@ -280,6 +284,19 @@ def test_mask_of_four_dimensions_is_predicted(tmp_path: Path) -> None:
     run, callback = trainer(kind, tmp_path, examples(kind, EQUAL), "1GiB", default_data_collator)
     followed = follow_trainer(run)
     assert abs(planned(callback).predicted_bytes / followed.peak_bytes - 1) < 0.01
+
+
+def test_stacks_of_unequal_depth_are_traced_once() -> None:
+    # Nine layers amid stacks of one.
+    known = zoo.build("florence2", num_layers=2)
+    batch = describe_batch(known.model, (), known.inputs)
+    assert batch is not None
+    step = Step(batch_size=batch.rows, seq_length=batch.length, tensors=batch.tensors, optim=None)
+    found = [
+        StepSimulator(known.model, step, CPU).simulate(None, traces_all=all_layers) for all_layers in (False, True)
+    ]
+    assert found[0].peak_bytes == found[1].peak_bytes
+    assert found[0].timeline == found[1].timeline
 
 
 # --- The largest batch. ---

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.simulation.constant_folding import fold, substitute, to_unsupported_error
+from hf_ckpt.simulation.constant_folding import fold, fold_known, substitute, to_unsupported_error
 from hf_ckpt.simulation.fake_model import fake_copy
 from hf_ckpt.simulation.tracker import Tracker
 from tests import zoo
@@ -80,13 +80,16 @@ def test_models_with_experts_step_on_fake_tensors(model_type: str) -> None:
 
 def test_mask_with_values_says_how_much_it_selects() -> None:
     few, many = (torch.arange(6).view(2, 3) < count for count in (1, 4))
-    with FakeTensorMode(allow_non_fake_inputs=True), Tracker(run=fold):
+    with FakeTensorMode(allow_non_fake_inputs=True), Tracker(run=fold_known):
         hidden = torch.empty(2, 3, 1000, 1000)
         # Not remembered by shape.
         assert [len(hidden[mask]) for mask in (few, many, few)] == [1, 4, 1]
         assert hidden[:, many[0]].shape == (2, 3, 1000, 1000)
         hidden[many, :] = hidden[many, :] + 1
         assert isinstance(hidden, FakeTensor)
+    # Tokens of a text are made up, and so is what they would select.
+    with FakeTensorMode(allow_non_fake_inputs=True), Tracker(run=fold), pytest.raises(DynamicOutputShapeException):
+        torch.empty(2, 3, 2**18)[many]
 
 
 def test_views_of_real_tensors_are_real_however_large() -> None:
