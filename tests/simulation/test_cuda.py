@@ -278,6 +278,10 @@ def test_transformers_knows_the_stand_in_while_a_step_is_simulated_and_no_longer
     before = list(ALL_ATTENTION_FUNCTIONS)
     with emulate_cuda(Step(), A100):
         assert set(ALL_ATTENTION_FUNCTIONS) - set(before) == {"hf_ckpt_flash"}
+        with emulate_cuda(Step(), CPU):
+            # A step is followed, and a larger one is planned for in the middle of it.
+            assert "hf_ckpt_flash" in ALL_ATTENTION_FUNCTIONS
+        assert "hf_ckpt_flash" in ALL_ATTENTION_FUNCTIONS
     assert list(ALL_ATTENTION_FUNCTIONS) == before
 
 

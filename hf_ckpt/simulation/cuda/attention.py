@@ -271,11 +271,16 @@ def registered_flash_attention(*, is_padded: bool) -> Iterator[None]:
     knows no masks of: sliding windows and packed documents are arguments of the kernel, and padding is taken out of its
     inputs, which then are copies. `is_padded` is whether rows of a batch differ in length.
     """
+    # A step may be simulated while one is followed.
+    found = ALL_ATTENTION_FUNCTIONS.get(NAME)
     ALL_ATTENTION_FUNCTIONS[NAME] = partial(_flash_attention_forward, is_padded)
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS.pop(NAME)
+        if found is None:
+            ALL_ATTENTION_FUNCTIONS.pop(NAME)
+        else:
+            ALL_ATTENTION_FUNCTIONS[NAME] = found
 
 
 def _is_flash(name: str | None) -> bool:
