@@ -20,8 +20,9 @@ from hf_ckpt.simulation.offload import SimulatedLink, peak_host_bytes
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import read_tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers, track_modules
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers, track_modules, track_references
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.trainer.other_models import other_models
 
 _OWN_METHODS = ("get_batch_samples", "training_step")
 
@@ -131,11 +132,16 @@ class _StepRecorder(TrainerCallback):
         tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
         assert self._trainer.optimizer is not None, "a step is about to run"
         tracker.record_existing(_state_of(self._trainer.optimizer), Category.OPTIMIZER)
+        others = [each.module for each in other_models(self._trainer, model, self._trainer.args.device)]
+        for other in others:
+            # Their names may be those of the model's own parameters.
+            tracker.record_existing((("", tensor) for _, tensor in parameters_and_buffers(other)), Category.REFERENCE)
         for batch in self._batches:
             tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
             tracker.record_existing(tensors, Category.TEMPORARY)
         self._entered.enter_context(tracker)
         self._entered.enter_context(track_modules(model, stacks, tracker))
+        self._entered.enter_context(track_references(model, others, tracker))
         if not is_cuda:
             # Memory that kernels allocate for themselves: not visible on CUDA, shown here.
             self._entered.enter_context(emulate_cuda(Step(), CPU))

@@ -28,6 +28,7 @@ _SHARES = {
     "weights, gradients and optimizer state": (
         *(Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER),
     ),
+    "reference model": (Category.REFERENCE,),
     "saved activations": (Category.SAVED,),
     "recomputation and temporary tensors": (Category.RECOMPUTED, Category.TEMPORARY, Category.WORKSPACES),
     "logits and loss": (Category.LOSS,),

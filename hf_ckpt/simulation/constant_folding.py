@@ -8,7 +8,9 @@ Operators that fake CPU tensors lack are replaced here too. Knows operators, and
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -63,7 +65,9 @@ def _fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not all(map(_has_values, tensors)):
+    if not all(map(has_values, tensors)):
+        if function._schema.is_mutable:
+            _note_overwritten(function, args, kwargs)
         return (substitute(function) or function)(*args, **kwargs)
     key = None if tensors else look(function, args, kwargs)
     if key is not None and key in _made_for_real:
@@ -103,13 +107,35 @@ def _without_masks(indices: Any) -> list[Any]:
     """Return the places that a mask with values selects in its stead: so many elements are known then."""
     found: list[Any] = []
     for each in indices:
-        is_mask = isinstance(each, Tensor) and each.dtype is torch.bool and _has_values(each)
+        is_mask = isinstance(each, Tensor) and each.dtype is torch.bool and has_values(each)
         found.extend(_run_real(torch.Tensor.nonzero, (each,), {}).unbind(1) if is_mask else (each,))
     return found
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+_overwritten: dict[int, weakref.ref[Any]] = {}
+"""Storages that are real, and whose values are lost: something without values was written into them."""
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are those of the step."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return False
+    return not _overwritten or tensor.untyped_storage()._cdata not in _overwritten
+
+
+def _note_overwritten(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Note the tensors with values that an operator writes something without values into."""
+    for number, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for tensor in tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name)):
+            if isinstance(tensor, Tensor) and has_values(tensor):
+                storage = tensor.untyped_storage()
+                _overwritten[storage._cdata] = weakref.ref(storage, partial(_forget, storage._cdata))
+
+
+def _forget(key: int, storage: object) -> None:
+    _overwritten.pop(key, None)
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -129,7 +155,7 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return what to call instead of an operator on fake CPU tensors, or None where the operator itself runs.
 
     The substitute takes the operator's arguments, and its output has the storages that the real CPU and CUDA kernels
-    make. Call it with the fake mode on. It makes its output in one operator of its own, `aten.empty_strided`.
+    make. Call it with the fake mode on. It makes its output in one operator of its own.
     """
     return _SUBSTITUTES.get(function)
 

@@ -68,8 +68,9 @@ def fake_copy(
     *,
     is_cuda: bool = True,
     stand_ins: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
+    mode: FakeTensorMode | None = None,
 ) -> FakeCopy:
-    """Return a copy of a model whose tensors are fake.
+    """Return a copy of a model whose tensors are fake, in a new mode or in that of another copy.
 
     `dtype_of` gives the dtype that a parameter is computed with, where it is not stored in that. With `is_cuda`
     quantised layers compute as on CUDA. Modules that are keys of `stand_ins` are not copied, nor is what only they
@@ -82,7 +83,7 @@ def fake_copy(
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 
     # A constant that a module has cached is real, and harmless.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         copied, memo = _deep_copy(model, fake, is_cuda=is_cuda, stand_ins=stand_ins)
     return FakeCopy(copied, mode, memo)
@@ -97,9 +98,20 @@ def meta_copy(model: nn.Module) -> nn.Module:
     copied, _ = _deep_copy(model, _on_meta, is_cuda=False)
     for module in copied.modules():
         _move_scales_to_weight(module)
+        _take_autocast_off(module)
     # Mixed precision is the step's: it is simulated for a CUDA device too where there is none.
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     return bare
+
+
+def _take_autocast_off(module: nn.Module) -> None:
+    """Put back the forward that accelerate has put autocast around.
+
+    accelerate itself follows `__wrapped__` to find it, past the one that trl puts on the model: to that of the class.
+    """
+    original = vars(module).pop("_original_forward", None)
+    if original is not None:
+        module.forward = original
 
 
 def _deep_copy(
@@ -181,6 +193,10 @@ def _move_scales_to_weight(module: Any) -> None:
 # --- Forwards that other libraries put on instances. ---
 
 
+_FORWARDS = frozenset(("forward", "_original_forward"))
+"""Of an instance: its own, and the one that accelerate has replaced."""
+
+
 def _rebind_forwards(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
     """Let the forwards of a copy's instances run on the copy.
 
@@ -190,8 +206,9 @@ def _rebind_forwards(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None
     """
     ids = set(map(id, modules))
     for module in modules:
-        if "forward" in vars(module) and id(module) in memo:
-            memo[id(module)].forward = _rebound(vars(module)["forward"], ids, memo)
+        for name in _FORWARDS & vars(module).keys():
+            if id(module) in memo:
+                setattr(memo[id(module)], name, _rebound(vars(module)[name], ids, memo))
 
 
 def _rebound(found: Any, modules: set[int], memo: dict[int, Any]) -> Any:

@@ -78,10 +78,10 @@ class LayerReuse:
         `names`: of the parameters of the model, whose gradients and weights the tracker is told.
         """
         tracker.marks_recomputation = any(segment is not None for of_stack in self.segments for segment in of_stack)
-        recorded: dict[nn.Module, _RecordedCall] = {}
+        recorded: dict[nn.Module, _RecordedCalls] = {}
         for number, skipped, traced in self.pairs():
             if traced.outer not in recorded:
-                recorded[traced.outer] = _RecordedCall.of(fake.copy_of(traced.outer))
+                recorded[traced.outer] = _RecordedCalls(fake.copy_of(traced.outer), tracker)
             call = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker)
             fake.copy_of(skipped.outer).forward = partial(_skip, call)
             pairs = zip(
@@ -204,20 +204,36 @@ def _tensors(module: nn.Module) -> Iterator[Hashable]:
 
 
 @dataclass
-class _RecordedCall:
-    """The arguments and output of a traced layer, by their properties."""
+class _Call:
+    """A call of a traced layer: its arguments and its output by their properties, and its events on the tape."""
 
-    call_signature: object = None
+    start: int
+    end: int = 0
+    signature: object = None
     form: object = None
 
-    @classmethod
-    def of(cls, layer: nn.Module) -> _RecordedCall:
-        recorded = cls()
-        layer.register_forward_hook(recorded._record, with_kwargs=True)
-        return recorded
 
-    def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if is_in_backward() or self.form is not None:
+class _RecordedCalls:
+    """The last call of a traced layer in the forward that is trained, and in one as a reference."""
+
+    def __init__(self, layer: nn.Module, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._calls: dict[bool, _Call] = {}
+        layer.register_forward_pre_hook(self._begin, prepend=True)
+        layer.register_forward_hook(self._end, with_kwargs=True)
+
+    @property
+    def current(self) -> _Call | None:
+        """The call that one of a layer like it has to equal now."""
+        return self._calls.get(self._tracker.is_reference)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not is_in_backward():
+            self._calls[self._tracker.is_reference] = _Call(len(self._tracker.tape.events))
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.current
+        if is_in_backward() or call is None:
             return
         hidden = _hidden(args, kwargs)
         tensors = tensors_of(output)
@@ -228,8 +244,8 @@ class _RecordedCall:
             raise CannotReuseError(
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
             )
-        self.call_signature = _call_signature(args, kwargs)
-        self.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else True
+        call.end, call.signature = len(self._tracker.tape.events), _call_signature(args, kwargs)
+        call.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else True
 
 
 @dataclass(frozen=True)
@@ -238,21 +254,22 @@ class _SkippedLayer:
 
     layer_idx: int
     stack: int
-    recorded: _RecordedCall
+    recorded: _RecordedCalls
     tracker: Tracker
 
     def call(self, args: Any, kwargs: Any) -> Any:
-        hidden = _hidden(args, kwargs)
-        if (
-            hidden is None
-            or self.recorded.form is None
-            or _call_signature(args, kwargs) != self.recorded.call_signature
-        ):
+        hidden, like = _hidden(args, kwargs), self.recorded.current
+        if hidden is None or like is None or _call_signature(args, kwargs) != like.signature:
             raise CannotReuseError(f"layer {self.layer_idx} is called in another way than the one like it")
+        if self.tracker.is_reference:
+            # It keeps nothing, and needs what the one like it needs: only its time comes on top.
+            for event in self.tracker.tape.events[like.start : like.end]:
+                if event.seconds or event.num_flops:
+                    self.tracker.record_cost(event)
         output = _BackwardMark.apply(hidden, self) if torch.is_grad_enabled() else hidden  # type: ignore[no-untyped-call]
-        if self.recorded.form is True:
+        if like.form is True:
             return output
-        return tuple(output if is_tensor else None for is_tensor in cast(list[bool], self.recorded.form))
+        return tuple(output if is_tensor else None for is_tensor in cast(list[bool], like.form))
 
     def run_backward(self) -> None:
         self.tracker.mark(Mark(Phase.BACKWARD, self.stack, self.layer_idx, 0, is_copy=True))

@@ -25,6 +25,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 COLOURS: Mapping[Category, str] = {
     Category.PARAMETERS: "#999999",
     Category.GATHERED: "#000000",
+    Category.REFERENCE: "#882255",
     Category.OPTIMIZER: "#0072B2",
     Category.GRADIENTS: "#009E73",
     Category.WORKSPACES: "#332288",
@@ -35,7 +36,7 @@ COLOURS: Mapping[Category, str] = {
 }
 """Of each category, in the order in which they are stacked: what lasts longest lies lowest."""
 
-_DARK = (Category.GATHERED, Category.OPTIMIZER, Category.WORKSPACES)
+_DARK = (Category.GATHERED, Category.REFERENCE, Category.OPTIMIZER, Category.WORKSPACES)
 """Those that are written on in white."""
 
 Line = Sequence[tuple[float, float]]

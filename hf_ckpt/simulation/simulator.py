@@ -33,11 +33,18 @@ from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.rank_tape import Weight
 from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape, weights_of
 from hf_ckpt.simulation.slice_reuse import run_unlike
-from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, run_step
+from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, prepare_loss, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, no_costs, parameters_and_buffers, track_modules
+from hf_ckpt.simulation.tracker import (
+    BLOCK_BYTES,
+    Tracker,
+    no_costs,
+    parameters_and_buffers,
+    track_modules,
+    track_references,
+)
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -203,11 +210,12 @@ class StepSimulator:
         with no_cycles_collected():
             try:
                 # Layers that are skipped would leave nothing in a cache.
-                tape, num_bytes = self._evaluated(reuses_layers=not _has_cache_on(self.model))
+                reuses_layers = not _has_cache_on(self.model) and step.loss is None
+                tape, num_bytes = self._evaluated(reuses_layers=reuses_layers)
             except CannotReuseError:
                 tape, num_bytes = self._evaluated(reuses_layers=False)
         add_workspaces(tape, device, has_trained=True)
-        memory = read_tape(tape, device=device.name, plan=None, tokens=step.batch_size * step.seq_length)
+        memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
         return Evaluation(memory, num_bytes * step.sharding.world_size)
 
     def _evaluated(self, *, reuses_layers: bool) -> tuple[Tape, int]:
@@ -219,8 +227,9 @@ class StepSimulator:
         if self.step.optim is not None:
             names = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
             tracker.record_apart(self._optimizer(names).copied_state())
-        with self._tracked(fake, fake.stacks(self.stacks), tracker):
-            num_bytes = _run_batch(fake.model.eval(), self.step, tracker)
+        others = self._others_of(fake)
+        with self._tracked(fake, fake.stacks(self.stacks), tracker, others):
+            num_bytes = _run_batch(fake.model.eval(), self.step, tracker, others, is_cuda=self.device.is_cuda)
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
         return one_rank_tape(tape, self._weights(), self.step, self.device), num_bytes
@@ -232,6 +241,13 @@ class StepSimulator:
             is_cuda=self.device.is_cuda,
             stand_ins={} if reuse is None else reuse.stand_ins(),
         )
+
+    def _others_of(self, fake: FakeCopy) -> dict[str, nn.Module]:
+        """Return copies, for the same step as a copy of the model, of the models that the step's loss asks."""
+        others = {} if self.step.loss is None else self.step.loss.others
+        return {
+            name: fake_copy(other, is_cuda=self.device.is_cuda, mode=fake.mode).model for name, other in others.items()
+        }
 
     def _skip(self, reuse: LayerReuse, fake: FakeCopy, tracker: Tracker) -> None:
         reuse.skip_layers(fake, self._names(), tracker)
@@ -271,8 +287,11 @@ class StepSimulator:
             optimizer.append(self._optimizer(tracker.names_with_gradient))
             tracker.tape.events.extend(optimizer[0].copied_events())
 
-        with self._tracked(fake, stacks, tracker), hooks, changed_by(fake.model) as changed:
-            run_step(changed, step, tracker, step_optimizer if step.optim is not None else None)
+        others = self._others_of(fake)
+        references = track_references(fake.model, others.values(), tracker)
+        with self._tracked(fake, stacks, tracker, others), hooks, references, changed_by(fake.model) as changed:
+            then = step_optimizer if step.optim is not None else None
+            run_step(changed, step, tracker, then, others, is_cuda=device.is_cuda)
         host_bytes = 0
         for each in optimizer:
             tracker.tape.before.extend(each.copied_state())
@@ -288,7 +307,8 @@ class StepSimulator:
     def _tracker(self, *, has_costs: bool) -> Tracker:
         rounding = BLOCK_BYTES if self.device.is_cuda else 1
         costs = partial(_costs, self.device) if has_costs else no_costs
-        tracker = Tracker(rounding=rounding, costs=costs, run=fold_known if self.step.tensors else fold)
+        run = fold_known if self.step.tensors or self.step.loss is not None else fold
+        tracker = Tracker(rounding=rounding, costs=costs, run=run)
         tracker.tape.places = self._known.places
         return tracker
 
@@ -302,7 +322,9 @@ class StepSimulator:
         return applied
 
     @contextmanager
-    def _tracked(self, fake: FakeCopy, stacks: Sequence[Stack], tracker: Tracker) -> Iterator[None]:
+    def _tracked(
+        self, fake: FakeCopy, stacks: Sequence[Stack], tracker: Tracker, others: Mapping[str, nn.Module]
+    ) -> Iterator[None]:
         """Run what is inside on a fake copy in training mode, as on the device, and track it.
 
         Random numbers that are drawn for real are drawn again afterwards.
@@ -313,6 +335,12 @@ class StepSimulator:
             entered.enter_context(_explained(tracker, self.step))
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
             entered.enter_context(track_modules(fake.model, stacks, tracker))
+            for other in others.values():
+                # Their names may be those of the model's own parameters.
+                tracker.record_existing(
+                    (("", tensor) for _, tensor in parameters_and_buffers(other)), Category.REFERENCE
+                )
+                entered.enter_context(track_modules(other, (), tracker))
             entered.enter_context(emulate_cuda(self.step, self.device))
             yield
 
@@ -455,12 +483,18 @@ def _explained(tracker: Tracker, step: Step) -> Iterator[None]:
         raise unsupported from error
 
 
-def _run_batch(model: nn.Module, step: Step, tracker: Tracker) -> int:
+def _run_batch(
+    model: nn.Module, step: Step, tracker: Tracker, others: Mapping[str, nn.Module], *, is_cuda: bool
+) -> int:
     """Run a forward and return the bytes of its predictions and labels."""
     with tracker.before_step():
         inputs = make_inputs(step, model)
     tracker.record_existing(inputs.items(), Category.TEMPORARY)
     with torch.no_grad():
+        if step.loss is not None:
+            loss_of = prepare_loss(model, step, others, is_cuda=is_cuda)
+            found = loss_of({**inputs}, return_outputs=step.loss.keeps_predictions)
+            return found[1]["logits"].nbytes if step.loss.keeps_predictions else 0
         output = prepare_forward(model, step)(**inputs, **dict(step.settings))
     ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
     kept = tree_leaves([value for name, value in output.items() if name not in ("loss", *ignored)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -66,12 +66,40 @@ class GivenOptimizer:
     """Of each parameter group: the names of its parameters, and its options."""
 
 
+class OwnLoss(Protocol):
+    """A loss that is computed by more than the model's own forward: by a Trainer, which may ask other models too."""
+
+    @property
+    def others(self) -> Mapping[str, nn.Module]:
+        """The models on the device beside the trained one, on `meta`, by any names."""
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows that the model sees of each example."""
+
+    @property
+    def keeps_predictions(self) -> bool:
+        """Whether evaluation keeps what the model returns."""
+
+    def make_inputs(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
+        """Return a micro-batch: what the Trainer's collator makes of the largest examples."""
+
+    def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
+        """Return what computes the loss of a micro-batch on copies of the models, as on CUDA or as on a CPU.
+
+        With `return_outputs=True` it returns what the model returned as well.
+
+        Raises:
+            UnsupportedError: when called, the loss cannot be computed of tensors without values.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One optimizer step of the Trainer on one rank."""
 
     batch_size: int = 1
-    """Rows of a micro-batch."""
+    """Rows of a micro-batch; examples where the Trainer's own loss has several rows of each."""
     seq_length: int = 2048
     """Tokens of a row, padding included."""
     is_padded: bool = False
@@ -100,11 +128,18 @@ class Step:
     sharding: Sharding = Sharding()
     is_proven: bool = False
     """Whether the first micro-batch is proven (`prove` of `apply`): that adds memory, and no time."""
+    loss: OwnLoss | None = field(default=None, hash=False)
+    """In the place of the model's own."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.batch_size * (1 if self.loss is None else self.loss.rows_per_example)
 
     @property
     def tokens(self) -> int:
         """Tokens of the step on one rank, padding included."""
-        return self.batch_size * self.seq_length * self.gradient_accumulation_steps
+        return self.rows * self.seq_length * self.gradient_accumulation_steps
 
 
 MICRO_BATCHES = 2
@@ -116,13 +151,22 @@ _TOKEN = 5
 _Forward = Callable[..., Any]
 
 
-def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Callable[[], None] | None) -> None:
+def run_step(
+    model: nn.Module,
+    step: Step,
+    tracker: Tracker,
+    step_optimizer: Callable[[], None] | None,
+    others: Mapping[str, nn.Module],
+    *,
+    is_cuda: bool,
+) -> None:
     """Run an optimizer step as the Trainer does: forward, backward, optimizer. Of many micro-batches, two run.
 
     The model is in training mode, and the tracker is entered. `step_optimizer` clips gradients and steps; without
-    it the step ends with the last backward.
+    it the step ends with the last backward. `others` are copies of those of `step.loss`, which may run other kernels on
+    CUDA.
     """
-    forward = prepare_forward(model, step)
+    loss_of = prepare_loss(model, step, others, is_cuda=is_cuda)
     with tracker.before_step():
         # The Trainer draws the micro-batches of a step before it runs the first one, and keeps them to the end.
         batches = [make_inputs(step, model) for _ in range(step.gradient_accumulation_steps)]
@@ -130,7 +174,8 @@ def run_step(model: nn.Module, step: Step, tracker: Tracker, step_optimizer: Cal
         tracker.record_existing(inputs.items(), Category.TEMPORARY)
     for number, inputs in enumerate(batches[:MICRO_BATCHES]):
         tracker.start_micro_batch(number)
-        _run_backward(_loss(partial(forward, **dict(step.settings)), inputs))
+        # Copied, as the Trainer moves inputs to the device in a new dictionary: trl's losses add to it.
+        _run_backward(loss_of({**inputs}))
     if step_optimizer is not None:
         with tracker.phase(Phase.OPTIMIZER):
             step_optimizer()
@@ -143,6 +188,8 @@ def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
 
     Where the step has `tensors`, it is made of those.
     """
+    if step.loss is not None:
+        return step.loss.make_inputs(step, model)
     if step.tensors:
         like = next(model.parameters())
         return {each.name: each.make(like) for each in step.tensors}
@@ -192,6 +239,18 @@ def _run_backward(loss: Tensor) -> None:
     )
 
 
+def prepare_loss(model: nn.Module, step: Step, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
+    """Return what computes the loss of a micro-batch: the model's own forward, or the step's own loss."""
+    if step.loss is None:
+        return partial(_loss, partial(prepare_forward(model, step), **dict(step.settings)))
+    loss = step.loss.bound_to(model, others, is_cuda=is_cuda)
+    for each in (model, *others.values()):
+        if step.autocast is not None:
+            # Where accelerate puts it: a Trainer's own loss calls the model itself.
+            each.forward = _under_autocast(each.forward, step.autocast)
+    return loss
+
+
 def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
     # A function of its own, so that the logits are freed where the Trainer frees them.
     loss: Tensor | None = forward(**inputs).get("loss")
@@ -205,8 +264,10 @@ def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
 
 def prepare_forward(model: nn.Module, step: Step) -> _Forward:
     """Return the forward as accelerate prepares it: under autocast, with outputs in float32."""
-    if step.autocast is None:
-        return model
-    autocast = torch.autocast("cpu", getattr(torch, step.autocast))
-    forward: _Forward = convert_outputs_to_fp32(autocast(model))
+    return model if step.autocast is None else _under_autocast(model, step.autocast)
+
+
+def _under_autocast(function: _Forward, dtype: str) -> _Forward:
+    autocast = torch.autocast("cpu", getattr(torch, dtype))
+    forward: _Forward = convert_outputs_to_fp32(autocast(function))
     return forward

@@ -20,6 +20,9 @@ class Category(StrEnum):
     """Weights and buffers, with the constants of 4-bit weights; under FSDP and ZeRO-3 this rank's share."""
     GATHERED = "gathered parameters"
     """Whole weights that FSDP or ZeRO-3 gathers for a layer, and what travels between ranks."""
+    REFERENCE = "reference model"
+    """Weights of models that are asked beside the trained one, such as trl's reference, and what forwards without
+    gradients make in a training step: theirs, and those of the trained model with its adapters disabled."""
     GRADIENTS = "gradients"
     """Gradients of trainable parameters."""
     OPTIMIZER = "optimizer state"

@@ -66,6 +66,7 @@ class Tracker(SimulationMode):
         self._run = run
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._is_silent = False
+        self._num_reference_forwards = 0
         self._phase: Phase | None = None
         self._micro_batch = 0
         self._inner: list[Place] = []
@@ -168,9 +169,27 @@ class Tracker(SimulationMode):
         finally:
             self._is_silent = found
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether a forward runs that is not the one that is trained."""
+        return self._num_reference_forwards > 0
+
+    def enter_reference(self) -> None:
+        """Note that a forward begins which is not the one that is trained: what it makes has a category of its own."""
+        self._num_reference_forwards += 1
+
+    def leave_reference(self) -> None:
+        """Note that it ends."""
+        self._num_reference_forwards -= 1
+
     def mark(self, mark: Mark) -> None:
-        """Write a mark, with the current micro-batch."""
-        self._append(Event(self._current_place(), mark=replace(mark, micro_batch=self._micro_batch)))
+        """Write a mark, with the current micro-batch. Layers of a reference have none: they run no backward."""
+        if not self.is_reference:
+            self._append(Event(self._current_place(), mark=replace(mark, micro_batch=self._micro_batch)))
+
+    def record_cost(self, event: Event) -> None:
+        """Count the time and the operations of an event once more, and none of its memory."""
+        self._append(Event(event.place, seconds=event.seconds, num_flops=event.num_flops))
 
     def record_transfer(self, transfer: Transfer) -> None:
         """Record a copy to the host or back."""
@@ -257,6 +276,7 @@ class Tracker(SimulationMode):
         for tensor in tensors_of(output):
             if self._storage_of(tensor) is None and not is_without_memory(tensor):
                 storage = self._start_tracking(tensor, place)
+                storage.category = Category.REFERENCE if self.is_reference else None
                 made.add(id(storage))
                 if storage.num_bytes:
                     self._append(Event(place, MemoryChange.ALLOCATE, storage))
@@ -400,6 +420,39 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def track_references(model: nn.Module, others: Iterable[nn.Module], tracker: Tracker) -> Iterator[None]:
+    """Let a tracker know, while this is entered, when other models run, or the trained one without gradients.
+
+    To be entered with gradients on, around training steps.
+    """
+    handles: list[Any] = []
+    try:
+        for module in (model, *others):
+            # By module: hooks of one that is left by an exception run too.
+            entered: list[bool] = []
+            is_other = module is not model
+            enter = partial(_enter_reference, tracker, entered, is_other)
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            leave = partial(_leave_reference, tracker, entered)
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter_reference(tracker: Tracker, entered: list[bool], is_other: bool, module: nn.Module, args: Any) -> None:
+    entered.append(is_other or not torch.is_grad_enabled())
+    if entered[-1]:
+        tracker.enter_reference()
+
+
+def _leave_reference(tracker: Tracker, entered: list[bool], module: nn.Module, args: Any, output: Any) -> None:
+    if entered.pop():
+        tracker.leave_reference()
 
 
 def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.simulation.constant_folding import fold, fold_known, substitute, to_unsupported_error
+from hf_ckpt.simulation.constant_folding import fold, fold_known, has_values, substitute, to_unsupported_error
 from hf_ckpt.simulation.fake_model import fake_copy
 from hf_ckpt.simulation.tracker import Tracker
 from tests import zoo
@@ -124,3 +124,17 @@ def test_what_depends_on_values_is_explained() -> None:
 def test_other_errors_are_left_alone() -> None:
     assert to_unsupported_error(RuntimeError("out of tokens"), "") is None
     assert to_unsupported_error(PolicyError("out of layers"), "") is None
+
+
+# --- Constants beside what has no values. ---
+
+
+def test_constant_that_something_without_values_is_written_into_has_none() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        unknown = torch.ones(4)
+        with Tracker(run=fold):
+            constant, other = torch.zeros(4), torch.zeros(4)
+            assert has_values(constant)
+            constant[:2].copy_(unknown[:2])
+            made = constant + 1
+    assert [has_values(each) for each in (constant, other, made)] == [False, True, False]

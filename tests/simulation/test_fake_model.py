@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_ckpt.simulation.fake_model import fake_copy
+from hf_ckpt.simulation.fake_model import fake_copy, meta_copy
 
 
 class Model(nn.Module):
@@ -65,3 +65,23 @@ def test_a_forward_put_on_an_instance_runs_on_the_copy(put_on: Any) -> None:
     assert [vars(module).get("forward") for module in model.modules()] == found
     given = torch.ones(2, 4)
     assert torch.equal(model(given), 2 * nn.functional.linear(given, model.inner.weight, model.inner.bias))
+
+
+def test_copy_without_autocast_keeps_the_forward_that_another_library_put_on_the_model() -> None:
+    model = Model()
+    before = model.forward
+
+    @functools.wraps(type(model).forward)
+    def fused(self: Model, hidden: torch.Tensor) -> torch.Tensor:
+        return before(hidden) * 2
+
+    model.forward = types.MethodType(fused, model)  # type: ignore[method-assign]
+    # As `accelerate.Accelerator.prepare_model` does under mixed precision.
+    model._original_forward = model.forward  # type: ignore[assignment]
+    wrapped = torch.autocast("cpu", torch.bfloat16)(fused)
+    model.forward = types.MethodType(wrapped, model)  # type: ignore[method-assign]
+    copied = meta_copy(model)
+    assert copied.forward.__func__.__code__ is fused.__code__
+    assert copied.forward.__self__ is copied
+    assert not hasattr(copied, "_original_forward")
+    assert copied(torch.empty(2, 4, device="meta")).dtype is torch.float32
