@@ -16,6 +16,7 @@ from hf_ckpt.auto.coverage import check_call, check_run
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, innermost_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner
+from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
@@ -92,16 +93,22 @@ class Auto:
             UnsupportedError: the step cannot be simulated.
             OtherProcessError: one of these was raised in another process.
         """
-        made = innermost_optimizer(optimizer)
-        coverage = check_run(running_trainer(), args, model, args.optim if made is None else type(made).__name__)
+        made, trainer = innermost_optimizer(optimizer), running_trainer()
+        collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
+        sharding = sharding_of(args, model)
+        loss = trl_loss(trainer, args, model, sharding, dataset, collator)
+        coverage = check_run(trainer, args, model, args.optim if made is None else type(made).__name__, loss)
         shape = self._shape_of(model)
         given = given_optimizer(optimizer, args, model)
         device = this_device() if args.device.type == "cuda" else CPU
         num_rows = state.train_batch_size or args.train_batch_size
-        collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
 
         def read_limits() -> _RunLimits:
-            batches = _largest_batches(shape, dataset, collator, num_rows, self._max_length)
+            if loss is None or loss.batch.takes_more_than_text:
+                batches = _largest_batches(shape, dataset, collator, num_rows, self._max_length)
+            else:
+                batch = loss.batch.largest(dataset, collator, num_rows, self._max_length)
+                batches = [] if batch is None else [replace(batch, more=further_inputs(dataset, forward_names(shape)))]
             free = free_host_bytes(self._allowed.offload)
             return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batches, free)
 
@@ -111,12 +118,13 @@ class Auto:
         if is_on is not None:
             # They stay on the copy, and so are part of each simulated step.
             InputGradients(shape, is_on)
-        sharding = sharding_of(args, model)
+        rows_per_example = 1 if loss is None else loss.rows_per_example
 
         any_step = StepSimulator(shape, Step(), device, self._structure)
 
         def simulator(batch: Batch) -> StepSimulator:
-            step = step_of(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven)
+            own = None if loss is None else loss.of(batch)
+            step = step_of(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
             return any_step.anew(step)
 
         planning = RunPlanner(
@@ -129,11 +137,14 @@ class Auto:
             place=args.device,
             timeout_s=args.ddp_timeout,
             is_bounded=bool(batches),
+            rows_per_example=rows_per_example,
         )
         planning.input_gradients = is_on
         planning.start_all(batches)
         if _evaluates(args) and batches and not batches[0].tensors:
-            planning.check_evaluation(_of_evaluation(batches[0], num_rows, args.eval_batch_size, collator))
+            planning.check_evaluation(
+                _of_evaluation(batches[0], num_rows, args.eval_batch_size, collator, rows_per_example)
+            )
         return planning
 
     def _shape_of(self, model: nn.Module) -> nn.Module:
@@ -210,9 +221,10 @@ def _evaluates(args: TrainingArguments) -> bool:
     return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or bool(args.eval_on_start)
 
 
-def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any) -> Batch:
+def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any, rows_per_example: int) -> Batch:
     """Return a batch of evaluation whose examples are as long as the longest ones of training."""
     if is_packing(collator):
         length = -(-batch.length // num_rows) * eval_rows
         return replace(batch, rows=1, length=length, is_padded=False, is_packed=eval_rows > 1)
+    eval_rows *= rows_per_example
     return replace(batch, rows=eval_rows, is_padded=batch.is_padded and eval_rows > 1, is_packed=False)

@@ -24,7 +24,8 @@ from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_compiled
-from hf_ckpt.simulation.step import labels_shape
+from hf_ckpt.simulation.step import OwnLoss, labels_shape
+from hf_ckpt.trainer.other_models import OtherModel, other_models, tensors_of
 from hf_ckpt.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ def refuse(what: str, remedy: str = "") -> UnsupportedError:
 # --- Before a plan is made. ---
 
 
-def check_run(trainer: Any, args: TrainingArguments, model: nn.Module, optimizer: str) -> Coverage:
+def check_run(
+    trainer: Any, args: TrainingArguments, model: nn.Module, optimizer: str, loss: OwnLoss | None = None
+) -> Coverage:
     """Refuse a run whose memory is not that of the simulated step, and return what is counted of any other.
 
     Args:
@@ -67,6 +70,7 @@ def check_run(trainer: Any, args: TrainingArguments, model: nn.Module, optimizer
         args: its arguments.
         model: as it will be trained.
         optimizer: what will be simulated, in words.
+        loss: the Trainer's own, where that is simulated.
 
     Raises:
         UnsupportedError: says what is not simulated.
@@ -75,9 +79,16 @@ def check_run(trainer: Any, args: TrainingArguments, model: nn.Module, optimizer
     _check_engine(trainer, args, model)
     _check_compiled(model)
     _check_backward(args, model)
-    left_out = (*_small_models(trainer, args, model), *_loss_of_its_own(trainer), *_generation(trainer, args))
+    others = list(other_models(trainer, model, args.device))
+    is_counted = {other.name: loss is not None and other.attribute in loss.others for other in others}
+    counted = (f"{other.attribute} ({_shown(other)})" for other in others if is_counted[other.name])
+    left_out = list(_small_models(model, (other for other in others if not is_counted[other.name])))
+    left_out += _generation(trainer, args)
+    if loss is None:
+        left_out += _loss_of_its_own(trainer)
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
-    return Coverage((type(without_adapter(model)).__name__, optimizer, engine), left_out)
+    own = () if loss is None else (f"{type(trainer).__name__}.compute_loss",)
+    return Coverage((type(without_adapter(model)).__name__, *counted, *own, optimizer, engine), tuple(left_out))
 
 
 def check_call(model: nn.Module, names: Iterable[str]) -> None:
@@ -170,45 +181,24 @@ def _check_host(args: TrainingArguments, plugin: Any) -> None:
         raise refuse("FSDP's offloading of parameters to the host is not simulated")
 
 
-def _small_models(trainer: Any, args: TrainingArguments, model: nn.Module) -> Iterator[str]:
+def _small_models(model: nn.Module, others: Iterable[OtherModel]) -> Iterator[str]:
     """Yield other models that the Trainer holds and that are too small to matter.
 
     Raises:
         UnsupportedError: one of them is not.
     """
-    trained = [each for each in (model, *_trained_by(trainer)) if isinstance(each, nn.Module)]
-    own = {id(tensor) for each in trained for tensor in _tensors(each)}
-    own_bytes = sum(tensor.nbytes for tensor in _tensors(model))
-    for name, other in _modules_of(trainer):
-        tensors = {id(each): each for each in _tensors(other) if id(each) not in own}
-        num_bytes = sum(each.nbytes for each in tensors.values() if each.device.type == args.device.type)
-        what = f"{name} ({type(other).__name__}, {format_bytes(num_bytes)})"
-        if num_bytes > _SMALL * own_bytes:
+    own_bytes = sum(tensor.nbytes for tensor in tensors_of(model))
+    for other in others:
+        what = f"{other.name} ({_shown(other)})"
+        if other.num_bytes > _SMALL * own_bytes:
             raise refuse(
                 f"{what} is on the device beside the model that is trained. Neither it nor what it computes is counted"
             )
-        own |= tensors.keys()
-        if tensors:
-            yield what
+        yield what
 
 
-def _trained_by(trainer: Any) -> tuple[Any, ...]:
-    return getattr(trainer, "model", None), getattr(trainer, "model_wrapped", None)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a Trainer and its callbacks hold, in lists and dictionaries too, by their names."""
-    handler = getattr(trainer, "callback_handler", None)
-    for holder in (trainer, *getattr(handler, "callbacks", ())):
-        for name, value in getattr(holder, "__dict__", {}).items():
-            for each in (value, *_held_by(value)):
-                if isinstance(each, nn.Module):
-                    yield f"{type(holder).__name__}.{name}", each
+def _shown(other: OtherModel) -> str:
+    return f"{type(other.module).__name__}, {format_bytes(other.num_bytes)}"
 
 
 def _loss_of_its_own(trainer: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED
-from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
+from hf_ckpt.simulation.step import GivenOptimizer, OwnLoss, Sharding, Step, Zero
 
 OPTIMIZER_FIELDS = (
     *("optim_args", "optim_target_modules", "learning_rate", "weight_decay"),
@@ -54,11 +54,14 @@ def step_of(
     *,
     given_optimizer: GivenOptimizer | None = None,
     is_proven: bool = False,
+    loss: OwnLoss | None = None,
 ) -> Step:
-    """Return the step that a Trainer runs; `batch` is its largest micro-batch."""
+    """Return the step that a Trainer runs; `batch` is its largest micro-batch, and `loss` the Trainer's own."""
     optim_arguments = {name: getattr(args, name) for name in OPTIMIZER_FIELDS if hasattr(args, name)}
     step = step_from(partial(getattr, args), batch, sharding, optim_arguments, is_proven=is_proven)
-    return replace(step, given_optimizer=given_optimizer)
+    rows_per_example = 1 if loss is None else loss.rows_per_example
+    num_examples = -(-batch.rows // rows_per_example)
+    return replace(step, given_optimizer=given_optimizer, loss=loss, batch_size=num_examples)
 
 
 def step_from(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.batch_bounds import Batch, describe_batch
@@ -59,6 +61,7 @@ class RunPlanner:
         place: where this rank's tensors are.
         timeout_s: how long other processes wait for rank 0 to plan, in seconds.
         is_bounded: whether the largest batch is known.
+        rows_per_example: rows that the model sees of each example.
 
     Attributes:
         plan: what is to be in force now.
@@ -79,6 +82,7 @@ class RunPlanner:
         place: torch.device,
         timeout_s: float,
         is_bounded: bool,
+        rows_per_example: int = 1,
     ) -> None:
         self.plan = plan
         self._simulator = simulator
@@ -89,6 +93,7 @@ class RunPlanner:
         self._place = place
         self._timeout_s = timeout_s
         self._is_bounded = is_bounded
+        self._rows_per_example = rows_per_example
         self.predicted_bytes = 0
         self.batch: Batch | None = None
         self.input_gradients: bool | None = None
@@ -231,13 +236,15 @@ class RunPlanner:
             warnings.warn(self._evaluation_advice(batch, found.memory), stacklevel=2)
 
     def _evaluation_advice(self, batch: Batch, memory: StepMemory) -> str:
-        def peak(rows: int) -> int:
+        def peak(examples: int) -> int:
+            rows = examples * self._rows_per_example
             smaller = replace(batch, rows=rows, is_padded=batch.is_padded and rows > 1)
             return self._simulator(smaller).evaluate().memory.peak_bytes
 
         fits = None
-        if batch.rows > 1 and not batch.tensors:
-            fits = largest(peak, self.budget_bytes, start=batch.rows // 2, most=batch.rows - 1)
+        examples = batch.rows // self._rows_per_example
+        if examples > 1 and not batch.tensors:
+            fits = largest(peak, self.budget_bytes, start=examples // 2, most=examples - 1)
         what = "Evaluate smaller batches, or raise the budget." if batch.tensors else _SHORTER
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.peak_bytes)})."
@@ -307,7 +314,9 @@ def _before_forward(
 
 def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
     """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
-    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+    # Only where it is on: within it, casts of weights are kept until its end.
+    plain = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    with _disable_current_modes(), plain, torch.enable_grad():
         return work(batch)
 
 

@@ -1,0 +1,184 @@
+"""The loss of a Trainer run on fake tensors: its own `compute_loss`, on a stand-in of the Trainer that holds copies.
+
+The stand-in has the Trainer's class and settings. What the loss adds to it, such as metrics, is lost with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_ckpt.auto.batch_bounds import Batch
+from hf_ckpt.auto.coverage import refuse
+from hf_ckpt.auto.trl_kernels import use_cuda_kernels
+from hf_ckpt.simulation.constant_folding import has_values
+from hf_ckpt.simulation.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class MicroBatch(Protocol):
+    """What the collator of a Trainer makes."""
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows that the model sees of each example."""
+
+    @property
+    def takes_more_than_text(self) -> bool:
+        """Whether what is no text may come as well, for which the model's own loss is simulated."""
+
+    def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
+        """Return the largest micro-batch that can come; None where no bound is known. See `largest_batch`."""
+
+    def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
+        """Return a micro-batch of the step's size, with values."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerLoss:
+    """See `hf_ckpt.simulation.step.OwnLoss`.
+
+    Args:
+        trainer: that trains now. It stays as it is.
+        batch: what it trains on.
+        others: by attribute of the Trainer, the models that it holds beside the trained one, on `meta`.
+    """
+
+    trainer: Any
+    batch: MicroBatch
+    others: Mapping[str, nn.Module]
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows that the model sees of each example."""
+        return self.batch.rows_per_example
+
+    @property
+    def keeps_predictions(self) -> bool:
+        """Whether evaluation keeps what the model returns."""
+        return getattr(self.trainer, "compute_metrics", None) is not None
+
+    def of(self, batch: Batch) -> TrainerLoss | None:
+        """Return the loss to simulate a batch with; None for the model's own.
+
+        Raises:
+            UnsupportedError: neither is known for such a batch.
+        """
+        if not batch.tensors:
+            return self
+        kind = type(self.trainer).__name__
+        if not self.batch.takes_more_than_text:
+            raise refuse(f"a batch came with {batch.describe()}, for which {kind}.compute_loss is not")
+        logger.warning("Not counted: what %s.compute_loss does to images and sound. The model's own loss is.", kind)
+        return None
+
+    def make_inputs(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
+        """Return a micro-batch."""
+        return self.batch.make(step, model)
+
+    def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
+        """Return `compute_loss` on copies of the models."""
+        for each in (model, *others.values()) if is_cuda else ():
+            use_cuda_kernels(each)
+        return partial(_compute, _stand_in(self.trainer, model, others), model)
+
+
+def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+    try:
+        with _NumbersUnknown(), warnings.catch_warnings():
+            # Said again by the Trainer itself.
+            warnings.simplefilter("ignore")
+            return stand_in.compute_loss(model, inputs, **options)
+    except (_ValueNeededError, AttributeError, KeyError, TypeError, IndexError) as error:
+        kind = type(stand_in).__name__
+        raise refuse(
+            f"{kind}.compute_loss cannot be simulated: of tensors without values it raises {type(error).__name__} "
+            f'"{error}"'
+        ) from error
+
+
+def _stand_in(trainer: Any, model: nn.Module, others: Mapping[str, nn.Module]) -> Any:
+    made = object.__new__(type(trainer))
+    vars(made).update({name: _copied(value) for name, value in vars(trainer).items()})
+    vars(made).update({"model": model, "model_wrapped": model, "accelerator": _Alone(trainer.accelerator), **others})
+    return made
+
+
+def _copied(value: Any) -> Any:
+    """Return a container of its own, as deep as containers go: losses append their metrics to lists."""
+    if type(value) in (list, set):
+        return type(value)(map(_copied, value))
+    if isinstance(value, dict) and hasattr(value, "copy"):
+        copied = value.copy()
+        copied.update({key: _copied(each) for key, each in value.items()})
+        return copied
+    return value
+
+
+class _Alone:
+    """The accelerator as a loss sees it that runs on fake tensors: on the CPU, and in one process only."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Any) -> Any:
+        """Return what this rank gives: of all ranks, numbers for metrics are gathered."""
+        return tensor
+
+    def gather_for_metrics(self, tensor: Any, use_gather_object: bool = False) -> Any:
+        """See `gather`."""
+        return tensor
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """See `gather`."""
+        return tensor
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the model: nothing is around a copy."""
+        return model
+
+
+# --- Numbers of tensors without values. ---
+
+
+class _ValueNeededError(Exception):
+    """A loss decides by a number that is not known."""
+
+
+def _refused(*args: Any) -> Any:
+    raise _ValueNeededError("it decides by a number that depends on the weights")
+
+
+class _UnknownNumber:
+    """What `item()` returns of a tensor without values: to be computed with and noted, not to decide by."""
+
+    def _itself(self, *others: object) -> _UnknownNumber:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _itself
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _itself
+    __bool__ = __int__ = __float__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _NumbersUnknown(TorchFunctionMode):
+    """Lets a loss note numbers of fake tensors, as for its metrics."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.item and not has_values(args[0]):
+            return _UnknownNumber()
+        return function(*args, **(kwargs or {}))
