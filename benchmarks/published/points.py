@@ -158,8 +158,10 @@ def is_held_out(name: str) -> bool:
 
 
 def is_fitted_time(name: str) -> bool:
-    """Whether constants of time may be fitted to a point: half of them, by their names, of sources not held out."""
-    return hashlib.sha256(name.encode()).digest()[2] % 2 == 0 and not sources()[name.partition(":")[0]].is_held_out
+    """Whether constants of time may be fitted to a point: half of them, by their names, of sources never held out."""
+    source = sources()[name.partition(":")[0]]
+    is_known = not source.is_held_out and not source.blind_ratios
+    return is_known and hashlib.sha256(name.encode()).digest()[2] % 2 == 0
 
 
 @cache
