@@ -58,7 +58,7 @@ def fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if function in _INDEXING and not _has_values(args[0]):
+    if function in _INDEXING and not has_values(args[0]):
         # What is all real runs for real as it is.
         args = (args[0], _without_masks(args[1]), *args[2:])
     return _fold(function, args, kwargs)

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import Trainer
 
 from hf_ckpt import HFCkptCallback
+from hf_ckpt.auto.batch_bounds import describe_batch
 from hf_ckpt.auto.replan import RunPlanner
+from hf_ckpt.auto.trainer_loss import TrainerLoss
+from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, find_device
 from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import Sharding
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.trainer.other_models import tensors_of
 from tests.training import changed, weights
@@ -25,6 +30,7 @@ from tests.training import changed, weights
 pytest.importorskip("trl", minversion="1.16")
 
 from tests import trl_trainers as runs
+from tests.auto import test_more_than_text as images
 from tests.trl_trainers import REFERENCES, trainer
 
 # trl 1.16 uses the names that transformers 5.23 gives up.
@@ -366,3 +372,44 @@ def test_kto_without_known_lengths_is_refused(tmp_path: Path) -> None:
     inner = run.data_collator
     run.data_collator = lambda examples: inner(examples)
     assert "KTOTrainer reads each prompt with another example's completion too" in refusal(run)
+
+
+# --- More than text. ---
+
+
+def with_images(number: int) -> dict[str, Any]:
+    torch.manual_seed(number)
+    return images.with_images("llava", 12, 2)
+
+
+def test_sft_of_images_is_planned_for_by_the_models_own_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = auto()
+    run = trainer(
+        "SFT",
+        "whole",
+        tmp_path,
+        callback,
+        model=images.vision_language("llava"),
+        data=Dataset.from_list([{"number": number} for number in range(8)]),
+        data_collator=lambda rows: images.collate([with_images(row["number"]) for row in rows]),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
+        max_length=None,
+    )
+    followed = follow_trainer(run)
+    assert predicted_of(callback).peak_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
+    assert "Not counted: what SFTTrainer.compute_loss does to images and sound" in caplog.text
+
+
+def test_pairs_of_images_are_refused(tmp_path: Path) -> None:
+    loss = planned_loss(trainer("DPO", "separate", tmp_path))
+    batch = describe_batch(images.vision_language("llava"), (), images.collate([with_images(0)]))
+    assert batch is not None
+    with pytest.raises(UnsupportedError, match=r"pixel_values \[.*\], for which DPOTrainer.compute_loss is not"):
+        loss.of(batch)
+
+
+def planned_loss(run: Trainer) -> TrainerLoss:
+    loss = trl_loss(run, run.args, run.model, Sharding(), run.train_dataset, run.data_collator)
+    assert loss is not None
+    return loss
