@@ -110,8 +110,8 @@ def _times(result: Record) -> str:
         "card reaches in matrix products and in memory (`hf_ckpt/simulation/measured_devices.json`), what the host "
         "needs for a unit of FSDP (`Device.unit_seconds`), and of a source's machine the link between its cards, the "
         "speed of its host and what it does between steps (`sources.yaml`). The other half tests them, and was not "
-        "blind: rows of both halves showed how FSDP1's host waits, before anything was fitted. Nothing is fitted to sources "
-        "that are held out."
+        "blind: rows of both halves showed how FSDP1's host waits, before anything was fitted. Nothing is fitted to "
+        "sources that are held out."
     )
     return f'{told}\n\n<!-- given "card": names of cards -->\n{table(header, rows)}'
 
