@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import Layer, Stack, class_name
@@ -108,6 +108,31 @@ def _is_gathered_apart(layer: Layer, model: nn.Module) -> bool:
         return True
     # A policy by size may have taken the parts instead.
     return any(is_unit(layer.module.get_submodule(name)) for name in (*layer.attention, *layer.ffn))
+
+
+def check_prefetch(model: nn.Module) -> None:
+    """Refuse to recompute layers whose adapters FSDP1 gathers before: PEFT would find them in another dtype.
+
+    It casts inputs to the dtype of the adapter's weights before the adapter, a unit of its own, is gathered: in forward
+    that of the shares, and once gathered ahead that of the computation. torch's own checkpointing fails there too.
+    """
+    for path, module in model.named_modules():
+        if not hasattr(module, "base_layer"):
+            continue
+        for unit in module.modules():
+            if isinstance(unit, FullyShardedDataParallel) and _changes_dtype_ahead(unit):
+                adapted = path.replace("_fsdp_wrapped_module.", "")
+                raise UnsupportedError(
+                    f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in another "
+                    "dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation would not "
+                    "be the forward. Set fsdp_backward_prefetch: BACKWARD_POST, or use FSDP2."
+                )
+
+
+def _changes_dtype_ahead(unit: FullyShardedDataParallel) -> bool:
+    computed, flat = unit.mixed_precision.param_dtype, unit._flat_param
+    is_changed = computed is not None and flat is not None and computed != flat.dtype
+    return is_changed and unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
 
 
 def disable_accelerates_checkpointing() -> Callable[[], None] | None:

@@ -242,6 +242,8 @@ def _planned(
     plan = _with_head(plan, model)
     check_exact(plan, stacks, model)
     deepspeed.check_version(plan, stacks)
+    if any(entry.mode is not Mode.NONE for stack in plan.stacks for entry in stack.layers):
+        fsdp.check_prefetch(model)
     return plan, stacks
 
 

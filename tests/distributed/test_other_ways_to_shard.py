@@ -18,11 +18,22 @@ from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_ckpt
+from hf_ckpt.errors import HFCkptError
 from tests import exactness, zoo
 from tests.distributed.ranks import has_gpus
-from tests.distributed.runs import Outcome, callback, full_fine_tune, local, train
+from tests.distributed.runs import (
+    KINDS,
+    Outcome,
+    callback,
+    engine_arguments,
+    fresh_accelerate,
+    full_fine_tune,
+    local,
+    make_trainer,
+    train,
+)
 from tests.distributed.test_same_numbers import MODES
-from tests.training import During, changed
+from tests.training import During, changed, losses
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +161,26 @@ def test_mode_is_exact_under_tensor_parallelism(saved_llama: Path, mode: str) ->
         hf_ckpt.apply(model, policy)
         results.append(result(model, inputs))
     assert exactness.differences(*results) == []
+
+
+# --- Adapters under FSDP1. ---
+
+
+def adapters_in_bf16(prefetch: str, folder: Path, policy: str) -> list[float]:
+    asked = {**engine_arguments("fsdp1")["fsdp_config"], "backward_prefetch": prefetch}
+    with fresh_accelerate():
+        run = make_trainer(KINDS["lora"]("llama"), folder, callback(policy), fsdp=True, fsdp_config=asked, bf16=True)
+        run.train()
+    return losses(run)
+
+
+def test_adapters_that_fsdp1_gathers_ahead_in_another_dtype_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HFCkptError, match=r"layers\.0\.self_attn\.q_proj before .* BACKWARD_POST, or use FSDP2"):
+        adapters_in_bf16("BACKWARD_PRE", tmp_path, "full")
+
+
+def test_adapters_that_fsdp1_gathers_when_they_run_train_as_without_a_plan(tmp_path: Path) -> None:
+    expected = adapters_in_bf16("BACKWARD_POST", tmp_path, "none")
+    assert adapters_in_bf16("BACKWARD_POST", tmp_path, "full") == expected
+    # Nothing runs again.
+    assert adapters_in_bf16("BACKWARD_PRE", tmp_path, "none") == expected
