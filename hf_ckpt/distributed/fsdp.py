@@ -123,9 +123,9 @@ def check_prefetch(model: nn.Module) -> None:
             if isinstance(unit, FullyShardedDataParallel) and _changes_dtype_ahead(unit):
                 adapted = path.replace("_fsdp_wrapped_module.", "")
                 raise UnsupportedError(
-                    f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in another "
-                    "dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation would not "
-                    "be the forward. Set fsdp_backward_prefetch: BACKWARD_POST, or use FSDP2."
+                    f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in "
+                    "another dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation "
+                    "would not be the forward. Set fsdp_backward_prefetch: BACKWARD_POST, or use FSDP2."
                 )
 
 
