@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 10.0
 """How long whoever connects may take to prove itself, in seconds."""
-_POLL_S = 0.2
+_POLL_S = 0.05
 """How often a process asks the store where rank 0 listens, in seconds."""
 _CHECK_S = 5.0
 """How often a process looks whether its training still runs, in seconds."""

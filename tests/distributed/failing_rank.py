@@ -88,6 +88,8 @@ def run(fault: str, victim: int) -> None:
         if fault == "exits while saving":
             callbacks.append(During("on_save", lambda _: sys.exit(0)))
         elif fault in IN_TRAINING:
+            # The first steps may be over before the processes are connected.
+            callbacks.append(During("on_step_begin", lambda _: wait_for_connection(), step=1))
             callbacks.append(During("on_step_begin", IN_TRAINING[fault], step=2))
         elif fault == "has another policy":
             policy = "attention"
@@ -104,7 +106,8 @@ def run_and_linger(victim: int, event: str) -> None:
     """Train; the victim raises, but its process lives on with all its connections, as under NCCL or in a notebook."""
     watchdog._GRACE_S = watchdog._CHECK_S = 1.0
     where = During(event, raise_in_forward if event == "on_step_begin" else _raise, step=2)
-    callbacks = [where] if int(os.environ["RANK"]) == victim else []
+    connected = During("on_step_begin", lambda _: wait_for_connection(), step=1)
+    callbacks = [connected, where] if int(os.environ["RANK"]) == victim else []
     try:
         with tempfile.TemporaryDirectory() as folder:
             trainer(llama(), Path(folder), HFCkptCallback("full"), *callbacks, max_steps=50).train()
