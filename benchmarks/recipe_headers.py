@@ -18,6 +18,7 @@ from hf_ckpt.estimate.limits import longest_row, longest_row_of_all
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import is_auto, subject_of
 from hf_ckpt.recipe.recipe import load_recipe
+from hf_ckpt.recipe.shipped import HEADER_ITEM, header
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
 from hf_ckpt.units import format_bytes
 
@@ -29,7 +30,6 @@ _TOLD_FROM = 2**30
 
 _KEY = "Memory"
 _WIDTH = 120
-_ITEM = re.compile(r"^# (?P<key>\w+): +(?P<text>.*(?:\n#  +.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def needs_of(path: Path) -> Needs:
 
 def on_hardware(path: Path) -> Predictor:
     """Return what predicts a recipe's steps on the hardware that its header names. See `needs_of`."""
-    said = _items(path.read_text(encoding="utf-8"))
+    said = header(path.read_text(encoding="utf-8"))
     device = _device(path, said.get("Hardware", ""))
     return Predictor(subject_of(load_recipe(path), _launch(path, said.get("Launch", ""))), device)
 
@@ -96,7 +96,7 @@ def with_needs(text: str, needs: Needs) -> str:
     line = textwrap.fill(
         needs.describe(), _WIDTH, initial_indent=label, subsequent_indent="#".ljust(12), break_on_hyphens=False
     )
-    items = {found["key"]: found for found in _ITEM.finditer(text)}
+    items = {found["key"]: found for found in HEADER_ITEM.finditer(text)}
     if _KEY in items:
         return text[: items[_KEY].start()] + line + text[items[_KEY].end() :]
     end = items["Hardware"].end()
@@ -105,12 +105,7 @@ def with_needs(text: str, needs: Needs) -> str:
 
 def written_needs(text: str) -> str | None:
     """Return what a recipe's header says that it needs, on one line; None where it says nothing."""
-    return _items(text).get(_KEY)
-
-
-def _items(text: str) -> dict[str, str]:
-    """Return what a header says, by key, each on one line."""
-    return {found["key"]: " ".join(found["text"].replace("\n#", " ").split()) for found in _ITEM.finditer(text)}
+    return header(text).get(_KEY)
 
 
 def _device(path: Path, hardware: str) -> Device:

@@ -39,10 +39,11 @@ ORDER = (
     "finetune",
     "verify",
     "cli",
+    "__main__",
 )
 PURE_PYTHON = {"errors", "units", "policy"}
 # The only ones that know YAML, data sets and tokenizers.
-RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli"}
+RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli", "__main__"}
 CORE = set(ORDER) - RECIPES
 # Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
 WITH_OPTIONAL = {"simulation"}

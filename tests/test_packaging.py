@@ -61,9 +61,9 @@ def test_nothing_that_belongs_to_a_torch_build_is_pinned(file_name: str) -> None
     assert [name for name in pins(file_name) if name == "triton" or name.startswith(("nvidia-", "cuda-"))] == []
 
 
-def test_plugin_alone_needs_three_libraries_and_what_they_bring() -> None:
+def test_nothing_is_needed_that_transformers_and_peft_do_not_bring() -> None:
     needed = [Requirement(line).name for line in PROJECT["dependencies"]]
-    assert needed == ["torch", "transformers", "accelerate", "numpy"]
+    assert needed == ["torch", "transformers", "accelerate", "numpy", "pyyaml", "peft"]
 
 
 def test_optional_libraries_are_extras() -> None:

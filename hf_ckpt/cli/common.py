@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe import shipped
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.launch_sharding import Launch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 HOLDS, FAILS, WRONG_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 """Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C; nobody reads what is printed."""
 STOPPED = "Stopped by Ctrl-C."
+_CONFIGS = "accelerate"
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,14 @@ def recipe_parser(name: str, description: str, epilog: str | None = None) -> arg
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
     )
-    parser.add_argument("recipe", help="a YAML file, such as recipes/llama7b_lora.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values to use instead of the recipe's")
+    add_recipe_arguments(parser)
     return parser
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe and overrides to the parser of a command."""
+    parser.add_argument("recipe", help="a YAML file, or a name that `hf-ckpt recipes` lists, such as llama7b_lora")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values to use instead of the recipe's")
 
 
 def read_recipe(options: argparse.Namespace) -> Recipe:
@@ -127,9 +134,9 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """Add `--accelerate-config`, `--engine` and `--processes` to the parser of a command."""
     parser.add_argument(
         "--accelerate-config",
-        type=Path,
+        type=shipped_config,
         metavar="FILE",
-        help="the configuration that the run is launched with, such as recipes/accelerate/fsdp2_8gpu.yaml",
+        help="the configuration that the run is launched with: fsdp2_8gpu, which comes with the package, or a file",
     )
     parser.add_argument("--engine", metavar="NAME", help="ddp, fsdp1, fsdp2, zero1, zero2 or zero3, over --processes")
     parser.add_argument("--processes", type=count, metavar="N", help="processes of the run, of all machines together")
@@ -137,9 +144,20 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 def check_launch(options: argparse.Namespace) -> None:
     """Refuse a file that is not there, before torch is loaded."""
-    path: Path | None = options.accelerate_config
+    check_config_file("--accelerate-config", options.accelerate_config, or_use="--engine and --processes")
+
+
+def shipped_config(name: str) -> Path:
+    """Return the configuration of accelerate that an argument names: a file, or one that comes with the package."""
+    path = Path(name)
+    return path if path.is_file() else shipped.named(path, _CONFIGS) or path
+
+
+def check_config_file(option: str, path: Path | None, or_use: str = "--processes") -> None:
+    """Refuse a configuration of accelerate that is not there."""
     if path is not None and not path.is_file():
-        raise RecipeError(f"--accelerate-config: there is no file {path}. Name one, or use --engine and --processes.")
+        known = ", ".join(shipped.names(_CONFIGS))
+        raise RecipeError(f"{option}: there is no file {path}. Name one or one of {known}, or use {or_use}.")
 
 
 def add_cache_option(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The command line of scripts/finetune.py."""
+"""Train as a recipe says: what scripts/finetune.py runs in each process, and `hf-ckpt finetune` in one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT, add_recipe_arguments
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.recipe.recipe import load_recipe
 
-_FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
-"""Exit codes: the device's memory was not enough; wrong input; Ctrl-C."""
+FLAGS = ("print", "resume", "merge")
+"""The options that are said or not."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     That is 0; 1 where the device's memory was not enough; 2 for wrong input or a full disk; 130 after Ctrl-C, 143 after
     SIGTERM.
     """
-    options = _parser().parse_intermixed_args(arguments)
+    return run(parser("finetune.py").parse_intermixed_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; see `main`."""
     try:
         with sigterm_as_interrupt():
             return _run(options)
@@ -32,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("Stopped by SIGTERM.", file=sys.stderr)
         return EXIT_CODE
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -43,8 +48,8 @@ def _run(options: argparse.Namespace) -> int:
     except HFCkptError as error:
         if processes.rank == 0 or not _is_said_by_another(processes, error):
             print(f"{_process(processes)}{error}", file=sys.stderr)
-        return _FAILED if isinstance(error, OutOfMemoryError) else _WRONG_INPUT
-    return 0
+        return FAILS if isinstance(error, OutOfMemoryError) else WRONG_INPUT
+    return HOLDS
 
 
 def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> None:
@@ -62,15 +67,15 @@ def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> Non
     _leave(processes)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the arguments, under the name of a program."""
     parser = argparse.ArgumentParser(
-        prog="finetune.py",
+        prog=prog,
         allow_abbrev=False,
         description="Fine-tune a causal language model as a recipe says, with activation checkpointing per layer.",
         epilog="Example: accelerate launch scripts/finetune.py recipes/tiny_llama_lora.yaml training.max_steps=20",
     )
-    parser.add_argument("recipe", help="a YAML file, such as recipes/tiny_llama_lora.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values to use instead of the recipe's")
+    add_recipe_arguments(parser)
     parser.add_argument("--print", action="store_true", help="print the resolved recipe and stop")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in training.output_dir")
     parser.add_argument(
@@ -110,3 +115,7 @@ def _quieten(*, is_first: bool) -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
     # peft asks transformers 5.2x by the old name whether checkpointing is on.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

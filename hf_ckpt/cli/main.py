@@ -14,16 +14,26 @@ from importlib.metadata import version
 from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.inspect import INSPECT
+from hf_ckpt.cli.launch import FINETUNE
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
+from hf_ckpt.cli.recipes import RECIPES
 from hf_ckpt.cli.verify import VERIFY
-from hf_ckpt.errors import BudgetError, HFCkptError
+from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
 from hf_ckpt.verify.launch import LostProcessError
 
-_COMMANDS = {"estimate": ESTIMATE, "plan": PLAN, "verify": VERIFY, "inspect": INSPECT, "profile": PROFILE}
-# What the plugin does not need and recipes do, by the extra that brings it.
-_EXTRAS = {"yaml": "finetune", "peft": "finetune", "datasets": "finetune", "matplotlib": "plot"}
+_COMMANDS = {
+    "recipes": RECIPES,
+    "estimate": ESTIMATE,
+    "plan": PLAN,
+    "finetune": FINETUNE,
+    "verify": VERIFY,
+    "inspect": INSPECT,
+    "profile": PROFILE,
+}
+# What not every command needs, by the extra that brings it.
+_EXTRAS = {"datasets": "finetune", "bitsandbytes": "qlora", "matplotlib": "plot"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = _COMMANDS.get(words[0]) if words else None
     if command is None:
         # Prints help or the version, or refuses the word.
-        _parser().parse_args(words or ["--help"])
+        parser = _parser()
+        if words and not words[0].startswith("-"):
+            known = f"the commands are {', '.join(_COMMANDS)}"
+            parser.error(f'there is no command "{words[0]}"; {known}.{did_you_mean(words[0], _COMMANDS)}')
+        parser.parse_args(words or ["--help"])
         return HOLDS
     options = command.parser().parse_intermixed_args(words[1:], argparse.Namespace(words=words))
     try:
@@ -71,17 +85,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Activation checkpointing per decoder layer: predict what a recipe needs,\n"
         "plan for a budget, and prove that a plan is right.",
         epilog="""hf-ckpt COMMAND --help says more.
-To train: accelerate launch scripts/finetune.py recipe.yaml
 
 exit codes: 0 all is well; 1 a check of verify failed, or nothing fits;
   2 wrong input; 130 Ctrl-C
 
 examples:
-  hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090
-  hf-ckpt plan recipes/llama7b_lora.yaml --memory-budget 22GiB --out plan.json
-  hf-ckpt verify recipes/llama7b_lora.yaml
-  hf-ckpt verify recipes/llama7b_full_fsdp.yaml --processes 2 --engine fsdp2
-  hf-ckpt inspect recipes/gemma3_4b_lora.yaml""",
+  hf-ckpt estimate llama7b_lora --device rtx4090
+  hf-ckpt plan llama7b_lora --memory-budget 22GiB --out plan.json
+  hf-ckpt finetune llama7b_lora training.learning_rate=1e-4
+  hf-ckpt finetune llama7b_full_fsdp --config-file fsdp2_8gpu
+  hf-ckpt verify my_recipe.yaml --processes 2 --engine fsdp2
+  hf-ckpt inspect gemma3_4b_lora""",
     )
     parser.add_argument("--version", action="version", version=f"hf-ckpt {version('hf_ckpt')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

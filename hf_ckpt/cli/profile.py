@@ -12,11 +12,12 @@ from hf_ckpt.cli.common import HOLDS, Command, count, quiet, read_recipe, recipe
 def _parser() -> argparse.ArgumentParser:
     parser = recipe_parser(
         "profile",
-        "Run a recipe's step a few times on this machine, with random weights and one micro-batch, and print the time\n"
-        "of forward, backward and recomputation, the memory after each, and what was predicted.",
+        "Run a recipe's step a few times on this machine, with random weights and one\n"
+        "micro-batch, and print the time of forward, backward and recomputation, the\n"
+        "memory after each, and what was predicted.",
         epilog="""examples:
-  hf-ckpt profile recipes/tiny_llama_lora.yaml
-  hf-ckpt profile recipes/llama7b_lora.yaml --trace trace.json checkpointing.policy=full""",
+  hf-ckpt profile tiny_llama_lora
+  hf-ckpt profile llama7b_lora --trace trace.json checkpointing.policy=full""",
     )
     parser.add_argument("--steps", type=count, default=5, metavar="N", help="steps to measure (5)")
     parser.add_argument(

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +36,7 @@ from hf_ckpt.policy.plan import Plan, parse, resolve
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
@@ -135,7 +134,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     if recipe.checkpointing is not None:
         _require_input_gradients(model, stacks, checkpointing.input_require_grads)
     subject = Subject(
-        title=_shown(recipe.path),
+        title=shown(recipe.path),
         model=model,
         step=step,
         stacks=stacks,
@@ -298,11 +297,6 @@ def _num_weights(parameter: torch.Tensor) -> int:
 def _class_name(model: Any) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return type(base).__name__
-
-
-def _shown(path: Path) -> str:
-    """Return a path as the user would write it here."""
-    return path.as_posix() if not path.is_absolute() else Path(os.path.relpath(path)).as_posix()
 
 
 def step_of(recipe: Recipe, sharding: Sharding) -> Step:

@@ -43,6 +43,7 @@ from hf_ckpt.loading.training_args import check_can_be_written, training_argumen
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
+from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
@@ -69,7 +70,7 @@ def finetune(
         with on_one_process():
             _check_optimizer(args, rehearse(recipe, _section_with_shape(recipe)))
     processes.set_timeout(args.ddp_timeout)
-    processes.check_same(_shown(checkpoint) if checkpoint else "none", "The checkpoint to go on from")
+    processes.check_same(shown(checkpoint) if checkpoint else "none", "The checkpoint to go on from")
     _make_base(recipe, args, processes)
     tokenizer, data = _prepare(recipe, args, processes)
     if is_asked(recipe):
@@ -88,7 +89,7 @@ def finetune(
     with processes.stage("merging the adapter"), termination.named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
     summary = RunSummary(
-        title=_shown(recipe.path),
+        title=shown(recipe.path),
         plan=None if callback is None else callback.plan,
         figures={} if callback is None else callback.report(),
         log_history=trainer.state.log_history,
@@ -208,9 +209,9 @@ def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProce
     processes.check_same("there" if base is None else "not there", str(recipe.model.get("name_or_path")))
     if base is None:
         return
-    _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {_shown(base.path)}.")
+    _say(args, f"{recipe.model['name_or_path']} is not there yet: training it first with {shown(base.path)}.")
     finetune(base, processes=processes)
-    _say(args, f"Now {_shown(recipe.path)}.")
+    _say(args, f"Now {shown(recipe.path)}.")
 
 
 # --- From data to a trained model. ---
@@ -355,12 +356,6 @@ def _indented(text: str) -> str:
 def _output_dir(args: TrainingArguments) -> Path:
     # The Trainer's own default, where the annotation of the field is wider.
     return Path(args.output_dir or "trainer_output")
-
-
-def _shown(path: Path) -> str:
-    """Return a path as the user would write it here."""
-    here, whole = Path.cwd(), path.absolute()
-    return str(whole.relative_to(here) if whole.is_relative_to(here) else path)
 
 
 def _is_main(args: TrainingArguments) -> bool:

@@ -18,6 +18,7 @@ import yaml
 
 from hf_ckpt.errors import RecipeError, did_you_mean
 from hf_ckpt.policy.text_file import read_text
+from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.field_types import show
 
 _MOST_VALUES = 5_000
@@ -172,14 +173,17 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def beside(place: Place, path: str) -> Path:
-    """Return where the recipe `path`, written at `place`, lies."""
-    return Path(os.path.normpath(place.folder / Path(path).expanduser()))
+    """Return where the recipe `path`, written at `place`, lies: beside it, or among the shipped ones."""
+    found = Path(os.path.normpath(place.folder / Path(path).expanduser()))
+    named = shipped.named(Path(path))
+    return found if named is None or found.is_file() else named
 
 
 def there_is_no(path: Path) -> str:
-    """Return that there is no file `path`, and which recipe beside it has nearly its name."""
+    """Return that there is no file `path`, and which recipe beside it, or shipped, has nearly its name."""
     beside_it = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    return f"there is no file {path}.{did_you_mean(path.name, beside_it)}"
+    meant = did_you_mean(path.name, beside_it) or did_you_mean(path.stem, shipped.names())
+    return f"there is no file {path}.{meant}"
 
 
 def _read_extended(path: Path, extending: tuple[Path, ...], mistakes: Mistakes) -> Entry:

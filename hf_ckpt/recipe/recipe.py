@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Mistakes, beside, read_document, there_is_no, write_yaml
 from hf_ckpt.recipe.field_types import has_virtual_tokens
@@ -73,7 +74,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """Read a recipe and check it as a whole.
 
     Args:
-        path: a YAML file.
+        path: a YAML file, or the name of a recipe that comes with the package, such as `llama7b_lora`.
         overrides: `key.path=value`, the value in YAML, laid on the file as if another recipe extended it.
 
     Returns:
@@ -87,7 +88,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         >>> recipe.training["max_steps"]
         10
     """
-    return _load(Path(path), tuple(overrides), ())
+    return _load(shipped.find(Path(path)), tuple(overrides), ())
 
 
 def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -> Recipe:

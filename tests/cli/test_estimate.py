@@ -216,7 +216,7 @@ def test_wrong_recipe_is_refused_before_torch_is_loaded(command: str, tmp_path: 
         ),
         (["plan", "--help"], "exit codes: 0 there is a plan; 1 none fits; 2 wrong input"),
         (["profile", "--help"], "forward, backward and recomputation"),
-        (["--help"], "hf-ckpt estimate recipes/llama7b_lora.yaml --device rtx4090"),
+        (["--help"], "hf-ckpt estimate llama7b_lora --device rtx4090"),
     ],
 )
 def test_help_says_what_there_is(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

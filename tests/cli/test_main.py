@@ -11,12 +11,15 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_ckpt.cli.main import _COMMANDS as COMMANDS
 from hf_ckpt.cli.main import main
+from hf_ckpt.recipe import shipped
 from hf_ckpt.verify import launch, report
 from hf_ckpt.verify import run as verify
 from hf_ckpt.verify.report import Check, Report
@@ -167,10 +170,33 @@ def test_wrong_words_end_with_code_2(words: list[str], capsys: pytest.CaptureFix
     assert "usage: hf-ckpt" in capsys.readouterr().err
 
 
+def test_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimte", "a.yaml"])
+    known = "the commands are recipes, estimate, plan, finetune, verify, inspect, profile"
+    assert f'there is no command "estimte"; {known}. Did you mean "estimate"?' in capsys.readouterr().err
+
+
+def test_package_is_the_command_too() -> None:
+    command = [sys.executable, "-m", "hf_ckpt", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "hf-ckpt 0.1.0\n"
+
+
+def test_recipes_are_listed_with_what_they_need(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line[:1].strip()][:-1] == shipped.names()
+    assert max(map(len, text.splitlines())) <= 80
+    assert main(["recipes", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["folder"] == str(RECIPES)
+    assert document["recipes"] == [asdict(each) for each in shipped.summaries()]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "hf-ckpt verify recipes/llama7b_lora.yaml"),
+        ([], "hf-ckpt verify my_recipe.yaml"),
         (["--help"], "exit codes: 0 all is well; 1 a check of verify failed, or nothing fits; 2 wrong input"),
         (["--version"], "hf-ckpt 0.1.0"),
         (["verify", "--help"], "--processes N"),
@@ -184,7 +210,7 @@ def test_help_and_version(words: list[str], expected: str, capsys: pytest.Captur
     assert expected in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("command", [[], ["estimate"], ["plan"], ["verify"], ["inspect"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_help_fits_a_terminal(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
