@@ -22,6 +22,7 @@ from huggingface_hub import constants
 
 from hf_ckpt.cli import answer_store
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 
@@ -44,7 +45,6 @@ _SECRET = ("TOKEN", "SECRET", "PASSWORD")
 _NOT_ASKED = ("words", "recipe", "overrides", "json", "verbose", "no_cache", "out", "plot")
 _MOST_BYTES = 2**20
 """Up to this size files count by their content, above it by size and date: configs, plans and code are smaller."""
-_KNOWN = Path(__file__).parents[1] / "loading" / "known_configs"
 
 
 def remembered(
@@ -225,8 +225,8 @@ def _model_files(section: Mapping[str, Any]) -> object:
 def _known(name: str) -> object:
     """Return that the package knows the config of a hub model, and whether its user may be given a gated one."""
     # Where the hub gives the config after all, the key is another one afterwards: it is in the hub's cache.
-    is_known = (_KNOWN / f"{name.replace('/', '--')}.json").is_file()
-    return ["known", Path(constants.HF_TOKEN_PATH).is_file()] if is_known else None
+    fields = known_configs().get(name)
+    return None if fields is None else [fields, Path(constants.HF_TOKEN_PATH).is_file()]
 
 
 def _in_hub_cache(name: str, revision: str | None) -> Path | None:

@@ -57,7 +57,9 @@ def recipe_parser(name: str, description: str, epilog: str | None = None) -> arg
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe and overrides to the parser of a command."""
-    parser.add_argument("recipe", help="a YAML file, or a name that `hf-ckpt recipes` lists, such as llama7b_lora")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a YAML file, or a name that `hf-ckpt recipes` lists, such as llama7b_lora"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values to use instead of the recipe's")
 
 

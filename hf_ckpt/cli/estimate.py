@@ -19,11 +19,11 @@ from hf_ckpt.cli.common import (
     launch_of,
     leaving_at_ctrl_c,
     quiet,
-    read_recipe,
     recipe_parser,
     say,
     with_exact,
 )
+from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.progress import Progress
 from hf_ckpt.estimate import tables
 
@@ -80,12 +80,13 @@ examples:
     what.add_argument("--grid", action="store_true", help="peaks over row lengths and micro-batches")
     what.add_argument("--max-length", action="store_true", help="the longest row that fits")
     what.add_argument("--max-batch", action="store_true", help="the largest micro-batch that fits")
+    add_model_options(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
-    recipe = read_recipe(options)
+    recipe = read_recipe_or_model(options)
     check_launch(options)
     # Needs YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hf_ckpt.cli.common import HOLDS, Command, quiet, read_recipe, recipe_parser
+from hf_ckpt.cli.common import HOLDS, Command, quiet, recipe_parser
+from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -16,11 +17,12 @@ def _parser() -> argparse.ArgumentParser:
         "--attention", metavar="NAME", help="name of the attention in each layer, where it is not found"
     )
     parser.add_argument("--ffn", metavar="NAME", help="name of the ffn in each layer, where it is not found")
+    add_model_options(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    recipe = read_recipe(options)
+    recipe = read_recipe_or_model(options)
     names = {name: value for name in ("layers", "attention", "ffn") if (value := getattr(options, name)) is not None}
     with quiet():
         from hf_ckpt.cli.inspection import inspection

@@ -17,11 +17,11 @@ from hf_ckpt.cli.common import (
     launch_of,
     leaving_at_ctrl_c,
     quiet,
-    read_recipe,
     recipe_parser,
     say,
     with_exact,
 )
+from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
 from hf_ckpt.units import Budget, parse_budget
@@ -61,12 +61,13 @@ examples:
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version")
     add_cache_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="say whether the answer was kept from before")
+    add_model_options(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     # What is wrong here is refused before torch is loaded.
-    recipe = read_recipe(options)
+    recipe = read_recipe_or_model(options)
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_folder(options.out)
     check_launch(options)

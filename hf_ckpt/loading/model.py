@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -25,7 +24,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_ckpt.errors import RecipeError
+from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
@@ -243,9 +243,6 @@ def _is_path(name: str) -> bool:
 
 
 _SECONDS_TO_ANSWER = 5
-# Configs of the hub models that the shipped recipes name, for where the hub cannot be reached or a model is gated:
-# `model_type`, and what differs from its defaults.
-_KNOWN = Path(__file__).with_name("known_configs")
 # No tokenizer is there yet, and the shape of the layers does not depend on it.
 _NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
@@ -308,15 +305,9 @@ def _of_hub(section: Mapping[str, Any]) -> Found:
 
 
 def known_config(hub_id: str) -> PreTrainedConfig | None:
-    """Return the config of a hub model from the files beside this one, or nothing where it is not there."""
+    """Return the config of a hub model whose shape comes with the package; None where it is not known."""
     fields = known_configs().get(hub_id)
     return None if fields is None else AutoConfig.for_model(**fields)
-
-
-def known_configs() -> dict[str, dict[str, Any]]:
-    """Return the fields of every config that comes with the package, by hub id."""
-    files = sorted(_KNOWN.glob("*.json"))
-    return {file.stem.replace("--", "/"): json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 def _load(section: Mapping[str, Any], *, local_files_only: bool) -> PreTrainedConfig:
@@ -341,7 +332,7 @@ def _advice(name: str, error: Exception) -> str:
             "model.trust_remote_code=true if you trust it."
         )
     return (
-        f"model.name_or_path: the config of {name} is not to be had ({reason}). Its weights are not needed here. "
+        f"model.name_or_path: the config of {name} is not to be had ({reason}).{did_you_mean(name, known_configs())} Its weights are not needed here. "
         "Check the name, go online, log in with `hf auth login` if it is gated or private, give the path of a folder "
         "with its config.json, or describe its shape: model.name_or_path=null model.config='{model_type: llama, ...}' "
         "model.tokenizer='{train: {vocab_size: 512}}'."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,17 @@ def read_document(path: Path, overrides: Iterable[str], mistakes: Mistakes) -> E
 
     `mistakes`: where to note what is wrong. the merged top-level mapping; empty where a file cannot be read.
     """
-    document = _read_extended(path, (), mistakes)
+    return _overridden(_read_extended(path, (), mistakes), overrides, mistakes)
+
+
+def document_of(values: Mapping[str, Any], name: str, overrides: Iterable[str], mistakes: Mistakes) -> Entry:
+    """Return `values` as `read_document` returns those of a file."""
+    place = Place(name, Path(), is_file=False)
+    document = _parse(write_yaml(dict(values)), place, mistakes) or Entry({}, place)
+    return _overridden(document, overrides, mistakes)
+
+
+def _overridden(document: Entry, overrides: Iterable[str], mistakes: Mistakes) -> Entry:
     for override in overrides:
         document = _override(document, override, mistakes)
     return document

@@ -16,7 +16,7 @@ from typing import Any
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.checkpointing import Checkpointing
-from hf_ckpt.recipe.document import Mistakes, beside, read_document, there_is_no, write_yaml
+from hf_ckpt.recipe.document import Entry, Mistakes, beside, document_of, read_document, there_is_no, write_yaml
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import Draft, check_keys
@@ -91,9 +91,28 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return _load(shipped.find(Path(path)), tuple(overrides), ())
 
 
+def recipe_of(values: Mapping[str, Any], name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Check a recipe that is in no file.
+
+    Args:
+        values: what a file would hold.
+        name: what messages and reports call it.
+        overrides: see `load_recipe`.
+
+    Raises:
+        RecipeError: see `load_recipe`.
+    """
+    mistakes = Mistakes()
+    return _checked(document_of(values, name, overrides, mistakes), Path(name), (), mistakes)
+
+
 def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -> Recipe:
     mistakes = Mistakes()
-    draft = check_keys(read_document(path, overrides, mistakes), mistakes)
+    return _checked(read_document(path, overrides, mistakes), path, needed_by, mistakes)
+
+
+def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes: Mistakes) -> Recipe:
+    draft = check_keys(document, mistakes)
     if mistakes.is_whole:
         check_rules(draft)
     _check_base(draft, (*needed_by, path))

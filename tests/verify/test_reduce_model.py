@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, Trainer
 
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
 from hf_ckpt.loading import model as model_config
+from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.checkpointing import Checkpointing
@@ -50,7 +51,7 @@ def recipe_of(folder: Path, fields: dict[str, Any], policy: object = "full", **o
 
 def llama(**fields: Any) -> dict[str, Any]:
     """Llama 2 7B but for what is given."""
-    return {**model_config.known_configs()["meta-llama/Llama-2-7b-hf"], **fields}
+    return {**known_configs()["meta-llama/Llama-2-7b-hf"], **fields}
 
 
 def small(folder: Path, recipe: Recipe) -> ReducedRecipe:
@@ -164,7 +165,7 @@ def test_kinds_that_a_period_makes_are_all_there(tmp_path: Path) -> None:
 
 
 def test_special_tokens_are_no_text(tmp_path: Path) -> None:
-    made = small(tmp_path, recipe_of(tmp_path, dict(model_config.known_configs()["google/gemma-3-4b-it"])))
+    made = small(tmp_path, recipe_of(tmp_path, dict(known_configs()["google/gemma-3-4b-it"])))
     config = built(made).config
     special = [config.image_token_index, config.boi_token_index, config.eoi_token_index]
     assert len(set(special)) == 3
@@ -326,30 +327,9 @@ def test_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch,
     assert asked == [model_config.constants.ENDPOINT]
 
 
-PARAMETERS = {
-    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
-    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
-    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
-    "Qwen/Qwen3-8B-Base": 8_190_735_360,
-    "Qwen/Qwen3-32B": 32_762_123_264,
-    "google/gemma-3-4b-it": 4_300_079_472,
-    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-}
-"""As the hub counts them in the weights' files."""
-
-
-@pytest.mark.parametrize("hub_id", PARAMETERS)
-def test_known_config_has_as_many_parameters_as_the_weights_on_the_hub(hub_id: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config.known_config(hub_id))
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[hub_id]
-
-
 def test_every_hub_model_of_the_recipes_is_known() -> None:
     named = {load_recipe(RECIPES / f"{stem}.yaml").model.get("name_or_path") for stem in SHIPPED}
-    assert {name for name in named if name and not name.startswith("runs/")} == set(model_config.known_configs())
+    assert {name for name in named if name and not name.startswith("runs/")} <= known_configs().keys()
 
 
 def test_full_size_with_weights_keeps_them(tmp_path: Path) -> None:

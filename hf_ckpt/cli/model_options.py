@@ -1,0 +1,73 @@
+"""A model by its name, in the place of a recipe: `hf-ckpt estimate meta-llama/Llama-3.1-8B-Instruct --lora 16`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from hf_ckpt.cli.common import count
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe import shipped
+from hf_ckpt.recipe.for_model import DEFAULT_RANK, METHODS, Training
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
+
+_OPTIONS = (*METHODS, "length", "batch")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--lora`, `--qlora`, `--full`, `--length` and `--batch` to the parser of a command that takes a recipe."""
+    group = parser.add_argument_group(
+        "in place of a recipe", "RECIPE may be a model: its id on the hub, its folder, or a config.json"
+    )
+    method = group.add_mutually_exclusive_group()
+    for name, text in (("lora", "LoRA of this rank"), ("qlora", "LoRA over 4-bit weights")):
+        method.add_argument(f"--{name}", type=count, nargs="?", const=DEFAULT_RANK, metavar="R", help=f"{text} (16)")
+    method.add_argument("--full", action="store_const", const=True, help="all weights")
+    group.add_argument("--length", type=count, metavar="N", help=f"tokens of a row ({Training.length})")
+    group.add_argument("--batch", type=count, metavar="N", help=f"rows of a micro-batch ({Training.batch})")
+
+
+def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
+    """Read the recipe that the command was given, or make one for the model."""
+    given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
+    if _is_recipe(Path(options.recipe)) or not (given or _is_model(options.recipe)):
+        if given:
+            written = ", ".join(f"--{name}" for name in given)
+            raise RecipeError(
+                f"{options.recipe} is a recipe, and {written} says how to train a model that has none. Override the "
+                "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
+            )
+        return load_recipe(options.recipe, options.overrides)
+    return _training(given).recipe_for(_model(options.recipe), options.overrides)
+
+
+def _training(given: dict[str, Any]) -> Training:
+    method = next((name for name in METHODS if name in given), Training.method)
+    sizes = {name: given[name] for name in ("length", "batch") if name in given}
+    rank = given.get(method, DEFAULT_RANK)
+    return Training(method=method, rank=DEFAULT_RANK if rank is True else rank, **sizes)
+
+
+def _is_recipe(path: Path) -> bool:
+    is_file = not path.is_dir() and path.exists() and path.suffix != ".json"
+    return is_file or shipped.named(path) is not None
+
+
+def _is_model(name: str) -> bool:
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return True
+    # `recipes/llama.yaml`, or a name in a folder that is here, is a slip in the path of a recipe.
+    return _HUB_ID.fullmatch(name) is not None and path.suffix not in (".yaml", ".yml") and not path.parent.is_dir()
+
+
+def _model(name: str) -> str:
+    path = Path(name)
+    if path.suffix != ".json":
+        return name
+    if path.name != "config.json" or not path.is_file():
+        raise RecipeError(f"{name}: a model is described by a file config.json. There is no such file.")
+    return str(path.parent)

@@ -1,0 +1,38 @@
+"""Each known shape is that of the model: as many parameters as others count, and where both were read is said."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_ckpt.loading.known_models import FOLDER, documents, known_configs
+from hf_ckpt.loading.model import known_config
+
+DOCUMENTS = documents()
+AT_A_COMMIT = re.compile(r"[\w-]+/[\w-]+, [\w./-]+ at [0-9a-f]{40}")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["ids"][0])
+def test_shape_has_as_many_parameters_as_others_count(document: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(known_config(document["ids"][0]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == document["parameters"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["ids"][0])
+def test_sources_are_said(document: dict[str, Any]) -> None:
+    assert AT_A_COMMIT.match(document["shape_from"])
+    assert AT_A_COMMIT.match(document["counted_by"]) or document["counted_by"] == "the hub, in the weights' files"
+
+
+def test_every_id_is_known_once() -> None:
+    ids = [hub_id for document in DOCUMENTS for hub_id in document["ids"]]
+    assert len(ids) == len(set(ids)) == len(known_configs())
+    assert len(DOCUMENTS) >= 30
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == sorted(
+        document["ids"][0].replace("/", "--") for document in DOCUMENTS
+    )
