@@ -12,9 +12,11 @@ from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.estimate.predict import Predictor, Reserved
 from hf_ckpt.estimate.subject import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
+from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.simulation.devices import Device, Reserve, context, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.units import Budget
 
 RECIPE = "recipe"
 """Names of the rows of the recipe's own plan and of the planner's."""
@@ -107,11 +109,40 @@ def fit_of(peak_bytes: int, device: Device, reserved: Reserved | None = None) ->
 
 def budget_of(subject: Subject, device: Device) -> int:
     """Return the bytes that a step may use: the recipe's own budget, or the device's memory less the reserve."""
-    checkpointing = None if subject.recipe is None else subject.recipe.checkpointing
-    if checkpointing is not None and checkpointing.budget is not None:
-        budget = replace(checkpointing.budget, key="checkpointing.memory_budget")
-        return budget.bytes_on(device.memory_bytes, device=device.title)
+    own = own_budget(subject)
+    if own is not None:
+        return own.bytes_on(device.memory_bytes, device=device.title)
     return device.memory_bytes - reserve(device).high_bytes
+
+
+def own_budget(subject: Subject) -> Budget | None:
+    """Return the budget that a recipe names."""
+    checkpointing = None if subject.recipe is None else subject.recipe.checkpointing
+    if checkpointing is None or checkpointing.budget is None:
+        return None
+    return replace(checkpointing.budget, key="checkpointing.memory_budget")
+
+
+def planned_on(predictor: Predictor, device: Device, say: Say) -> tuple[Planned, int]:
+    """Return the fastest plan that fits a device, and the budget that it was chosen within.
+
+    Where none leaves the whole reserve free, one will do for which what torch reserves fits beside CUDA's context.
+
+    Raises:
+        BudgetError: none fits.
+    """
+    subject = predictor.subject
+    budget = budget_of(subject, device)
+    found = predictor.fitting(budget)
+    if found is not None:
+        return found, budget
+    if device.is_cuda and own_budget(subject) is None:
+        wider = device.memory_bytes - context(device, subject.step.sharding.world_size).high_bytes
+        found = predictor.fitting(wider)
+        if found is not None and fit_of(found.memory.peak_bytes, device, predictor.reserved(found.plan)) is Fit.YES:
+            return found, wider
+    # Raises, and says what would fit.
+    return predictor.planned(budget, say, compare=True), budget
 
 
 def estimate(subject: Subject, devices: Sequence[Device], say: Say, names: Sequence[str] = ()) -> Estimate:
@@ -165,7 +196,7 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     """Return the planner's choice for a device; it chooses by the times of the predictor's device."""
     say(f"Planning for {device.name} ...")
     try:
-        planned = predictor.planned(budget_of(predictor.subject, device), say, compare=True)
+        planned, _ = planned_on(predictor, device, say)
     except BudgetError as error:
         return Row(AUTO, None, str(error), device)
     reserved = predictor.reserved(planned.plan, with_expandable=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
-from hf_ckpt.estimate.estimate import FIXED, budget_of
+from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.planner.advice import Exactness
@@ -84,13 +84,12 @@ def plan_recipe(
     if budget is not None:
         subject = replace(subject, command_options={**subject.command_options, "memory_budget": budget.key})
     predictor = Predictor(subject, device)
-    num_bytes = (
-        budget_of(subject, device)
-        if budget is None
-        else budget.bytes_on(device.memory_bytes or None, device=device.title)
-    )
     say("Simulating and planning ...")
-    found = predictor.planned(num_bytes, say, compare=True)
+    if budget is None:
+        found, num_bytes = planned_on(predictor, device, say)
+    else:
+        num_bytes = budget.bytes_on(device.memory_bytes or None, device=device.title)
+        found = predictor.planned(num_bytes, say, compare=True)
     fixed = _fixed(predictor, say) if with_fixed else {}
     return PlannedRecipe(
         subject,

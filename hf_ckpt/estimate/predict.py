@@ -71,6 +71,10 @@ class Predictor:
         """Return the fastest plan that fits a budget. See `StepPlanner.plan_for`."""
         return self._planner.plan_for(budget_bytes, compare=compare, write=partial(written, self.subject), say=say)
 
+    def fitting(self, budget_bytes: int) -> Planned | None:
+        """Return the fastest plan that fits a budget, compared with others; None where nothing fits."""
+        return self._planner.fitting(budget_bytes, compare=True)
+
     @cached_property
     def _simulator(self) -> StepSimulator:
         return self.subject.simulator(self.device)

@@ -100,11 +100,10 @@ class StepPlanner:
         Raises:
             BudgetError: nothing fits; says by how much, where the memory is, and what would fit.
         """
-        for allowed in self._allowed.in_turn:
-            search = _Search(self._chains, budget_bytes, allowed)
-            found = search.found() or search.smallest_within()
-            if found is not None:
-                return self._compared(found, budget_bytes, allowed) if compare else found
+        found = self.fitting(budget_bytes, compare=compare)
+        if found is not None:
+            return found
+        search = _Search(self._chains, budget_bytes, self._allowed.in_turn[-1])
         smallest = search.smallest()
         raise nothing_fits(
             budget_bytes,
@@ -117,6 +116,15 @@ class StepPlanner:
             is_exact=self._allowed.exact is True,
             say=say,
         )
+
+    def fitting(self, budget_bytes: int, *, compare: bool = False) -> Planned | None:
+        """Return what `plan_for` returns; None where nothing fits."""
+        for allowed in self._allowed.in_turn:
+            search = _Search(self._chains, budget_bytes, allowed)
+            found = search.found() or search.smallest_within()
+            if found is not None:
+                return self._compared(found, budget_bytes, allowed) if compare else found
+        return None
 
     @cached_property
     def _chains(self) -> _Chains:

@@ -17,13 +17,26 @@ from hf_ckpt import Plan, PolicyError, RecipeError, load_recipe
 from hf_ckpt.cli.inspection import ledger, outside
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.estimate import api, documents, limits, predict, tables
-from hf_ckpt.estimate.estimate import FIXED, QUICK, RECIPE, Estimate, Fit, Row, estimate, fit_of, growing, num_rows
+from hf_ckpt.estimate.estimate import (
+    FIXED,
+    QUICK,
+    RECIPE,
+    Estimate,
+    Fit,
+    Row,
+    budget_of,
+    estimate,
+    fit_of,
+    growing,
+    num_rows,
+    planned_on,
+)
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.policy import AUTO, Mode
-from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
+from hf_ckpt.simulation.devices import CPU, Device, context, find_device, reserve
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
@@ -609,6 +622,28 @@ def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
     planned = api.simulate(path, plan=plan, device="rtx4090")
     assert planned.peak_bytes < none.peak_bytes
     assert none.time.total < planned.time.total <= found.steps()["full"].time.total
+
+
+def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp_path: Path) -> None:
+    predictor = Predictor(small_subject(tmp_path), CARD)
+    reserved = predictor.reserved(None)
+    assert reserved is not None
+    # Less than the whole reserve, which grows with the card, leaves free.
+    fits = replace(CARD, memory_bytes=context(CARD).high_bytes + reserved.num_bytes)
+    planned, budget = planned_on(predictor, fits, silent)
+    assert budget_of(predictor.subject, fits) < planned.memory.peak_bytes <= budget == reserved.num_bytes
+    row = estimate(predictor.subject, [fits], silent, ["none"]).rows[-1]
+    assert (row.refusal, fit_of(row.memory.peak_bytes, fits, row.reserved)) == ("", Fit.YES)
+    with pytest.raises(BudgetError, match="No plan fits"):
+        planned_on(predictor, replace(fits, memory_bytes=fits.memory_bytes - MIB), silent)
+
+
+def test_own_budget_is_never_widened(tmp_path: Path) -> None:
+    predictor = Predictor(
+        small_subject(tmp_path, "checkpointing.policy=auto", "checkpointing.memory_budget=1MiB"), CARD
+    )
+    with pytest.raises(BudgetError, match=r"No plan fits memory_budget=1\.0 MiB"):
+        planned_on(predictor, CARD, silent)
 
 
 @pytest.mark.parametrize(
