@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.estimate import ESTIMATE
+from hf_ckpt.cli.init import INIT
 from hf_ckpt.cli.inspect import INSPECT
 from hf_ckpt.cli.launch import FINETUNE
 from hf_ckpt.cli.plan import PLAN
@@ -25,6 +26,7 @@ from hf_ckpt.verify.launch import LostProcessError
 
 _COMMANDS = {
     "recipes": RECIPES,
+    "init": INIT,
     "estimate": ESTIMATE,
     "plan": PLAN,
     "finetune": FINETUNE,

@@ -17,11 +17,14 @@ _OPTIONS = (*METHODS, "length", "batch")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--lora`, `--qlora`, `--full`, `--length` and `--batch` to the parser of a command that takes a recipe."""
-    group = parser.add_argument_group(
-        "in place of a recipe", "RECIPE may be a model: its id on the hub, its folder, or a config.json"
-    )
+_IN_PLACE = "RECIPE may be a model: its id on the hub, its folder, or a config.json"
+
+
+def add_model_options(
+    parser: argparse.ArgumentParser, title: str = "in place of a recipe", text: str | None = _IN_PLACE
+) -> None:
+    """Add `--lora`, `--qlora`, `--full`, `--length` and `--batch` to the parser of a command."""
+    group = parser.add_argument_group(title, text)
     method = group.add_mutually_exclusive_group()
     for name, text in (("lora", "LoRA of this rank"), ("qlora", "LoRA over 4-bit weights")):
         method.add_argument(f"--{name}", type=count, nargs="?", const=DEFAULT_RANK, metavar="R", help=f"{text} (16)")
@@ -32,7 +35,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
     """Read the recipe that the command was given, or make one for the model."""
-    given = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
+    given = _given(options)
     if _is_recipe(Path(options.recipe)) or not (given or _is_model(options.recipe)):
         if given:
             written = ", ".join(f"--{name}" for name in given)
@@ -41,14 +44,20 @@ def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
                 "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
             )
         return load_recipe(options.recipe, options.overrides)
-    return _training(given).recipe_for(_model(options.recipe), options.overrides)
+    return training_of(options).recipe_for(_model(options.recipe), options.overrides)
 
 
-def _training(given: dict[str, Any]) -> Training:
+def training_of(options: argparse.Namespace) -> Training:
+    """Return what the options say of the training."""
+    given = _given(options)
     method = next((name for name in METHODS if name in given), Training.method)
     sizes = {name: given[name] for name in ("length", "batch") if name in given}
     rank = given.get(method, DEFAULT_RANK)
     return Training(method=method, rank=DEFAULT_RANK if rank is True else rank, **sizes)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
 
 
 def _is_recipe(path: Path) -> bool:

@@ -1,0 +1,77 @@
+"""`hf-ckpt init`: write a recipe for a model, a method and a data set."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from hf_ckpt.cli.common import HOLDS, Command, say
+from hf_ckpt.cli.model_options import add_model_options, training_of
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe.for_model import METHODS, Training
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-ckpt init",
+        allow_abbrev=False,
+        description="Write a recipe for a model and a data set, checked as a whole, under policy\n"
+        "auto: the fastest plan that fits the card it meets. On a terminal, what is left\n"
+        "out is asked.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""example:
+  hf-ckpt init Qwen/Qwen3-8B --qlora 16 --data rows.jsonl --out my_recipe.yaml
+  hf-ckpt estimate my_recipe.yaml --device rtx4090
+  hf-ckpt finetune my_recipe.yaml""",
+    )
+    parser.add_argument("model", nargs="?", help="its id on the hub, or its folder")
+    parser.add_argument("--data", metavar="NAME", help="a JSON lines file, a folder or an id on the hub")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the recipe")
+    add_model_options(parser, title="training", text=None)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    _ask(options)
+    path: Path = options.out
+    if path.suffix not in (".yaml", ".yml"):
+        raise RecipeError(f"--out {path}: recipes are YAML files. Write {path}.yaml.")
+    if path.exists():
+        raise RecipeError(f"--out {path}: this file is there already. Name another, or remove it.")
+    if not path.absolute().parent.is_dir():
+        raise RecipeError(f"--out {path}: there is no folder {path.absolute().parent}.")
+    recipe = replace(training_of(options), data=options.data).recipe_for(options.model)
+    text = f"# Launch: hf-ckpt finetune {path}\n\n{recipe.to_yaml()}"
+    path.write_text(text, encoding="utf-8")
+    say(f"Wrote {path}. Next: hf-ckpt estimate {path}, and hf-ckpt finetune {path}.")
+    return HOLDS
+
+
+def _ask(options: argparse.Namespace) -> None:
+    """Ask for what is left out; where nobody can answer, refuse."""
+    questions = {"model": "Model (id on the hub, or folder): ", "data": "Data (JSON lines file, folder or id): "}
+    questions["out"] = "Write the recipe to: "
+    missing = [name for name in questions if getattr(options, name) is None]
+    if missing and not sys.stdin.isatty():
+        written = ", ".join("a model" if name == "model" else f"--{name}" for name in missing)
+        raise RecipeError(f"init needs {written}. Give them, or run it on a terminal, where it asks.")
+    if missing and all(getattr(options, method) is None for method in METHODS):
+        method = _answer(f"Method ({', '.join(METHODS)}) [{Training.method}]: ") or Training.method
+        if method not in METHODS:
+            raise RecipeError(f'"{method}" is no method. Choose one of {", ".join(METHODS)}.')
+        setattr(options, method, True)
+    for name in missing:
+        answer = _answer(questions[name])
+        if not answer:
+            raise RecipeError("init stopped: nothing was answered, and nothing was written.")
+        setattr(options, name, Path(answer) if name == "out" else answer)
+
+
+def _answer(question: str) -> str:
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()
+
+
+INIT = Command(_parser, _run, "write a recipe for a model, a method and a data set")
