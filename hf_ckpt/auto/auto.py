@@ -14,7 +14,7 @@ from hf_ckpt.auto.batch_bounds import Batch, forward_names, further_inputs, is_p
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
 from hf_ckpt.auto.coverage import check_call, check_run
 from hf_ckpt.auto.largest_examples import collated_batches
-from hf_ckpt.auto.live_step import given_optimizer, innermost_optimizer, sharding_of, step_of
+from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.distributed import fsdp, store
@@ -25,6 +25,7 @@ from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.fake_model import meta_copy
+from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.structure.layers import find_layers
@@ -97,9 +98,12 @@ class Auto:
         collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
         sharding = sharding_of(args, model)
         loss = trl_loss(trainer, args, model, sharding, dataset, collator)
-        coverage = check_run(trainer, args, model, args.optim if made is None else type(made).__name__, loss)
+        optimizer_name = args.optim if made is None else type(made).__name__
+        coverage = check_run(trainer, args, model, optimizer_name, loss)
         shape = self._shape_of(model)
-        given = given_optimizer(optimizer, args, model)
+        given = given_optimizer(optimizer, args, model, sharding)
+        if given is not None and given.copied is not None:
+            coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
         device = this_device() if args.device.type == "cuda" else CPU
         num_rows = state.train_batch_size or args.train_batch_size
 

@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ class Coverage:
 
     counted: tuple[str, ...]
     not_counted: tuple[str, ...]
+
+    def without(self, what: str) -> Coverage:
+        """Return the same, which leaves out something more."""
+        return replace(self, not_counted=(*self.not_counted, what))
 
     def log(self, batch: Batch) -> None:
         """Say both in one line; at the level of a warning where something is left out."""

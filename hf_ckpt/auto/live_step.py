@@ -16,7 +16,7 @@ from transformers import Adafactor, Trainer, TrainingArguments
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.optimizers import SUPPORTED
+from hf_ckpt.simulation.optimizers import SUPPORTED, innermost_optimizer
 from hf_ckpt.simulation.step import GivenOptimizer, OwnLoss, Sharding, Step, Zero
 
 OPTIMIZER_FIELDS = (
@@ -92,7 +92,9 @@ def step_from(
     )
 
 
-def given_optimizer(optimizer: Any, args: TrainingArguments, model: nn.Module) -> GivenOptimizer | None:
+def given_optimizer(
+    optimizer: Any, args: TrainingArguments, model: nn.Module, sharding: Sharding
+) -> GivenOptimizer | None:
     """Return the optimizer that a Trainer has, to be made again; None where its arguments make the same one.
 
     Whoever made it: the Trainer, the user for `optimizers=` or `optimizer_cls_and_kwargs=`, or a Trainer of their own.
@@ -106,34 +108,43 @@ def given_optimizer(optimizer: Any, args: TrainingArguments, model: nn.Module) -
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in made.param_groups for parameter in group["params"]]
     is_whole = all(id(parameter) in names for parameter in parameters)
-    if _is_known(type(made)) and is_whole:
-        groups = ((tuple(names[id(each)] for each in group["params"]), _options(group)) for group in made.param_groups)
-        return GivenOptimizer(type(made), tuple(groups))
-    if _is_of_arguments(made, args, model):
+    is_known, is_shared = _is_known(type(made)), sharding.engine not in ("none", "ddp")
+    if is_known and is_whole:
+        return GivenOptimizer(type(made), _groups(made, names))
+    if args.optim in SUPPORTED and _is_of_arguments(made, args, model):
         return None
-    kind = f"{type(made).__module__}.{type(made).__qualname__}"
-    what = (
-        "cannot be simulated" if is_whole or not _is_known(type(made)) else "holds parameters that are not the model's"
-    )
+    if not is_whole:
+        what = "holds parameters that are not the model's"
+    elif is_shared:
+        what = "cannot be simulated where ranks share its state: what it keeps of a shard is not known"
+    elif getattr(made, "is_paged", False):
+        what = "keeps state on the host, which is simulated where the arguments ask for it alone"
+    elif type(made) in _NEED_MORE:
+        what = f"cannot be simulated: {_NEED_MORE[type(made)]}"
+    else:
+        return GivenOptimizer(type(made), _groups(made, names), copied=made)
     raise UnsupportedError(
-        f'Policy "auto" simulates the step, and the optimizer of this Trainer, {kind}, {what}. Give it one of '
-        f"torch.optim over the model's parameters, set TrainingArguments.optim to one of {', '.join(SUPPORTED)}, or "
-        'use a fixed policy, such as HFCkptCallback("full").'
+        f'Policy "auto" simulates the step, and the optimizer of this Trainer, {type(made).__module__}.'
+        f"{type(made).__qualname__}, {what}. Give it one of torch.optim over the model's parameters, set "
+        f"TrainingArguments.optim to one of {', '.join(SUPPORTED)}, or use a fixed policy, such as "
+        'HFCkptCallback("full").'
     )
 
 
-def innermost_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that accelerate and DeepSpeed have put wrappers around."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+_NEED_MORE = {
+    torch.optim.LBFGS: "it runs the forward again",
+    torch.optim.SparseAdam: "it takes sparse gradients",
+    torch.optim.Adafactor: "it computes with values on the host",
+}
 
 
 def _is_known(kind: type) -> bool:
     """Whether a class makes its state in `step()` alone, from parameters and gradients."""
-    # They run the forward again, take sparse gradients, and compute with values on the host.
-    needs_more = kind in (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor)
-    return kind is Adafactor or (f"{kind.__module__}.".startswith("torch.optim.") and not needs_more)
+    return kind is Adafactor or (f"{kind.__module__}.".startswith("torch.optim.") and kind not in _NEED_MORE)
+
+
+def _groups(made: Any, names: dict[int, str]) -> tuple[tuple[tuple[str, ...], dict[str, Any]], ...]:
+    return tuple((tuple(names[id(each)] for each in group["params"]), _options(group)) for group in made.param_groups)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

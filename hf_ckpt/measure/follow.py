@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -17,6 +16,7 @@ from hf_ckpt.patch.apply import offloaders_of, plan_of
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.offload import SimulatedLink, peak_host_bytes
+from hf_ckpt.simulation.optimizers import state_tensors
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import read_tape
@@ -131,7 +131,8 @@ class _StepRecorder(TrainerCallback):
         self._tracker = tracker = Tracker(rounding=BLOCK_BYTES if is_cuda else 1)
         tracker.record_existing(parameters_and_buffers(model), Category.PARAMETERS)
         assert self._trainer.optimizer is not None, "a step is about to run"
-        tracker.record_existing(_state_of(self._trainer.optimizer), Category.OPTIMIZER)
+        state = state_tensors(self._trainer.optimizer)
+        tracker.record_existing((("", tensor) for _, tensor in state), Category.OPTIMIZER)
         others = [each.module for each in other_models(self._trainer, model, self._trainer.args.device)]
         for other in others:
             # Their names may be those of the model's own parameters.
@@ -150,8 +151,3 @@ class _StepRecorder(TrainerCallback):
             for offloader in offloaders_of(model):
                 offloader.use_link(SimulatedLink(tracker, has_values=True))
         return tracker
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for state in optimizer.state.values():
-        yield from ((name, value) for name, value in state.items() if isinstance(value, Tensor))

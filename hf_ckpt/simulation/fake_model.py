@@ -130,7 +130,7 @@ def _deep_copy(
             made = empty(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-    with _EmptyCopies(empty):
+    with EmptyCopies(empty):
         copied: nn.Module = copy.deepcopy(model, memo)
     _rebind_forwards(modules, memo)
     quantized.restore_states(modules, memo, is_cuda=is_cuda)
@@ -139,7 +139,7 @@ def _deep_copy(
     return copied, memo
 
 
-class _EmptyCopies(TorchFunctionMode):
+class EmptyCopies(TorchFunctionMode):
     """Lets a deep copy put the output of `empty` in the place of each tensor, wherever a module holds it.
 
     PEFT keeps some in dictionaries, such as the numbers of virtual tokens.

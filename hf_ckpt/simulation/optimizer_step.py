@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer
+from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer, state_tensors
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
 from hf_ckpt.simulation.step_memory import Category, Phase
@@ -59,7 +60,8 @@ def simulate_optimizer(
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]
             _set_gradients(with_gradient)
-            _first_step(optimizer)
+            _run_step(optimizer)
+            _check_state(optimizer)
         tracker.record_existing(
             _state_of(optimizer, {fakes[parameter]: name for name, parameter in trainable}), Category.OPTIMIZER
         )
@@ -68,19 +70,32 @@ def simulate_optimizer(
         with tracker.phase(Phase.OPTIMIZER):
             if step.max_grad_norm > 0:
                 torch.nn.utils.clip_grad_norm_(with_gradient, step.max_grad_norm, foreach=is_cuda or None)
-            optimizer.step()
+            _run_step(optimizer)
         host_bytes = sum(tensor.nbytes for tensor in host_tensors(optimizer))
         return OptimizerStep(tuple(state), host_bytes, tuple(tracker.tape.events))
 
 
-def _first_step(optimizer: torch.optim.Optimizer) -> None:
+def _run_step(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UnsupportedError(
-            f"The step of optimizer {type(optimizer).__name__} cannot be simulated: it reads values of tensors "
-            f"({error.func}), and a simulated step has shapes only. Use other options of it, or another optimizer."
-        ) from error
+        reason = f"it reads values of tensors ({error.func}), and a simulated step has shapes only"
+        raise _refused(optimizer, reason) from error
+    except Exception as error:
+        # The code of any library: it may need what no fake tensor has.
+        raise _refused(optimizer, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    if any(is_traceable_wrapper_subclass(tensor) for _, tensor in state_tensors(optimizer)):
+        raise _refused(optimizer, "its state is of a class of its own, whose memory is not known")
+
+
+def _refused(optimizer: torch.optim.Optimizer, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The step of optimizer {type(optimizer).__name__} cannot be simulated: {reason}. Use other options of it, or "
+        "another optimizer."
+    )
 
 
 def _fake(parameter: nn.Parameter, step: Step) -> Tensor:
@@ -95,7 +110,6 @@ def _set_gradients(parameters: list[nn.Parameter]) -> None:
 
 def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
     elsewhere = {id(tensor) for tensor in host_tensors(optimizer)}
-    for parameter, state in optimizer.state.items():
-        for value in state.values():
-            if isinstance(value, Tensor) and id(value) not in elsewhere:
-                yield names[parameter], value
+    for parameter, tensor in state_tensors(optimizer):
+        if id(tensor) not in elsewhere and id(tensor) not in map(id, names):
+            yield names.get(parameter, ""), tensor

@@ -5,7 +5,8 @@ Paged state lies on the host: it is made outside of the modes, so that the track
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_ckpt.errors import UnsupportedError, did_you_mean
+from hf_ckpt.simulation.fake_model import EmptyCopies
 from hf_ckpt.simulation.step import GivenOptimizer, Step
 
 _OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -66,6 +68,8 @@ def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: Fake
 
 
 def _make_given(model: nn.Module, given: GivenOptimizer, is_cuda: bool, fake_of: FakeOf) -> torch.optim.Optimizer:
+    if given.copied is not None:
+        return _copy_given(model, given, given.copied, is_cuda, fake_of)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = []
     for names, options in given.groups:
@@ -78,6 +82,38 @@ def _make_given(model: nn.Module, given: GivenOptimizer, is_cuda: bool, fake_of:
     return cast(torch.optim.Optimizer, make(groups))
 
 
+def _copy_given(
+    model: nn.Module, given: GivenOptimizer, made: torch.optim.Optimizer, is_cuda: bool, fake_of: FakeOf
+) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer of any class, whose parameters and state are fake; numbers keep their values."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = [name for group, _ in given.groups for name in group]
+    parameters = [parameter for group in made.param_groups for parameter in group["params"]]
+    fakes = {id(each): fake_of(trained[name]) for name, each in zip(names, parameters, strict=True) if name in trained}
+    copied = object.__new__(type(made))
+    # A scheduler has put a function that steps the optimizer itself on the instance; hooks are of the user's.
+    found = {name: {} if name in _STEP_HOOKS else value for name, value in vars(made).items() if name != "step"}
+    with EmptyCopies(_fake_state):
+        vars(copied).update(copy.deepcopy(found, {**fakes, id(made): copied}))
+    for group in copied.param_groups:
+        group["params"] = [each for each in group["params"] if isinstance(each, FakeTensor)]
+        if is_cuda and _chooses_foreach(group):
+            group["foreach"] = True
+    # As the Trainer does with those that have two modes (schedule-free ones).
+    getattr(copied, "train", lambda: None)()
+    return copied
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def _fake_state(tensor: Tensor) -> Tensor:
+    """Return what stands for a tensor that an optimizer holds already; a single number may be read."""
+    if tensor.dim() == 0:
+        return tensor.detach().clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 def _chooses_foreach(options: dict[str, Any]) -> bool:
     return "foreach" in options and options["foreach"] is None and not options.get("fused")
 
@@ -85,6 +121,45 @@ def _chooses_foreach(options: dict[str, Any]) -> bool:
 def host_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the optimizer's state that lies on the host: that of paged optimizers on CUDA."""
     yield from getattr(optimizer, "_hf_ckpt_on_host", ())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the tensors that an optimizer keeps from step to step, each with its parameter; None where it has none.
+
+    They may lie in lists, dictionaries and objects, such as the projection of GaLore.
+    """
+    seen: set[int] = set()
+    for parameter, state in optimizer.state.items():
+        yield from ((parameter, tensor) for tensor in _tensors_in(state, seen))
+    own = {
+        name: value
+        for name, value in vars(innermost_optimizer(optimizer)).items()
+        if name not in ("state", "param_groups")
+    }
+    yield from ((None, tensor) for tensor in _tensors_in(own, seen) if not isinstance(tensor, nn.Parameter))
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors_in(each, seen)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each, seen)
+    elif not isinstance(value, type | nn.Module | torch.optim.Optimizer):
+        yield from _tensors_in(getattr(value, "__dict__", None), seen)
+
+
+def innermost_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate and DeepSpeed have put wrappers around."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def is_paged(optim: str | None) -> bool:

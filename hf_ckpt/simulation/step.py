@@ -64,6 +64,9 @@ class GivenOptimizer:
     kind: type[torch.optim.Optimizer]
     groups: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
     """Of each parameter group: the names of its parameters, and its options."""
+    copied: torch.optim.Optimizer | None = None
+    """The optimizer itself, where it is copied instead of made anew: one of another library's classes, or the user's,
+    whose arguments are not known."""
 
 
 class OwnLoss(Protocol):

@@ -14,7 +14,6 @@ from datasets import Dataset as Table
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 from transformers import (
-    Adafactor,
     BertConfig,
     BertForSequenceClassification,
     CLIPConfig,
@@ -247,81 +246,6 @@ def test_compiled_part_is_refused(tmp_path: Path) -> None:
     # As `compile()` sets it, which takes seconds.
     model.model.layers[0].mlp._compiled_call_impl = model.model.layers[0].mlp.forward
     assert "LlamaMLP is compiled" in refusal(model, tmp_path)
-
-
-# --- Optimizers. ---
-
-
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
-
-
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "Muon": lambda model: torch.optim.Muon(matrices(model)),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True),
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True, lr=torch.tensor(0.1)),
-    "AdamW by group": lambda model: torch.optim.AdamW([{"params": [each]} for each in model.parameters()], fused=True),
-    "part of the model": lambda model: torch.optim.Adam(matrices(model)[:3], foreach=True),
-    "NAdam": lambda model: torch.optim.NAdam(model.parameters()),
-    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
-    "Adafactor": lambda model: Adafactor(model.parameters(), lr=0.1, relative_step=False, scale_parameter=False),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_given_optimizer_is_the_one_that_is_simulated(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = llama(hidden_size=64)
-    made = OPTIMIZERS[name](model)
-    assert abs(prediction_error(model, tmp_path, optimizers=(made, None))) < 0.01
-    assert f"LlamaForCausalLM; {type(made).__name__}; one process." in coverage(caplog)[0]
-
-
-def test_given_class_is_the_one_that_is_simulated(tmp_path: Path) -> None:
-    given = (torch.optim.SGD, {"lr": 0.1})
-    assert abs(prediction_error(llama(hidden_size=64), tmp_path, optimizer_cls_and_kwargs=given)) < 0.01
-
-
-def test_optimizer_that_a_trainer_makes_is_the_one_that_is_simulated(tmp_path: Path) -> None:
-    class Own(Trainer):
-        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            return self.optimizer
-
-    assert abs(prediction_error(lora(), tmp_path, kind=Own)) < 0.01
-
-
-class Unknown(torch.optim.SGD):
-    """As a library would have one."""
-
-
-@pytest.mark.parametrize("kind", [Unknown, torch.optim.Adafactor])
-def test_optimizer_that_cannot_be_simulated_is_refused(tmp_path: Path, kind: Any) -> None:
-    model = llama(num_hidden_layers=1)
-    told = refusal(model, tmp_path, optimizers=(kind(model.parameters()), None))
-    assert f"the optimizer of this Trainer, {kind.__module__}.{kind.__name__}, cannot be simulated." in told
-    assert "set TrainingArguments.optim to one of adamw_torch, adamw_torch_fused," in told
-
-
-def test_optimizer_that_reads_values_is_refused(tmp_path: Path) -> None:
-    model = llama(num_hidden_layers=1)
-    told = refusal(model, tmp_path, optimizers=(Adafactor(model.parameters(), lr=0.1, relative_step=False), None))
-    assert told.startswith("The step of optimizer Adafactor cannot be simulated: it reads values of tensors")
-
-
-def test_optimizer_that_steps_in_backward_is_refused(tmp_path: Path) -> None:
-    model = llama(num_hidden_layers=1)
-    model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert "hooks run when lm_head.weight has its gradient" in refusal(model, tmp_path)
-
-
-def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    model = llama(num_hidden_layers=1)
-    made = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
-    told = refusal(model, tmp_path, optimizers=(made, None))
-    assert "torch.optim.sgd.SGD, holds parameters that are not the model's." in told
 
 
 # --- Steps. ---
