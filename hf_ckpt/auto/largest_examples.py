@@ -207,6 +207,7 @@ def _has_text_alone(rows: _Rows) -> bool:
 
 def _is_of_text(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return not value.is_floating_point() or not value.dim()
+        # Several texts of one example are choices among them.
+        return not value.dim() or (value.dim() == 1 and not value.is_floating_point())
     is_row = isinstance(value, list) and all(isinstance(each, int) for each in value)
     return is_row or isinstance(value, str | int | float)
