@@ -53,7 +53,12 @@ AHEAD = {
     "stage3_max_reuse_distance": 60_000,
     "stage3_prefetch_bucket_size": 20_000,
 }
+DDP = engine_arguments("ddp")
 RUNS = {
+    "ddp": RankRun(layers=4, more=DDP),
+    "ddp, full": RankRun(layers=4, policy="full", more=DDP),
+    "ddp, full, accumulated in bf16": RankRun(layers=4, policy="full", accumulation=2, bf16=True, more=DDP),
+    "ddp, lora, full": RankRun(adapters=True, policy="full", more=DDP),
     "fsdp2": RankRun(layers=4, more=FSDP2),
     "fsdp2, full": RankRun(layers=4, policy="full", more=FSDP2),
     "fsdp2, full, accumulated in bf16": RankRun(layers=4, policy="full", accumulation=2, bf16=True, more=FSDP2),
