@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
+import torch.distributed as dist
 from torch import nn
 
 from hf_ckpt.distributed import deepspeed, fsdp
@@ -40,7 +41,7 @@ from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
-from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers
+from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, uncovered_lists
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
 
@@ -232,7 +233,10 @@ def _planned(
             f"{class_name(model)} carries a plan already. Call remove() on the handle that apply() returned, or "
             "hf_ckpt.remove(model), and apply the policy then."
         )
-    stacks = stacks or find_layers(model, **structure)
+    if stacks is None:
+        stacks = find_layers(model, **structure)
+        if isinstance(policy, Policy) and structure.get("layers") is None:
+            _name_uncovered(model, stacks)
     fsdp.check_units(model, stacks)
     if isinstance(policy, Plan):
         check_plan(policy, stacks, model)
@@ -245,6 +249,17 @@ def _planned(
     if any(entry.mode is not Mode.NONE for stack in plan.stacks for entry in stack.layers):
         fsdp.check_prefetch(model)
     return plan, stacks
+
+
+def _name_uncovered(model: nn.Module, stacks: tuple[Stack, ...]) -> None:
+    uncovered = uncovered_lists(model, stacks)
+    if uncovered and (not dist.is_initialized() or dist.get_rank() == 0):
+        known = ", ".join(f'"{path}"' for path in (*(stack.path for stack in stacks), *uncovered))
+        logger.warning(
+            "No policy reaches %s of %s: its modules compute attention, and are no layers that were recognised. Name "
+            "the lists that are: layers=[%s].",
+            *(" and ".join(uncovered), class_name(model), known),
+        )
 
 
 def _with_head(plan: Plan, model: nn.Module) -> Plan:

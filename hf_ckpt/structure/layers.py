@@ -125,6 +125,31 @@ def find_layers(
     return stacks
 
 
+def uncovered_lists(model: nn.Module, stacks: Sequence[Stack]) -> tuple[str, ...]:
+    """Return the paths of lists of modules that all compute attention, and lie in none of the stacks.
+
+    They may be layers of which only a person can tell, such as one fused product for attention and ffn.
+    """
+    finder = PartFinder(parameter_shapes(model), dict.fromkeys(PARTS))
+    inside = {module for stack in stacks for layer in stack.layers for module in (stack.home, *layer.outer.modules())}
+    found = []
+    for path, modules in _module_lists(model):
+        if model.get_submodule(path) in inside or len(modules) < 2:
+            continue
+        if all(
+            finder.mixes_positions(each) and finder.computes_attention(each) for each in map(_with_forward, modules)
+        ):
+            found.append(clean_path(model, path))
+            inside.update(child for module in modules for child in module.modules())
+    return tuple(found)
+
+
+def _with_forward(module: nn.Module) -> nn.Module:
+    """Return the module inside FSDP1's wrapper; an empty one for a mere container, which runs nothing itself."""
+    module = unwrapped(module)
+    return nn.Module() if type(module) is nn.Module else module
+
+
 def check_is_model(model: object) -> None:
     """Refuse what is no model, such as the name of one.
 

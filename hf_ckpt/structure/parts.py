@@ -175,7 +175,14 @@ class PartFinder:
         return self._shapes.get(module, {})
 
     def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
-        """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules)."""
+        """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules).
+
+        One matrix that is called an ffn is half of one, whatever the other is called (`proj_mlp` beside an attention).
+        """
+        if not ffn and any(
+            self._is_linear(child) and _FFN_WORDS.intersection(words_of(name)) for name, child in children
+        ):
+            return True
         halves = [name for name, child in children if self._is_half(name, child)]
         return len(halves) >= 2 and set(ffn) <= set(halves)
 
