@@ -41,6 +41,12 @@ def check_model(model: nn.Module) -> None:
             f"torch.utils.checkpoint.checkpoint was {checkpoint.__module__}.{checkpoint.__qualname__} already when "
             "hf_ckpt was imported, and recomputation would go through that. Import hf_ckpt before it is replaced."
         )
+    if any(getattr(module, "_pp_stage", None) is not None for module in model.modules()):
+        raise UnsupportedError(
+            "The model was loaded with DistributedConfig(pp_size=...), transformers' pipeline for generation: what a "
+            "stage receives has no way back for gradients, so no stage but the last could be trained. Train stages of "
+            "torch.distributed.pipelining instead, each with hf_ckpt.apply, or load the model without pp_size."
+        )
     fsdp.check_wrappers(model)
 
 
