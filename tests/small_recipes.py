@@ -67,6 +67,34 @@ def write(folder: Path, name: str = "small.yaml", **sections: dict[str, Any] | N
     return path
 
 
+PAIRS = [{"prompt": prompt, "chosen": text, "rejected": text[::-1]} for prompt, text in SENTENCES]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"prompt": prompt, "completion": text} for prompt, text in SENTENCES],
+    "dpo": PAIRS,
+    "reward": PAIRS,
+    "kto": [
+        {"prompt": prompt, "completion": text[:: 1 if is_good else -1], "label": is_good}
+        for prompt, text in SENTENCES
+        for is_good in (True, False)
+    ],
+    "classification": [{"text": f"{prompt}{text}", "label": at % 2} for at, (prompt, text) in enumerate(SENTENCES)],
+}
+"""What each trainer that a recipe may name reads."""
+
+
+def of_trainer(folder: Path, trainer: str, **sections: dict[str, Any] | None) -> Path:
+    """Write a recipe that names a trainer, with an adapter and rows of its own. See `write`."""
+    rows = folder / f"{trainer}.jsonl"
+    rows.write_text("\n".join(map(json.dumps, ROWS[trainer] * 6)) + "\n", encoding="utf-8")
+    labels = {"num_labels": 2} if trainer == "classification" else {}
+    given = {"lora": LORA, **sections}
+    given["data"] = {"path": str(rows), **(sections.get("data") or {})}
+    given["model"] = {**labels, **(sections.get("model") or {})}
+    path = write(folder, f"{trainer}.yaml", **given)
+    path.write_text(f"trainer: {trainer}\n{path.read_text()}")
+    return path
+
+
 def on_weights(weights: Path) -> dict[str, Any]:
     """Return the `model` section of a recipe that starts from weights."""
     return {"config": None, "tokenizer": None, "name_or_path": str(weights), "dtype": "float32"}

@@ -21,6 +21,7 @@ from hf_ckpt.estimate.subject import Subject, random_model, subject_of
 from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds
 from hf_ckpt.loading.model import build_model, find_config
 from hf_ckpt.loading.tokenizer import load_tokenizer
+from hf_ckpt.loading.trainer import check_own_loss
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
 from hf_ckpt.recipe.recipe import Recipe
@@ -47,6 +48,7 @@ def measure(
     recipe: Recipe, say: Callable[[str], None], *, num_steps: int, trace: Path | None, folder: Path
 ) -> Measured:
     """Run a recipe's step with one micro-batch, under its plan. `trace`: the file to write a trace to, if any."""
+    check_own_loss(recipe, "profile")
     subject = subject_of(recipe)
     subject = replace(subject, step=replace(subject.step, gradient_accumulation_steps=1))
     say("Measuring the device ...")

@@ -121,6 +121,11 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         RecipeError: the config cannot be had, a section does not suit the model, or the recipe cannot be simulated.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
     """
+    if recipe.kind.of_trl:
+        raise RecipeError(
+            f"trainer {recipe.trainer}: its loss is not simulated before training. Train under policy: auto, which "
+            "simulates it when the run begins."
+        )
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)
@@ -196,7 +201,7 @@ def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.devi
         section["attn_implementation"] = attention
     _set_vocabulary(found)
     with place:
-        return made(found.config, section, dtype=_dtype(recipe, found))
+        return made(found.config, section, recipe, dtype=_dtype(recipe, found))
 
 
 def _dtype(recipe: Recipe, found: Found) -> torch.dtype:

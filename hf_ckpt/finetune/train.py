@@ -25,6 +25,14 @@ from hf_ckpt.finetune import termination
 from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import RunWatch, explained
 from hf_ckpt.finetune.summary import RunSummary
+from hf_ckpt.loading.columns import (
+    PreparedColumns,
+    describe_lengths,
+    load_columns,
+    prepare_columns,
+    prompt_of,
+    texts_of,
+)
 from hf_ckpt.loading.dataset import PreparedData, check_packing, describe_example, prepare, sample_prompt_ids
 from hf_ckpt.loading.engine import (
     check_engine_runs,
@@ -36,13 +44,15 @@ from hf_ckpt.loading.engine import (
     ready_to_generate,
 )
 from hf_ckpt.loading.examples import decode
-from hf_ckpt.loading.model import build_model, can_be_merged, holds_weights, load_base, rehearse
+from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
+from hf_ckpt.loading.trainer import build_trained_model, make_trainer
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
@@ -74,6 +84,7 @@ def finetune(
     _make_base(recipe, args, processes)
     tokenizer, data = _prepare(recipe, args, processes)
     if is_asked(recipe):
+        assert isinstance(data, PreparedData), "the recipe was checked"
         _say(args, "Choosing the micro-batch:")
         with processes.stage("choosing the micro-batch"):
             recipe = with_micro_batch(recipe, args, data, lambda text: _say(args, f"  {text}"))
@@ -101,9 +112,11 @@ def finetune(
         batch=describe_batch(args),
     )
     with processes.stage("writing a sample"):
-        sample = _sample(trainer, tokenizer, sample_prompt_ids(data)) if _takes_part(trainer) else ""
+        prompt = _prompt(trainer, data) if _takes_part(trainer) else None
+        sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
     if _is_main(args):
-        _say(args, sample)
+        if sample:
+            _say(args, sample)
         _say(args, summary.table())
     # What follows may read what this run wrote.
     with processes.stage("pushing to the hub"):
@@ -217,19 +230,24 @@ def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProce
 # --- From data to a trained model. ---
 
 
+_Data = PreparedData | PreparedColumns
+
+
 def _prepare(
     recipe: Recipe, args: TrainingArguments, processes: LaunchedProcesses
-) -> tuple[PreTrainedTokenizerBase, PreparedData]:
+) -> tuple[PreTrainedTokenizerBase, _Data]:
     is_first = args.local_process_index == 0
-    prepared: tuple[PreTrainedTokenizerBase, PreparedData] | None = None
+    prepared: tuple[PreTrainedTokenizerBase, _Data] | None = None
     # One process of each machine fills the caches, the others read them.
     for is_turn in (is_first, not is_first):
         with processes.stage("preparing the data"), termination.named(Path(HF_HOME)):
             if is_turn:
-                tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
-                prepared = tokenizer, prepare(recipe.data, tokenizer)
+                prepared = _tokenizer_and_data(recipe)
     assert prepared is not None, "it is every process's turn once"
     tokenizer, data = prepared
+    if isinstance(data, PreparedColumns):
+        _say(args, data.describe())
+        return prepared
     for warning in data.warnings:
         _say(args, f"Warning: {warning}")
     _say(args, f"Training data: {data.counts.summary()}")
@@ -237,26 +255,36 @@ def _prepare(
     return prepared
 
 
+def _tokenizer_and_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, _Data]:
+    kind = recipe.kind
+    if kind.is_text:
+        tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR)
+        return tokenizer, prepare(recipe.data, tokenizer)
+
+    def texts(section: Values) -> Iterator[str]:
+        return (text for row in load_columns(section, kind).train for text in texts_of(row))
+
+    tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR, texts=texts)
+    return tokenizer, prepare_columns(recipe.data, tokenizer, kind, recipe.model.get("num_labels", 1))
+
+
 def _trainer(
-    recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: PreparedData
+    recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: _Data
 ) -> tuple[Trainer, HFCkptCallback | None, SavedFiles]:
     # Only now, so that adapters start the same in all processes, whatever each of them had to prepare.
     set_seed(args.seed)
-    model: Any = build_model(recipe, tokenizer)
+    model: Any = build_trained_model(recipe, tokenizer)
     if recipe.data.get("packing", False):
         check_packing(model)
-    # Before it is sharded.
-    expected = SavedFiles.of(model)
     callback = _callback(recipe)
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=data.train,
-        eval_dataset=data.evaluation,
-        data_collator=data.collator,
-        processing_class=tokenizer,
-        callbacks=[] if callback is None else [callback],
-    )
+    trainer = make_trainer(recipe, model, args, tokenizer, data, [] if callback is None else [callback])
+    model = trainer.model
+    # It is sharded when training begins.
+    expected = SavedFiles.of(model)
+    if isinstance(data, PreparedColumns):
+        max_length = recipe.data.get("max_length", DEFAULT_MAX_LENGTH)
+        for line in describe_lengths(trainer.train_dataset, len(data.train), recipe.kind, max_length):
+            _say(args, line)
     check_engine_runs(trainer)
     check_can_be_saved(args.device)
     _say(args, _describe_parameters(model))
@@ -324,6 +352,16 @@ def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokeniz
 def _takes_part(trainer: Trainer) -> bool:
     """Tell whether this process is needed for a forward that the first one wants."""
     return _is_main(trainer.args) or gathers_in_forward(trainer)
+
+
+def _prompt(trainer: Trainer, data: _Data) -> list[int] | None:
+    """Return a prompt to try the model on; None for one that writes nothing."""
+    if isinstance(data, PreparedData):
+        return sample_prompt_ids(data)
+    if data.kind.scores_rows:
+        return None
+    rows: Any = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
+    return prompt_of(rows)
 
 
 def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,8 +31,9 @@ from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.checkpointing import Checkpointing
-from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
+from hf_ckpt.recipe.trainers import TrainerKind
 from hf_ckpt.regions.offload.disk import check_path
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
@@ -49,7 +51,7 @@ def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
     The model on `meta`, with adapters and without a plan.
     """
     with torch.device("meta"):
-        model: torch.nn.Module = made(_config_of(shape), shape)
+        model: torch.nn.Module = made(_config_of(shape), shape, recipe)
     model = with_empty_adapter(model, recipe)
     if recipe.checkpointing is not None:
         _check_folders(recipe.checkpointing)
@@ -73,9 +75,9 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.
 
     `tokenizer`: tells the vocabulary size and special tokens of a model that is built from a config.
     """
-    model: torch.nn.Module = _base_model(recipe, tokenizer)
+    model: torch.nn.Module = base_model(recipe, tokenizer)
     section = recipe.adapter_section
-    return model if section is None else _with_adapter(model, section)
+    return model if section is None else _with_adapter(model, section, recipe.kind)
 
 
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
@@ -86,12 +88,21 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     if section is not None:
         options["quantization_config"] = bits_and_bytes(section)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options
+        model: PreTrainedModel = _auto_class(recipe).from_pretrained(
+            name, dtype=recipe.model.get("dtype", "auto"), use_safetensors=True, **options, **_labels(recipe)
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RecipeError(_loading_advice(name, error)) from error
     return model if section is None else prepared_for_kbit(model, section)
+
+
+def _auto_class(recipe: Recipe) -> Any:
+    return AutoModelForSequenceClassification if recipe.kind.scores_rows else AutoModelForCausalLM
+
+
+def _labels(recipe: Recipe) -> dict[str, int]:
+    """Return what a config is told of the numbers that a row is given; a reward is one."""
+    return {"num_labels": recipe.model.get("num_labels", 1)} if recipe.kind.scores_rows else {}
 
 
 def bits_and_bytes(section: Mapping[str, Any]) -> BitsAndBytesConfig:
@@ -132,7 +143,8 @@ def _config_of(section: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Build what the recipe's `model` and `quantization` sections describe. See `build_model`."""
     if "name_or_path" in recipe.model:
         return load_base(recipe, is_quantized=True)
     config = _config(recipe.model["config"], _told_by(tokenizer))
@@ -142,16 +154,22 @@ def _base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
             f"model.config.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens. Raise it, "
             "or leave it out to take the tokenizer's."
         )
-    return made(config, recipe.model, dtype=_dtype(recipe.model.get("dtype", "float32")))
+    return made(config, recipe.model, recipe, dtype=_dtype(recipe.model.get("dtype", "float32")))
 
 
-def made(config: PreTrainedConfig, section: Mapping[str, Any], **options: Any) -> PreTrainedModel:
-    """Return a model with new weights, built as a `model` section says."""
+def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, **options: Any) -> PreTrainedModel:
+    """Return a model with new weights, built as a `model` section says, with the head that a recipe's trainer needs."""
     options |= _options(section, "attn_implementation")
+    for name, number in _labels(recipe).items():
+        setattr(config, name, number)
+        if config.get_text_config().pad_token_id is None:
+            # Rows of which the last token is scored cannot be batched without one.
+            config.get_text_config().pad_token_id = 0
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = _auto_class(recipe).from_config(config, **options)
     except (ValueError, ImportError) as error:
-        raise RecipeError(f"model: no causal language model can be made: {error}") from error
+        what = "model that scores rows" if recipe.kind.scores_rows else "causal language model"
+        raise RecipeError(f"model: no {what} can be made: {error}") from error
     return model
 
 
@@ -178,11 +196,13 @@ def _dtype(name: str) -> torch.dtype:
 
 def with_empty_adapter(model: torch.nn.Module, recipe: Recipe, **options: Any) -> torch.nn.Module:
     """Return a model, on `meta` or with random weights, with an adapter of the recipe's sizes, if it has one."""
-    section = recipe.adapter_section
-    if section is None:
+    if recipe.adapter_section is None:
         return model
-    kept = {key: value for key, value in section.items() if key not in _NEEDS_WEIGHTS}
-    return _with_adapter(model, kept, **{"low_cpu_mem_usage": True, **options})
+    return _with_adapter(model, _without_weights(recipe), recipe.kind, **{"low_cpu_mem_usage": True, **options})
+
+
+def _without_weights(recipe: Recipe) -> Values:
+    return {key: value for key, value in (recipe.adapter_section or {}).items() if key not in _NEEDS_WEIGHTS}
 
 
 def can_be_merged(section: Mapping[str, Any]) -> bool:
@@ -192,14 +212,30 @@ def can_be_merged(section: Mapping[str, Any]) -> bool:
     return hasattr(PEFT_TYPE_TO_TUNER_MAPPING[section["type"].upper()], "merge_and_unload")
 
 
-def _with_adapter(model: torch.nn.Module, section: Mapping[str, Any], **options: Any) -> torch.nn.Module:
+def adapter_config(recipe: Recipe, *, is_empty: bool = False) -> Any:
+    """Return the recipe's adapter as PEFT's config; None without one. `is_empty`: for a model without weights."""
+    section = recipe.adapter_section
+    if section is None:
+        return None
+    return _adapter_config(_without_weights(recipe) if is_empty else section, recipe.kind)
+
+
+def _adapter_config(section: Values, trainer: TrainerKind) -> Any:
+    from peft import get_peft_config
+
+    fields = {key: value for key, value in section.items() if key != "type"}
+    return get_peft_config({"task_type": trainer.task_type, **fields, "peft_type": section["type"].upper()})
+
+
+def _with_adapter(
+    model: torch.nn.Module, section: Mapping[str, Any], trainer: TrainerKind, **options: Any
+) -> torch.nn.Module:
     """Return a model with the adapter that a section with a `type` describes."""
-    from peft import get_peft_config, get_peft_model
+    from peft import get_peft_model
 
     kind: str = section["type"]
-    fields = {key: value for key, value in section.items() if key != "type"}
     try:
-        config = get_peft_config({"task_type": "CAUSAL_LM", **fields, "peft_type": kind.upper()})
+        config = _adapter_config(section, trainer)
         adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
     except (ValueError, TypeError, ImportError) as error:
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,18 @@ _TRAINING_VERSION = 1
 
 
 def load_tokenizer(
-    model_section: Mapping[str, Any], data_section: Mapping[str, Any], *, cache_dir: Path
+    model_section: Mapping[str, Any],
+    data_section: Mapping[str, Any],
+    *,
+    cache_dir: Path,
+    texts: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a recipe names, or train it on the recipe's training rows.
 
     `model_section`: the `model` section. `tokenizer` is an id, a directory or `{train: {vocab_size: N}}`; without it
     the tokenizer is that of `name_or_path`. `revision` and `trust_remote_code` are passed on. `cache_dir`: where
-    trained tokenizers are kept, one directory per data and settings.
+    trained tokenizers are kept, one directory per data and settings. `texts`: what to train on of the `data` section;
+    left out, what its layout says.
     """
     wanted = model_section.get("tokenizer", model_section.get("name_or_path"))
     if wanted is None:
@@ -42,7 +47,8 @@ def load_tokenizer(
         options |= {key: model_section[key] for key in ("revision", "trust_remote_code") if key in model_section}
         tokenizer = _load(wanted, options)
     else:
-        directory = train_tokenizer(_texts(data_section), vocab_size=wanted["train"]["vocab_size"], cache_dir=cache_dir)
+        read = (texts or _texts)(data_section)
+        directory = train_tokenizer(read, vocab_size=wanted["train"]["vocab_size"], cache_dir=cache_dir)
         tokenizer = _load(str(directory), {})
     return complete_tokenizer(tokenizer, data_section)
 

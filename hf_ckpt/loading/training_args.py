@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -16,6 +17,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.engine import check_one_engine
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -24,15 +26,43 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     _check_precision(recipe)
     _check_folder(Path(recipe.training["output_dir"]))
     try:
-        args = TrainingArguments(**recipe.training)
+        args: TrainingArguments = arguments_class(recipe)(**{**implied(recipe), **recipe.training})
     # OSError: a file that the section names, such as DeepSpeed's.
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise RecipeError(f"training: TrainingArguments refuse it: {error}") from error
+        raise RecipeError(f"training: {recipe.kind.arguments} refuse it: {error}") from error
     _check_reporters(args)
     if args.device.type == "cpu" and "dataloader_pin_memory" not in recipe.training:
         # Memory is pinned for a device; without one torch warns in each run.
         args.dataloader_pin_memory = False
     return args
+
+
+def arguments_class(recipe: Recipe) -> type[TrainingArguments]:
+    """Return the class of the arguments of a recipe's trainer."""
+    if not recipe.kind.of_trl:
+        return TrainingArguments
+    import trl
+
+    found: type[TrainingArguments] = getattr(trl, recipe.kind.arguments)
+    return found
+
+
+def implied(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments of a trainer of trl that a recipe says elsewhere, or that mean what they mean everywhere.
+
+    trl trains in bfloat16 and with activation checkpointing if nothing is said; a recipe does what it says.
+    """
+    if not recipe.kind.of_trl:
+        return {}
+    is_text = recipe.kind.is_text
+    return {
+        "bf16": False,
+        "gradient_checkpointing": None,
+        # What is tokenised here is cut here.
+        "max_length": None if is_text else recipe.data.get("max_length", DEFAULT_MAX_LENGTH),
+        "dataset_num_proc": recipe.data.get("num_proc"),
+        **({"dataset_kwargs": {"skip_prepare_dataset": True}} if is_text else {}),
+    }
 
 
 def check_can_be_written(folder: Path) -> None:

@@ -228,6 +228,8 @@ _TRAINING_TYPES = {
     "log_level": f"Literal{_LOG_LEVELS}",
     "log_level_replica": f"Literal{_LOG_LEVELS}",
 }
+# One loss may be written as text.
+_TRL_TYPES = {"loss_type": "str | list[str]"}
 # LoHa and LoKr share the fields of a class that lies here.
 _SHARED_CONFIG = "tuners/lycoris_utils.py"
 # The class has no annotations: these are the parameters whose default does not say what they take.
@@ -260,6 +262,21 @@ def training_keys() -> Keys:
         enums |= _enums(_tree("transformers", path))
     found = _fields(_class("transformers", "training_args.py", "TrainingArguments"), enums)
     return _corrected(found, _TRAINING_TYPES)
+
+
+@functools.lru_cache
+def trl_keys(name: str) -> Keys:
+    """Return the fields of the arguments of a trainer of trl, such as `DPO`; its bases' included."""
+    own = _fields(_class("trl", f"trainer/{name.lower()}_config.py", f"{name}Config"))
+    base = _fields(_class("trl", "trainer/base_config.py", "_BaseConfig"))
+    return {**training_keys(), **base, **_corrected(own, _TRL_TYPES)}
+
+
+def trl_version() -> tuple[int, ...] | None:
+    """Return the numbers of the version of trl that is installed; None without it."""
+    if importlib.util.find_spec("trl") is None:
+        return None
+    return tuple(int(number) for number in re.findall(r"\d+", importlib.metadata.version("trl"))[:2])
 
 
 @functools.lru_cache
@@ -309,12 +326,11 @@ def quantization_keys() -> Keys:
 
 
 @functools.lru_cache
-def causal_model_types() -> tuple[str, ...]:
-    """Return the values of `model_type` for which there is a causal language model."""
+def model_types(task: str = "CAUSAL_LM") -> tuple[str, ...]:
+    """Return the values of `model_type` for which there is a model of a task, as transformers names its mappings."""
+    mapping = f"MODEL_FOR_{task}_MAPPING_NAMES"
     for statement in _tree("transformers", "models/auto/modeling_auto.py").body:
-        if isinstance(statement, ast.Assign) and "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES" in map(
-            ast.unparse, statement.targets
-        ):
+        if isinstance(statement, ast.Assign) and mapping in map(ast.unparse, statement.targets):
             return tuple(dict.fromkeys(key for key, _ in _pairs_of_text(statement)))
     return ()
 

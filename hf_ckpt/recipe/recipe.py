@@ -19,7 +19,8 @@ from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Entry, Mistakes, beside, document_of, read_document, there_is_no, write_yaml
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
-from hf_ckpt.recipe.schema import Draft, check_keys
+from hf_ckpt.recipe.schema import TRAINER, Draft, check_keys
+from hf_ckpt.recipe.trainers import TEXT, TRAINERS, TrainerKind
 
 Values = Mapping[str, Any]
 
@@ -33,7 +34,8 @@ class Recipe:
     Args:
         model: `name_or_path` or `config`, and how to load it.
         data: what to train and evaluate on.
-        training: fields of `transformers.TrainingArguments`.
+        training: fields of `transformers.TrainingArguments`, or of the trainer's own arguments.
+        trainer: one of `TRAINERS`; None for the Trainer of transformers on text.
         lora: fields of `peft.LoraConfig`; short for an adapter of type `lora`.
         adapter: `type`, one of PEFT's kinds of adapters, and the fields of its config.
         quantization: fields of `transformers.BitsAndBytesConfig`, if weights are quantised.
@@ -44,11 +46,17 @@ class Recipe:
     model: Values
     data: Values
     training: Values
+    trainer: str | None = None
     lora: Values | None = None
     adapter: Values | None = None
     quantization: Values | None = None
     checkpointing: Checkpointing | None = None
     path: Path
+
+    @property
+    def kind(self) -> TrainerKind:
+        """What the trainer needs of model and data."""
+        return TEXT if self.trainer is None else TRAINERS[self.trainer]
 
     @property
     def adapter_section(self) -> Values | None:
@@ -67,7 +75,10 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Return the recipe with everything resolved, as YAML that loads as an equal recipe."""
-        return write_yaml({name: dict(getattr(self, name)) for name in _ORDER if getattr(self, name) is not None})
+        written = {} if self.trainer is None else {TRAINER: self.trainer}
+        return write_yaml(
+            written | {name: dict(section) for name in _ORDER if (section := getattr(self, name)) is not None}
+        )
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -121,7 +132,7 @@ def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes:
     sections: dict[str, Any] = {name: MappingProxyType(values) for name, values in draft.sections.items()}
     if "checkpointing" in sections:
         sections["checkpointing"] = Checkpointing(sections["checkpointing"])
-    return Recipe(path=path, **sections)
+    return Recipe(path=path, trainer=draft.trainer.name or None if draft.trainer else None, **sections)
 
 
 def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:

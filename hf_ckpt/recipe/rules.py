@@ -21,7 +21,9 @@ from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import beside
 from hf_ckpt.recipe.field_types import show
-from hf_ckpt.recipe.schema import Draft
+from hf_ckpt.recipe.schema import Draft, training_keys
+from hf_ckpt.recipe.trainer_rules import TRAINER_RULES
+from hf_ckpt.recipe.trainers import TEXT
 from hf_ckpt.units import parse_budget
 
 
@@ -50,6 +52,7 @@ _SHARE = Limit(at_least=0, below=1)
 
 LIMITS = {
     "model.tokenizer.train.vocab_size": Limit(at_least=259),  # 256 bytes, and where a text begins, ends and is padded
+    "model.num_labels": _COUNT,
     "model.config.vocab_size": _COUNT,
     "model.config.hidden_size": _COUNT,
     "model.config.num_hidden_layers": _COUNT,
@@ -198,8 +201,11 @@ def _adapter_trains(draft: Draft) -> None:
             _check_limit(draft, f"{name}.r", _COUNT)
         if draft.get(f"{name}.inference_mode"):
             draft.refuse(f"{name}.inference_mode", "the adapter would be frozen, and nothing trained. Remove it.")
-        if draft.get(f"{name}.task_type") not in (None, "CAUSAL_LM"):
-            draft.refuse(f"{name}.task_type", "recipes train causal language models. Write CAUSAL_LM, or leave it out.")
+        kind_of_run = draft.trainer or TEXT
+        if draft.get(f"{name}.task_type") not in (None, kind_of_run.task_type):
+            what = f"trainer {kind_of_run.name} trains" if kind_of_run.name else "recipes train"
+            models = "models that score rows" if kind_of_run.scores_rows else "causal language models"
+            draft.refuse(f"{name}.task_type", f"{what} {models}. Write {kind_of_run.task_type}, or leave it out.")
         if draft.get(f"{name}.peft_type") not in (None, kind.upper()):
             text = "the lora section is a LoraConfig" if name == "lora" else f"adapter.type is {show(kind)}"
             draft.refuse(f"{name}.peft_type", f"{text}. Leave it out.")
@@ -466,7 +472,7 @@ def _one_plan_governs(draft: Draft) -> None:
 
 def _training(draft: Draft, name: str) -> Any:
     """Return a value of the training section, or its default."""
-    return draft.get(f"training.{name}", field_types.training_keys()[name].default)
+    return draft.get(f"training.{name}", training_keys(draft.trainer or TEXT)[name].default)
 
 
 def _are_counts(*values: object) -> bool:
@@ -485,6 +491,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _virtual_tokens_are_trained,
     _quantization_is_one_kind,
     _loss_suits_format,
+    *TRAINER_RULES,
     _evaluation_data_has_one_source,
     _evaluation_has_data,
     _precision_is_one,

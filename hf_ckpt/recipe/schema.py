@@ -7,7 +7,7 @@ keys of `model`, `data` and `checkpointing` are listed here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import did_you_mean
@@ -15,6 +15,7 @@ from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Mistakes, Place
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
+from hf_ckpt.recipe.trainers import INSTALL_TRL, NOT_POSSIBLE, OLDEST_TRL, TEXT, TRAINERS, TrainerKind
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,11 @@ class Section:
     required: tuple[str, ...] = ()  # The keys that it cannot do without.
 
 
+TRAINER = "trainer"
+"""The one key beside the sections."""
 REQUIRED_SECTIONS = ("model", "data", "training")
+# Whose keys depend on the trainer.
+_OF_TRAINER = ("training",)
 
 _MODEL = {
     "name_or_path": "str | None",
@@ -37,6 +42,7 @@ _MODEL = {
     "attn_implementation": "str | None",
     "revision": "str | None",
     "trust_remote_code": "bool",
+    "num_labels": "int | None",
     "base_recipe": "str | None",
 }
 _TOKENIZER = {"train": "dict"}
@@ -101,10 +107,10 @@ OTHER_NAMES = {
 """What keys are called in other versions of transformers and in other trainers, and what they are called here."""
 
 
-def sections(adapter: str | None = None) -> dict[str, Section]:
+def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[str, Section]:
     """Return the sections of a recipe by name, as the installed libraries know them.
 
-    `adapter`: one of PEFT's kinds of adapters, where the recipe has one.
+    `adapter`: one of PEFT's kinds of adapters, where the recipe has one. `trainer`: whose arguments `training` takes.
     """
     transformers = f"transformers {field_types.version('transformers')}"
     known = (
@@ -118,9 +124,19 @@ def sections(adapter: str | None = None) -> dict[str, Section]:
         ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
-        Section("training", f"TrainingArguments ({transformers})", field_types.training_keys(), ("output_dir",)),
+        Section("training", f"{trainer.arguments} ({_library(trainer)})", training_keys(trainer), ("output_dir",)),
     )
     return {section.name: section for section in known}
+
+
+def training_keys(trainer: TrainerKind) -> Keys:
+    """Return the fields of a trainer's arguments."""
+    return field_types.trl_keys(trainer.of_trl) if trainer.of_trl else field_types.training_keys()
+
+
+def _library(trainer: TrainerKind) -> str:
+    package = "trl" if trainer.of_trl else "transformers"
+    return f"{package} {field_types.version(package)}"
 
 
 def _adapter_section(kind: str | None) -> Section:
@@ -131,14 +147,15 @@ def _adapter_section(kind: str | None) -> Section:
     return Section("adapter", owner, {**_own(_ADAPTER), **keys}, ("type",))
 
 
-def nested_sections(model_type: object) -> dict[str, Section]:
+def nested_sections(model_type: object, trainer: TrainerKind = TEXT) -> dict[str, Section]:
     """Return what is known of the mappings inside sections, by key path."""
+    columns = _COLUMNS if trainer.is_text else dict.fromkeys((*trainer.columns, *trainer.more_columns), "str")
     known = {
         "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own(_TOKENIZER), ("train",)),
         "model.tokenizer.train": Section(
             "model.tokenizer.train", "a tokenizer's training", _own(_TOKENIZER_TRAINING), ("vocab_size",)
         ),
-        "data.columns": Section("data.columns", "the mapping of columns", _own(_COLUMNS)),
+        "data.columns": Section("data.columns", "the mapping of columns", _own(columns)),
     }
     config = field_types.config_keys(model_type) if isinstance(model_type, str) else None
     if config is not None:
@@ -165,6 +182,7 @@ class Draft:
     document: Entry  # Everything as written.
     sections: dict[str, dict[str, Any]]  # What is of the right type: values by section and key.
     mistakes: Mistakes  # What is wrong.
+    trainer: TrainerKind | None = TEXT  # None where the recipe names one that cannot be had.
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path, or `default` where it is not given or not of the right type."""
@@ -194,21 +212,49 @@ class Draft:
 def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
     """Check the keys of a document and the types of their values."""
     draft = Draft(document, {}, mistakes)
+    draft = replace(draft, trainer=_trainer_kind(draft))
     adapter = _adapter_kind(draft)
-    known = sections(adapter)
+    known = sections(adapter, draft.trainer or TEXT)
     for name in document.value:
-        if name not in known:
+        if name not in (*known, TRAINER):
             draft.refuse(str(name), f"unknown section. Sections are {', '.join(known)}.{_elsewhere(name, None, known)}")
     for section in known.values():
         entry = document.value.get(section.name)
         if section.name == "adapter" and adapter is None:
             _refuse_adapter(draft, entry)
+        elif draft.trainer is None and section.name in _OF_TRAINER:
+            # Nothing is known of what a trainer takes that cannot be had.
+            continue
         elif entry is not None and entry.value is not None:
             draft.sections[section.name] = _check_section(draft, section, entry, known)
         elif section.name in REQUIRED_SECTIONS and mistakes.is_whole and not draft.has(section.name):
             draft.refuse(section.name, f"the section is missing. {_EXAMPLES[section.name]}")
     _check_nested(draft, known)
     return draft
+
+
+def _trainer_kind(draft: Draft) -> TrainerKind | None:
+    """Return the trainer that a recipe names, if it can be had; it is refused otherwise."""
+    entry = draft.document.value.get(TRAINER)
+    name = None if entry is None else entry.plain()
+    if name is None:
+        return TEXT
+    if not isinstance(name, str) or name not in TRAINERS:
+        if name in list(NOT_POSSIBLE):
+            draft.refuse(TRAINER, f"{NOT_POSSIBLE[name]}.")
+        else:
+            draft.refuse(TRAINER, f"expected one of {', '.join(TRAINERS)}.{did_you_mean(str(name).lower(), TRAINERS)}")
+        return None
+    return TRAINERS[name] if _is_installed(draft, TRAINERS[name]) else None
+
+
+def _is_installed(draft: Draft, kind: TrainerKind) -> bool:
+    found = field_types.trl_version() if kind.of_trl else OLDEST_TRL
+    if found is not None and found >= OLDEST_TRL:
+        return True
+    what = "is not installed" if found is None else f"is installed in version {field_types.version('trl')}"
+    draft.refuse(TRAINER, f"is a trainer of trl, which {what}. Run: {INSTALL_TRL}")
+    return False
 
 
 def _adapter_kind(draft: Draft) -> str | None:
@@ -286,7 +332,9 @@ def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
     model_type = draft.get("model.config.model_type")
     if draft.has("model.config"):
         _check_model_type(draft, model_type)
-    for path, section in nested_sections(model_type).items():
+    for path, section in nested_sections(model_type, draft.trainer or TEXT).items():
+        if draft.trainer is None and path == "data.columns":
+            continue
         entry = _entry_at(draft.document, path)
         if isinstance(draft.get(path), dict) and entry is not None:
             parent, _, key = path.rpartition(".")
@@ -294,24 +342,33 @@ def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
 
 
 def _check_model_type(draft: Draft, model_type: object) -> None:
-    types = field_types.causal_model_types()
+    scores_rows = draft.trainer is not None and draft.trainer.scores_rows
+    types = field_types.model_types("SEQUENCE_CLASSIFICATION" if scores_rows else "CAUSAL_LM")
     if model_type is None:
         draft.refuse("model.config.model_type", f"missing. {_EXAMPLES['model.config']}")
     elif types and model_type not in types:
-        near = did_you_mean(model_type, types)
-        draft.refuse("model.config.model_type", f"transformers has no causal language model of this type.{near}")
+        near, what = did_you_mean(model_type, types), "sequence classification" if scores_rows else "causal language"
+        draft.refuse("model.config.model_type", f"transformers has no {what} model of this type.{near}")
 
 
 def _elsewhere(name: object, section: Section | None, known: dict[str, Section]) -> str:
     """Return where an unknown key belongs, or which known key it resembles."""
-    own = (*known, "extends") if section is None else tuple(section.keys)
+    own = (*known, TRAINER, "extends") if section is None else tuple(section.keys)
     for candidate in (str(name), OTHER_NAMES.get(str(name), "")):
         if candidate in own:
             return f' Did you mean "{candidate}"?'
         homes = [home for home in _LIKELY_HOMES if candidate in known[home].keys]
         if homes and (section is None or section.name in known):
             return f' Did you mean "{homes[0]}.{candidate}"?'
-    return did_you_mean(name, own)
+    return (_of_trainers(str(name)) if section and section.name == "training" else "") or did_you_mean(name, own)
+
+
+def _of_trainers(name: str) -> str:
+    """Return which other trainers take a key of `training`."""
+    if field_types.trl_version() is None:
+        return ""
+    words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.trl_keys(kind.of_trl)]
+    return f" It belongs to trainer: {' or '.join(words)}." if words else ""
 
 
 def _entry_at(document: Entry, path: str) -> Entry | None:

@@ -398,6 +398,81 @@ BROKEN = [
 ]
 
 
+def of_trainer(name: str, keys: str = "output_dir: x", more: str = "path: x", **sections: str) -> str:
+    return text_of(trainer=name, training=f"{{{keys}}}", data=f"{{{more}}}", **sections)
+
+
+# What is known without trl.
+BROKEN += [
+    broken(of_trainer("ppo"), 'trainer = "ppo": expected one of sft, dpo, kto, reward, classification.'),
+    broken(of_trainer("Reward"), 'trainer = "Reward": expected one of', 'Did you mean "reward"?'),
+    broken(of_trainer("{type: dpo}"), ":4: trainer: expected one of sft, dpo"),
+    broken(of_trainer("grpo", "output_dir: x, num_generations: 2"), 'trainer = "grpo": generates in each step and'),
+    broken(text_of(trainr="dpo"), 'trainr = "dpo": unknown section', 'Did you mean "trainer"?'),
+    broken(of_trainer("classification"), "model.num_labels: missing. Write how many classes there are"),
+    broken(model("num_labels: 2"), "model.num_labels = 2: belongs to trainer: classification."),
+    broken(
+        of_trainer("classification", more="path: x, loss_on: all", model="{name_or_path: x, num_labels: 2}"),
+        'data.loss_on = "all": belongs to plain text, and trainer classification reads the columns text, label.',
+    ),
+    broken(
+        of_trainer("classification", model="{name_or_path: x, num_labels: 2}", lora="{task_type: CAUSAL_LM}"),
+        'lora.task_type = "CAUSAL_LM": trainer classification trains models that score rows. Write SEQ_CLS',
+    ),
+    broken(
+        of_trainer("classification", model="{config: {model_type: whisper}, tokenizer: x, num_labels: 2}"),
+        "transformers has no sequence classification model of this type.",
+    ),
+    broken(
+        of_trainer(
+            "classification",
+            model="{name_or_path: x, num_labels: 2}",
+            checkpointing="{policy: auto, micro_batch: auto}",
+        ),
+        'checkpointing.micro_batch = "auto": is chosen for plain text, not for trainer classification.',
+    ),
+]
+
+OF_TRL = [
+    broken(of_trainer("sft", "output_dir: x, beta: 0.2"), "training.beta = 0.2: unknown key of SFTConfig (trl", "dpo"),
+    broken(
+        training("beta: 0.2"), "unknown key of TrainingArguments (transformers", "It belongs to trainer: dpo or kto."
+    ),
+    broken(of_trainer("dpo", "output_dir: x, bta: 0.2"), "unknown key of DPOConfig (trl", 'Did you mean "beta"?'),
+    broken(of_trainer("dpo", "output_dir: x, beta: high"), 'training.beta = "high": expected a number.'),
+    broken(of_trainer("dpo", "output_dir: x, max_length: 9"), "training.max_length = 9: a recipe says this in data."),
+    broken(of_trainer("reward", more="path: x, packing: true"), "data.packing = true: belongs to plain text"),
+    broken(of_trainer("dpo", more="path: x, columns: {promt: x}"), "data.columns.promt", 'Did you mean "prompt"?'),
+    broken(
+        of_trainer("dpo", "output_dir: x, sync_ref_model: true", lora="{r: 4}"),
+        "training.sync_ref_model = true: with an adapter the reference is the model without it.",
+    ),
+]
+if field_types.trl_version() is not None:
+    BROKEN += OF_TRL
+
+
+@pytest.mark.parametrize(
+    ("version", "says"), [(None, "which is not installed"), ((1, 9), "which is installed in version ")]
+)
+def test_missing_trl_is_one_message(
+    version: tuple[int, ...] | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version is not None and field_types.trl_version() is None:
+        pytest.skip("trl is not installed")
+    monkeypatch.setattr(field_types, "trl_version", lambda: version)
+    (line,) = mistakes_in(write(tmp_path, of_trainer("dpo", "output_dir: x, beta: 0.2, lr: 3")))
+    assert f'trainer = "dpo": is a trainer of trl, {says}' in line
+    assert line.endswith("Run: pip install 'trl>=1.16'")
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "Reward"])
+def test_keys_of_a_trainer_are_the_fields_of_its_arguments(name: str) -> None:
+    trl = pytest.importorskip("trl", minversion="1.16")
+    config = getattr(trl, f"{name}Config")
+    assert set(field_types.trl_keys(name)) == {field.name for field in dataclasses.fields(config) if field.init}
+
+
 @pytest.mark.skipif(not hasattr(yaml, "CSafeLoader"), reason="libyaml is not installed")
 @pytest.mark.parametrize("text", ["# a comment\n", "\n", "%FOO bar\n", "x\n"])
 def test_long_text_is_read_by_libyaml_alone(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,177 @@
+"""Rows for the trainers that read columns of their own: pairs, judged completions, and texts with a label.
+
+trl tokenises what its trainers read. What is here are the rows under the names that those expect.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+
+from hf_ckpt.errors import DataError, did_you_mean
+from hf_ckpt.loading.sources import NAME, RawSplits, load_splits
+from hf_ckpt.loading.tokenizer import complete_tokenizer
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.recipe.trainers import Columns, TrainerKind
+
+_LONGEST_SHOWN = 200
+_MANY = 0.5
+_NUM_PROMPTS = 100
+_SHORTEST_PROMPT = 8
+
+
+@dataclass(frozen=True)
+class PreparedColumns:
+    """What a trainer needs that reads columns of its own."""
+
+    kind: TrainerKind
+    train: Dataset  # For trl as text, else as token ids with labels.
+    evaluation: Dataset | None
+    collator: Any | None  # None for trl's own.
+    example: Mapping[str, Any]  # The first row, as text.
+
+    def describe(self) -> str:
+        """Return the first training example, a line for each column."""
+        width = max(map(len, self.example))
+        lines = (f"  {name:<{width}}| {_shown(value)}" for name, value in self.example.items())
+        return "\n".join([f"First of {len(self.train):,} training examples:", *lines])
+
+
+def load_columns(section: Mapping[str, Any], kind: TrainerKind) -> RawSplits:
+    """Load the rows that a `data` section names, with the columns of a trainer under its names.
+
+    Raises:
+        DataError: one of them is not there.
+    """
+    raw = load_splits(section)
+    rename = partial(_renamed, section=section, kind=kind)
+    return RawSplits(rename(raw.train), None if raw.evaluation is None else rename(raw.evaluation))
+
+
+def prepare_columns(
+    section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, kind: TrainerKind, num_labels: int
+) -> PreparedColumns:
+    """Load what a trainer reads, and tokenise it where trl does not.
+
+    `tokenizer`: gets a padding token and `data.chat_template`, in place, where it has none.
+    """
+    complete_tokenizer(tokenizer, section)
+    raw = load_columns(section, kind)
+    train, evaluation, collator = raw.train, raw.evaluation, None
+    if not kind.of_trl:
+        collator = DataCollatorWithPadding(tokenizer)
+        encode = partial(_with_label, section=section, tokenizer=tokenizer, num_labels=num_labels)
+        train, evaluation = encode(train), None if evaluation is None else encode(evaluation)
+    return PreparedColumns(kind, train, evaluation, collator, raw.train[0])
+
+
+def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is text in a row: of conversations, what is said."""
+    for value in row.values():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from (message["content"] for message in value if isinstance(message.get("content"), str))
+
+
+def tokens_of(rows: Dataset, kind: TrainerKind) -> list[int]:
+    """Return the tokens of each row that a model sees of tokenised examples."""
+    lengths = {name: [len(ids) for ids in rows.with_format(None)[name]] for row in kind.token_columns for name in row}
+    return [sum(each) for row in kind.token_columns for each in zip(*(lengths[name] for name in row), strict=True)]
+
+
+def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length: int) -> Iterator[str]:
+    """Yield what became of the training rows, and a warning where much of them is not seen.
+
+    `rows`: as the trainer has tokenised them; `num_rows`: how many it was given.
+    """
+    lengths = tokens_of(rows, kind)
+    share = sum(length > max_length for length in lengths) / max(1, len(lengths))
+    left_out = num_rows - len(rows)
+    more = f"; examples left out: {left_out:,} longer than data.max_length {max_length}" if left_out else ""
+    yield (
+        f"Training data: {len(rows):,} examples, {sum(lengths):,} tokens, longest row {max(lengths, default=0):,}, "
+        f"truncated {share:.1%}{more}"
+    )
+    if max(share, left_out / max(1, num_rows)) > _MANY:
+        yield (
+            f"Warning: more than half of the rows are longer than data.max_length {max_length}, and are cut there or "
+            "left out. Raise data.max_length (hf-ckpt estimate says what fits)."
+        )
+
+
+def prompt_of(rows: Dataset) -> list[int]:
+    """Return the tokens of a short prompt, to try a model on that has learned to prefer."""
+    prompts = [list(ids) for ids in rows.with_format(None)[:_NUM_PROMPTS]["prompt_ids"]]
+    return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
+
+
+def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Dataset:
+    if section["path"] == NAME:
+        return Dataset.from_list([_judged(row, number, kind.columns) for number, row in enumerate(rows)])
+    mapped: Mapping[str, str] = section.get("columns", {})
+    wanted = {name: mapped.get(name, name) for name in (*kind.more_columns, *kind.columns)}
+    found = rows.column_names
+    missing = [name for name in wanted if wanted[name] not in found and (name in kind.columns or name in mapped)]
+    if missing:
+        near = did_you_mean(wanted[missing[0]], found)
+        raise DataError(
+            f"trainer {kind.name} reads the columns {', '.join(kind.columns)}, and the data set has {', '.join(found)}."
+            f"{near} Map what is missing in data.columns: {{{', '.join(f'{name}: NAME' for name in missing)}}}."
+        )
+    chosen = {name: column for name, column in wanted.items() if column in found}
+    kept = rows.select_columns(list(dict.fromkeys(chosen.values())))
+    return kept.rename_columns({column: name for name, column in chosen.items() if name != column})
+
+
+def _judged(row: Mapping[str, str], number: int, columns: Columns) -> dict[str, Any]:
+    """Return a row of the built-in data for a trainer: what is written there is better than its words in disorder."""
+    words = row["completion"].split()
+    random.Random(number).shuffle(words)
+    good, bad = row["completion"], f" {' '.join(words)}"
+    is_good = number % 2 == 0
+    completion = good if is_good else bad
+    label = is_good if "completion" in columns else int(is_good)
+    every: dict[str, Any] = {"prompt": row["prompt"], "chosen": good, "rejected": bad, "completion": completion}
+    every |= {"text": row["prompt"] + completion, "label": label}
+    return {name: every[name] for name in (*(["prompt"] if "chosen" in columns else []), *columns)}
+
+
+def _with_label(
+    rows: Dataset, section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, num_labels: int
+) -> Dataset:
+    _check_labels(rows["label"][:], num_labels)
+    as_label: Any = float if num_labels == 1 else int
+    max_length = section.get("max_length", DEFAULT_MAX_LENGTH)
+
+    def encode(row: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokenizer(row["text"], truncation=True, max_length=max_length)["input_ids"]
+        return {"input_ids": ids, "labels": as_label(row["label"])}
+
+    return rows.map(encode, remove_columns=rows.column_names, num_proc=section.get("num_proc"))
+
+
+def _check_labels(labels: Sequence[Any], num_labels: int) -> None:
+    if num_labels == 1:
+        wrong = [label for label in labels if isinstance(label, bool) or not isinstance(label, int | float)]
+        what = "a number"
+    else:
+        wrong = [label for label in labels if not isinstance(label, int) or not 0 <= label < num_labels]
+        what = f"a whole number from 0 to {num_labels - 1}, for model.num_labels {num_labels}"
+    if wrong:
+        raise DataError(
+            f"{len(wrong):,} of {len(labels):,} rows have no label that can be learned, such as {wrong[0]!r}: expected "
+            f"{what}. Change the column that data.columns.label names, or model.num_labels."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

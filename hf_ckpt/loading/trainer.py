@@ -1,0 +1,98 @@
+"""The trainer that a recipe names, made of its model, data and arguments."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.loading.model import adapter_config, base_model, build_model
+from hf_ckpt.recipe.recipe import Recipe
+
+
+def build_trained_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Build the model that a recipe's trainer takes: trl puts the adapter on it, so that it knows what is beneath."""
+    if recipe.kind.of_trl:
+        return base_model(recipe, tokenizer)
+    model: Any = build_model(recipe, tokenizer)
+    if recipe.kind.scores_rows:
+        # The score is that of the last token that is no padding.
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def make_trainer(
+    recipe: Recipe,
+    model: Any,
+    args: TrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Any,
+    callbacks: list[TrainerCallback],
+    *,
+    of_trl: type[Trainer] | None = None,
+    is_empty: bool = False,
+) -> Trainer:
+    """Make the trainer of a recipe.
+
+    Args:
+        recipe: the recipe.
+        model: of `build_trained_model`.
+        args: the recipe's.
+        tokenizer: of the data.
+        data: has `train`, `evaluation` and `collator`.
+        callbacks: of the trainer.
+        of_trl: the trainer's class, if not the one that trl has.
+        is_empty: whether the model has no weights.
+
+    Raises:
+        RecipeError: the trainer refuses model, data or arguments.
+    """
+    given = {
+        "model": model,
+        "args": args,
+        "train_dataset": data.train,
+        "eval_dataset": data.evaluation,
+        "data_collator": data.collator,
+        "processing_class": tokenizer,
+        "callbacks": callbacks,
+    }
+    if not recipe.kind.of_trl:
+        return Trainer(**given)
+    given |= {"peft_config": adapter_config(recipe, is_empty=is_empty)}
+    if _needs_reference(recipe, args):
+        # trl would load it by its name, without what the recipe says of dtype, quantisation and code.
+        given["ref_model"] = copy.deepcopy(model)
+    kind = of_trl or trainer_class(recipe)
+    try:
+        return kind(**given)
+    except (ValueError, NotImplementedError) as error:
+        raise RecipeError(f"trainer {recipe.trainer}: trl refuses the recipe: {error}") from error
+
+
+def check_own_loss(recipe: Recipe, command: str) -> None:
+    """Refuse a recipe whose trainer's loss is not the one that a command runs.
+
+    Raises:
+        RecipeError: names the trainer.
+    """
+    if not recipe.kind.is_text or recipe.kind.of_trl:
+        raise RecipeError(
+            f"trainer {recipe.trainer}: {command} runs a causal language model on text, whose loss is another one. "
+            f"Write a recipe without trainer on the same model, adapter and checkpointing, and {command} that."
+        )
+
+
+def trainer_class(recipe: Recipe) -> type[Trainer]:
+    """Return the class of trl's trainer."""
+    import trl
+
+    found: type[Trainer] = getattr(trl, f"{recipe.kind.of_trl}Trainer")
+    return found
+
+
+def _needs_reference(recipe: Recipe, args: Any) -> bool:
+    """Whether the trainer asks a second model: with an adapter it asks the model without it."""
+    has_one = hasattr(args, "precompute_ref_log_probs")
+    return has_one and recipe.adapter_section is None and not args.precompute_ref_log_probs

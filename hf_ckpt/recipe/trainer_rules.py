@@ -1,0 +1,65 @@
+"""Contradictions between a recipe's trainer and its sections. See `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_ckpt.recipe.schema import Draft
+from hf_ckpt.recipe.trainers import TEXT
+
+_SAID_ELSEWHERE = {
+    "max_length": "data.max_length",
+    "dataset_num_proc": "data.num_proc",
+    "dataset_text_field": "data.columns",
+    "completion_only_loss": "data.loss_on",
+    "assistant_only_loss": "data.loss_on",
+    "packing": "data.packing",
+    "eval_packing": "data.packing",
+    "packing_strategy": "data.packing",
+    "padding_free": "data.packing",
+    "truncation_mode": "data.max_length",
+    "chat_template_path": "data.chat_template",
+    "trust_remote_code": "model.trust_remote_code",
+    "model_init_kwargs": "model",
+    "eos_token": "model.tokenizer",
+    "pad_token": "model.tokenizer",
+    "dataset_kwargs": "data",
+}
+"""Arguments of trl's trainers that a recipe says in a section of its own."""
+_OF_TEXT = ("format", "loss_on", "packing")
+
+
+def _trainer_reads_its_sections(draft: Draft) -> None:
+    kind = draft.trainer or TEXT
+    for name, home in _SAID_ELSEWHERE.items() if kind.of_trl else ():
+        if draft.has(f"training.{name}"):
+            draft.refuse(f"training.{name}", f"a recipe says this in {home}. Write it there.")
+    for name in () if kind.is_text else _OF_TEXT:
+        if draft.has(f"data.{name}"):
+            what = f"trainer {kind.name} reads the columns {', '.join(kind.columns)}"
+            draft.refuse(f"data.{name}", f"belongs to plain text, and {what}. Remove it.")
+    if not kind.is_text and draft.get("checkpointing.micro_batch"):
+        draft.refuse("checkpointing.micro_batch", f"is chosen for plain text, not for trainer {kind.name}. Remove it.")
+
+
+def _labels_are_counted(draft: Draft) -> None:
+    if draft.trainer is None:
+        return
+    if draft.trainer.name == "classification" and not draft.has("model.num_labels"):
+        draft.refuse("model.num_labels", "missing. Write how many classes there are; 1 for a number to predict.")
+    elif draft.trainer.name != "classification" and draft.has("model.num_labels"):
+        draft.refuse("model.num_labels", "belongs to trainer: classification. Remove it, or use that.")
+
+
+def _reference_is_one(draft: Draft) -> None:
+    if draft.get("training.sync_ref_model") and (draft.has("lora") or draft.has("adapter")):
+        draft.refuse(
+            "training.sync_ref_model", "with an adapter the reference is the model without it. Remove one of the two."
+        )
+
+
+TRAINER_RULES: tuple[Callable[[Draft], None], ...] = (
+    _trainer_reads_its_sections,
+    _labels_are_counted,
+    _reference_is_one,
+)
