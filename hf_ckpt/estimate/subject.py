@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig
 
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
+from hf_ckpt.estimate.own_loss import own_step
 from hf_ckpt.loading.model import (
     Found,
     bits_and_bytes,
@@ -28,6 +29,7 @@ from hf_ckpt.loading.model import (
     prepared_for_kbit,
     with_empty_adapter,
 )
+from hf_ckpt.loading.training_args import arguments_class, implied
 from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.allowances import Allowed, allowed_in
@@ -121,17 +123,16 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         RecipeError: the config cannot be had, a section does not suit the model, or the recipe cannot be simulated.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
     """
-    if recipe.kind.of_trl:
-        raise RecipeError(
-            f"trainer {recipe.trainer}: its loss is not simulated before training. Train under policy: auto, which "
-            "simulates it when the run begins."
-        )
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)
     attention, notes = _attention(recipe)
     base = _base(recipe, found, attention, torch.device("meta"))
-    model: Any = with_empty_adapter(_quantised(base, recipe, found), recipe)
+    base = _quantised(base, recipe, found)
+    own = own_step(recipe, base, step.sharding) if recipe.kind.of_trl else None
+    model: Any = with_empty_adapter(base, recipe) if own is None else own.model
+    if own is not None:
+        step = replace(step, loss=own.loss, is_padded=step.is_padded or own.loss.rows_per_example > 1)
     model.train()
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     names = checkpointing.structure | dict(structure or {})
@@ -143,7 +144,11 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         model=model,
         step=step,
         stacks=stacks,
-        facts=(*_facts(recipe, found, model, step), *(("changed", note) for note in notes)),
+        facts=(
+            *_facts(recipe, found, model, step),
+            *(() if own is None else (("loss", own.what),)),
+            *(("changed", note) for note in notes),
+        ),
         structure=names,
         allowed=checkpointing.allowed,
         longest=getattr(model.config.get_text_config(), "max_position_embeddings", None),
@@ -280,7 +285,7 @@ def _facts(recipe: Recipe, found: Found, model: Any, step: Step) -> Iterator[tup
 
 def describe_batch(step: Step) -> str:
     """Return the batch in words, such as `2 rows of 2,048 tokens, 8 micro-batches in each step`."""
-    rows = "1 row" if step.batch_size == 1 else f"{step.batch_size} rows"
+    rows = "1 row" if step.rows == 1 else f"{step.rows} rows"
     how = ", packed" if step.is_packed else ", padded" if step.is_padded else ""
     times = step.gradient_accumulation_steps
     return f"{rows} of {step.seq_length:,} tokens{how}; {times} micro-batch{'es' if times > 1 else ''} in each step"
@@ -350,14 +355,15 @@ def evaluation_step_of(recipe: Recipe, step: Step) -> Step | None:
     length = int(recipe.data.get("max_length", DEFAULT_MAX_LENGTH))
     if step.is_packed:
         return replace(step, seq_length=length * rows)
-    return replace(step, batch_size=rows, is_padded=rows > 1)
+    step = replace(step, batch_size=rows)
+    return replace(step, is_padded=step.rows > 1)
 
 
 def training_value(recipe: Recipe, name: str) -> Any:
-    """Return a field of the `training` section, or the default of `TrainingArguments`."""
+    """Return a field of the `training` section, or the default of the trainer's arguments."""
     value = recipe.training.get(name)
-    return _defaults()[name] if value is None else value
+    return _defaults(recipe)[name] if value is None else value
 
 
-def _defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(arguments_class(recipe))} | implied(recipe)

@@ -95,9 +95,10 @@ def launch_of(args: TrainingArguments) -> Launch:
 
 def step_of_batch(step: Step, batch: Batch, times: int) -> Step:
     """Return a step with other micro-batches."""
+    rows_per_example = 1 if step.loss is None else step.loss.rows_per_example
     return replace(
         step,
-        batch_size=batch.rows,
+        batch_size=-(-batch.rows // rows_per_example),
         seq_length=batch.length,
         is_padded=batch.is_padded,
         is_packed=batch.is_packed,

@@ -290,7 +290,8 @@ def _auto(predictor: Predictor, budget: int) -> str:
 
 
 def _evaluation_peak(subject: Subject, device: Device, step: Step, rows: int) -> int:
-    batch = replace(step, batch_size=rows, is_padded=step.is_padded and rows > 1)
+    batch = replace(step, batch_size=rows)
+    batch = replace(batch, is_padded=step.is_padded and batch.rows > 1)
     return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
 
 

@@ -17,7 +17,7 @@ from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import Failure, Figures, Part, RunWatch, explanation
-from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.trainer import build_trained_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.simulation.devices import find_device, reserve
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
@@ -71,11 +71,11 @@ def fail_in(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model of every recipe give up there."""
 
     def built(*args: Any) -> Any:
-        model: Any = build_model(*args)
+        model: Any = build_trained_model(*args)
         model.model.layers[1].mlp.act_fn = nn.Sequential(model.model.layers[1].mlp.act_fn, Layer(part))
         return model
 
-    monkeypatch.setattr(train, "build_model", built)
+    monkeypatch.setattr(train, "build_trained_model", built)
     if part is Part.OPTIMIZER:
         norm = torch.nn.utils.clip_grad._get_total_norm
 
@@ -109,6 +109,21 @@ def test_run_ends_with_exit_code_1_and_says_the_part(
     else:
         assert "Predicted for this batch: " in message
         assert "Probable cause: something beside the step: it is predicted to need" in message
+
+
+@pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+def test_step_of_another_trainer_is_predicted_with_its_own_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    fail_in(Part.BACKWARD, monkeypatch)
+    recipe = small_recipes.of_trainer(tmp_path, "dpo", training={"max_steps": 1})
+    assert main([str(recipe)]) == 1
+    message = capsys.readouterr().err
+    assert "Out of memory in the backward of step 1, with a batch of 4 rows of " in message
+    # A tile of logits on a CPU alone has 19 MiB.
+    (peak,) = re.findall(r"Predicted for this batch: ([\d.]+) MiB", message)
+    assert float(peak) > 19
 
 
 # --- Why. ---
