@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hf_ckpt.recipe import field_types
 
 SENTENCES = [
     ("The sun", " rises in the east and sets in the west."),
@@ -93,6 +96,11 @@ def of_trainer(folder: Path, trainer: str, **sections: dict[str, Any] | None) ->
     path = write(folder, f"{trainer}.yaml", **given)
     path.write_text(f"trainer: {trainer}\n{path.read_text()}")
     return path
+
+
+def can_be_loaded(recipe: Path) -> bool:
+    """Whether what a recipe needs to be read is installed."""
+    return field_types.trl_version() is not None or not re.search("^trainer:", recipe.read_text("utf-8"), re.MULTILINE)
 
 
 def on_weights(weights: Path) -> dict[str, Any]:

@@ -64,7 +64,21 @@ def _longalign() -> Iterator[dict[str, Any]]:
         yield {"messages": messages, "length": sum(len(content) for _, content in turns)}
 
 
-DATA = {"tatsu-lab/alpaca": _alpaca, "HuggingFaceTB/smoltalk": _smoltalk, "THUDM/LongAlign-10k": _longalign}
+def _ultrafeedback() -> Iterator[dict[str, Any]]:
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        chosen, rejected = (
+            [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+            for said in (answer, answer[::-1])
+        )
+        yield {"chosen": chosen, "rejected": rejected, "score_chosen": 8.0, "score_rejected": 2.0}
+
+
+DATA = {
+    "tatsu-lab/alpaca": _alpaca,
+    "HuggingFaceTB/smoltalk": _smoltalk,
+    "THUDM/LongAlign-10k": _longalign,
+    "trl-lib/ultrafeedback_binarized": _ultrafeedback,
+}
 """Rows of the twins, by the hub id that recipes name."""
 
 # What makes a folder of files a data set with the configuration and the splits that the hub's has.

@@ -20,11 +20,18 @@ from hf_ckpt.finetune import train
 from hf_ckpt.finetune.summary import RunSummary
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 from tests import twins
+from tests.small_recipes import can_be_loaded
 
-pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning"),
+    # trl 1.16 uses the names that transformers 5.23 gives up.
+    pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
+]
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("tiny_"))
+SHIPPED = sorted(
+    path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("tiny_") and can_be_loaded(path)
+)
 ON_MANY = [stem for stem in SHIPPED if "launch --config_file" in (RECIPES / f"{stem}.yaml").read_text("utf-8")]
 """Recipes for many GPUs, which tests/distributed carries out on two processes."""
 
@@ -50,8 +57,10 @@ PLANS = {
         "  5            full",
         "  6            ffn",
     ],
+    "llama3_8b_dpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama3_8b_qlora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama3_8b_qlora_longctx": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
+    "llama3_8b_reward": ["model.layers: 4 layers", "  0 to 3       full"],
     "llama70b_qlora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_fsdp": ["model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_zero3": ["model.layers: 4 layers", "  0 to 3       full"],
@@ -140,7 +149,7 @@ def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_shipped_recipe_has_a_plan_to_compare_with() -> None:
-    assert sorted(PLANS) == SHIPPED
+    assert sorted(stem for stem in PLANS if can_be_loaded(RECIPES / f"{stem}.yaml")) == SHIPPED
 
 
 @pytest.mark.parametrize("stem", SHIPPED)
@@ -245,12 +254,14 @@ def check_merged_model(run: Run) -> None:
     # Computed in float32, so that all that differs is that merged weights are rounded to bfloat16, to 2**-9 of their
     # size. Those errors add up over layers; without the adapter the logits are further away by far.
     assert (got - expected).abs().max() < 2**-6 * expected.abs().max()
-    assert (got - expected).abs().max() < (unadapted - expected).abs().max() / 4
+    if run.recipe.training["learning_rate"] >= 1e-4:
+        # Two steps at a smaller rate are within that rounding.
+        assert (got - expected).abs().max() < (unadapted - expected).abs().max() / 4
 
 
 def check_words(run: Run, printed: str) -> None:
     lines = printed.splitlines()
     assert any(line.startswith("Training data: ") for line in lines)
     assert any(line.startswith("First of ") for line in lines)
-    assert any(line.startswith("Sample, ") for line in lines)
+    assert any(line.startswith("Sample, ") for line in lines) == (not run.recipe.kind.scores_rows)
     assert run.summary.table() in printed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -25,6 +26,7 @@ pytestmark = [
     # trl 1.16 uses the names that transformers 5.23 gives up.
     pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning"),
 ]
+RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 OF_TRL = ("sft", "dpo", "kto", "reward")
 MORE = {"kto": ["training.per_device_train_batch_size=4"]}
@@ -141,6 +143,28 @@ def test_built_in_data_serves_every_trainer(tmp_path: Path) -> None:
                 row = raw.train[0]
                 assert row["chosen"] != row["rejected"]
                 assert sorted(row["chosen"].split()) == sorted(row["rejected"].split())
+
+
+def test_tiny_recipe_learns_to_prefer_what_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    # A part of the data, and of the base's training.
+    for name, keys in {
+        "base": {"data": {"max_examples": 24, "max_length": 64}},
+        "dpo_lora": {
+            "model": {"name_or_path": str(tmp_path / "base"), "base_recipe": "base.yaml"},
+            "data": {"max_examples": 96, "max_length": 64, "eval_split": "test[:32]"},
+        },
+    }.items():
+        training = {"output_dir": str(tmp_path / name), "use_cpu": True, "warmup_steps": 2, "logging_steps": 10}
+        training |= {"eval_on_start": name == "dpo_lora", "eval_strategy": "epoch" if name == "dpo_lora" else "no"}
+        shipped = str(RECIPES / f"tiny_llama_{name}.yaml")
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"extends": shipped, **keys, "training": training}))
+    summary = carry_out(tmp_path / "dpo_lora.yaml")
+    found = [entry["eval_rewards/accuracies"] for entry in summary.log_history if "eval_loss" in entry]
+    # Without training, the reference is the model itself: no row is liked better.
+    assert len(found) == 2
+    assert found[0] == 0.0
+    assert found[1] > 0.7
 
 
 # --- What is refused. ---
