@@ -46,7 +46,7 @@ from hf_ckpt.loading.engine import (
 from hf_ckpt.loading.examples import decode
 from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
 from hf_ckpt.loading.sources import load_splits
-from hf_ckpt.loading.tokenizer import load_tokenizer
+from hf_ckpt.loading.tokenizer import load_processor, load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
@@ -264,6 +264,9 @@ def _tokenizer_and_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, _Data]
     def texts(section: Values) -> Iterator[str]:
         return (text for row in load_columns(section, kind).train for text in texts_of(row))
 
+    if kind.reads_images:
+        processor = load_processor(recipe.model, recipe.data)
+        return processor, prepare_columns(recipe.data, processor, kind, num_labels=1)
     tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR, texts=texts)
     return tokenizer, prepare_columns(recipe.data, tokenizer, kind, recipe.model.get("num_labels", 1))
 
@@ -358,7 +361,7 @@ def _prompt(trainer: Trainer, data: _Data) -> list[int] | None:
     """Return a prompt to try the model on; None for one that writes nothing."""
     if isinstance(data, PreparedData):
         return sample_prompt_ids(data)
-    if data.kind.scores_rows:
+    if data.kind.scores_rows or data.kind.reads_images:
         return None
     rows: Any = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
     return prompt_of(rows)

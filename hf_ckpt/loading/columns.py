@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError, did_you_mean
@@ -61,7 +61,8 @@ def prepare_columns(
 
     `tokenizer`: gets a padding token and `data.chat_template`, in place, where it has none.
     """
-    complete_tokenizer(tokenizer, section)
+    if not kind.reads_images:
+        complete_tokenizer(tokenizer, section)
     raw = load_columns(section, kind)
     train, evaluation, collator = raw.train, raw.evaluation, None
     if not kind.of_trl:
@@ -91,6 +92,9 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
 
     `rows`: as the trainer has tokenised them; `num_rows`: how many it was given.
     """
+    if not kind.token_columns:
+        yield f"Training data: {len(rows):,} examples, whose images are read when a batch is made"
+        return
     lengths = tokens_of(rows, kind)
     share = sum(length > max_length for length in lengths) / max(1, len(lengths))
     left_out = num_rows - len(rows)
@@ -127,7 +131,9 @@ def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Da
         )
     chosen = {name: column for name, column in wanted.items() if column in found}
     kept = rows.select_columns(list(dict.fromkeys(chosen.values())))
-    return kept.rename_columns({column: name for name, column in chosen.items() if name != column})
+    kept = kept.rename_columns({column: name for name, column in chosen.items() if name != column})
+    # Files are named by text, and read when a batch is made.
+    return kept.cast_column("images", List(Image())) if kind.reads_images else kept
 
 
 def _judged(row: Mapping[str, str], number: int, columns: Columns) -> dict[str, Any]:
@@ -172,6 +178,7 @@ def _check_labels(labels: Sequence[Any], num_labels: int) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else str(value)
+    is_images = isinstance(value, list) and all(hasattr(each, "size") for each in value)
+    text = ", ".join(f"{each.width} x {each.height} pixels" for each in value) if is_images else str(value)
     text = text.replace("\n", "\\n")
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

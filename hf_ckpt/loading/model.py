@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -97,6 +98,8 @@ def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
 
 
 def _auto_class(recipe: Recipe) -> Any:
+    if recipe.kind.reads_images:
+        return AutoModelForImageTextToText
     return AutoModelForSequenceClassification if recipe.kind.scores_rows else AutoModelForCausalLM
 
 
@@ -169,6 +172,7 @@ def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, *
         model: PreTrainedModel = _auto_class(recipe).from_config(config, **options)
     except (ValueError, ImportError) as error:
         what = "model that scores rows" if recipe.kind.scores_rows else "causal language model"
+        what = "model that reads images" if recipe.kind.reads_images else what
         raise RecipeError(f"model: no {what} can be made: {error}") from error
     return model
 

@@ -62,6 +62,7 @@ def implied(recipe: Recipe) -> dict[str, Any]:
         "max_length": None if is_text else recipe.data.get("max_length", DEFAULT_MAX_LENGTH),
         "dataset_num_proc": recipe.data.get("num_proc"),
         **({"dataset_kwargs": {"skip_prepare_dataset": True}} if is_text else {}),
+        **({"assistant_only_loss": recipe.data.get("loss_on") == "assistant"} if recipe.kind.reads_images else {}),
     }
 
 

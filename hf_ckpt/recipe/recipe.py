@@ -20,7 +20,7 @@ from hf_ckpt.recipe.document import Entry, Mistakes, beside, document_of, read_d
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import TRAINER, Draft, check_keys
-from hf_ckpt.recipe.trainers import TEXT, TRAINERS, TrainerKind
+from hf_ckpt.recipe.trainers import TrainerKind, kind_of
 
 Values = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ class Recipe:
     @property
     def kind(self) -> TrainerKind:
         """What the trainer needs of model and data."""
-        return TEXT if self.trainer is None else TRAINERS[self.trainer]
+        return kind_of(self.trainer, self.data.get("format"))
 
     @property
     def adapter_section(self) -> Values | None:

@@ -15,7 +15,7 @@ from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Mistakes, Place
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
-from hf_ckpt.recipe.trainers import INSTALL_TRL, NOT_POSSIBLE, OLDEST_TRL, TEXT, TRAINERS, TrainerKind
+from hf_ckpt.recipe.trainers import INSTALL_TRL, NOT_POSSIBLE, OLDEST_TRL, TEXT, TRAINERS, TrainerKind, kind_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _DATA = {
     "eval_split": "str | None",
     "eval_fraction": "float | None",
     "columns": "dict | None",
-    "format": "Literal['text', 'prompt_completion', 'messages'] | None",
+    "format": "Literal['text', 'prompt_completion', 'messages', 'images'] | None",
     "max_length": "int | None",
     "packing": "bool",
     "chat_template": "str | None",
@@ -245,7 +245,9 @@ def _trainer_kind(draft: Draft) -> TrainerKind | None:
         else:
             draft.refuse(TRAINER, f"expected one of {', '.join(TRAINERS)}.{did_you_mean(str(name).lower(), TRAINERS)}")
         return None
-    return TRAINERS[name] if _is_installed(draft, TRAINERS[name]) else None
+    written = _entry_at(draft.document, "data.format")
+    kind = kind_of(name, None if written is None else written.plain())
+    return kind if _is_installed(draft, kind) else None
 
 
 def _is_installed(draft: Draft, kind: TrainerKind) -> bool:

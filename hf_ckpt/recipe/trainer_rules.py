@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_ckpt.recipe.schema import Draft
-from hf_ckpt.recipe.trainers import TEXT
+from hf_ckpt.recipe.trainers import IMAGES, TEXT
 
 _SAID_ELSEWHERE = {
     "max_length": "data.max_length",
@@ -34,12 +34,23 @@ def _trainer_reads_its_sections(draft: Draft) -> None:
     for name, home in _SAID_ELSEWHERE.items() if kind.of_trl else ():
         if draft.has(f"training.{name}"):
             draft.refuse(f"training.{name}", f"a recipe says this in {home}. Write it there.")
-    for name in () if kind.is_text else _OF_TEXT:
+    for name in () if kind.is_text else ("packing",) if kind.reads_images else _OF_TEXT:
         if draft.has(f"data.{name}"):
             what = f"trainer {kind.name} reads the columns {', '.join(kind.columns)}"
             draft.refuse(f"data.{name}", f"belongs to plain text, and {what}. Remove it.")
     if not kind.is_text and draft.get("checkpointing.micro_batch"):
         draft.refuse("checkpointing.micro_batch", f"is chosen for plain text, not for trainer {kind.name}. Remove it.")
+
+
+def _images_are_read(draft: Draft) -> None:
+    if draft.get("data.format") != IMAGES or draft.trainer is None:
+        return
+    if draft.trainer.is_text:
+        draft.refuse("data.format", "images are read by trl's SFTTrainer. Write trainer: sft.")
+    if draft.trainer.reads_images and draft.has("model.config"):
+        draft.refuse("model.config", "images are read by the processor of trained weights. Write model.name_or_path.")
+    if draft.trainer.reads_images and draft.get("data.loss_on") == "completion":
+        draft.refuse("data.loss_on", "messages have turns. Use assistant, or all.")
 
 
 def _labels_are_counted(draft: Draft) -> None:
@@ -60,6 +71,7 @@ def _reference_is_one(draft: Draft) -> None:
 
 TRAINER_RULES: tuple[Callable[[Draft], None], ...] = (
     _trainer_reads_its_sections,
+    _images_are_read,
     _labels_are_counted,
     _reference_is_one,
 )

@@ -19,6 +19,7 @@ class TrainerKind:
     more_columns: Columns = ()  # That it reads where they are there.
     token_columns: tuple[Columns, ...] = ()  # What trl makes of an example: for each row, the columns that are joined.
     scores_rows: bool = False  # Whether the model gives each row a number or a class, and writes no text.
+    reads_images: bool = False  # Whether the model sees images, which its processor reads when a batch is made.
 
     @property
     def is_text(self) -> bool:
@@ -65,6 +66,18 @@ _KINDS = (
 )
 TRAINERS = {kind.name: kind for kind in _KINDS}
 """By the word in a recipe."""
+
+IMAGES = "images"
+"""The value of `data.format` for messages with images."""
+_WITH_IMAGES = TrainerKind(name="sft", of_trl="SFT", columns=("messages", "images"), reads_images=True)
+
+
+def kind_of(trainer: str | None, data_format: object) -> TrainerKind:
+    """Return what a trainer needs that reads such data."""
+    if trainer == _WITH_IMAGES.name and data_format == IMAGES:
+        return _WITH_IMAGES
+    return TEXT if trainer is None else TRAINERS[trainer]
+
 
 NOT_POSSIBLE = {
     "grpo": "generates in each step and trains on what comes out, which no plan is made for. Write a script with "

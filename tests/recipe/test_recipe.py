@@ -410,6 +410,7 @@ BROKEN += [
     broken(of_trainer("Reward"), 'trainer = "Reward": expected one of', 'Did you mean "reward"?'),
     broken(of_trainer("{type: dpo}"), ":4: trainer: expected one of sft, dpo"),
     broken(of_trainer("grpo", "output_dir: x, num_generations: 2"), 'trainer = "grpo": generates in each step and'),
+    broken(data("format: images"), 'data.format = "images": images are read by trl\'s SFTTrainer. Write trainer: sft.'),
     broken(text_of(trainr="dpo"), 'trainr = "dpo": unknown section', 'Did you mean "trainer"?'),
     broken(of_trainer("classification"), "model.num_labels: missing. Write how many classes there are"),
     broken(model("num_labels: 2"), "model.num_labels = 2: belongs to trainer: classification."),
@@ -436,6 +437,11 @@ BROKEN += [
 ]
 
 OF_TRL = [
+    broken(
+        of_trainer("sft", more="path: x, format: images", model="{config: {model_type: llama}, tokenizer: x}"),
+        "model.config: images are read by the processor of trained weights. Write model.name_or_path.",
+    ),
+    broken(of_trainer("dpo", more="path: x, format: images"), 'data.format = "images": belongs to plain text'),
     broken(of_trainer("sft", "output_dir: x, beta: 0.2"), "training.beta = 0.2: unknown key of SFTConfig (trl", "dpo"),
     broken(
         training("beta: 0.2"), "unknown key of TrainingArguments (transformers", "It belongs to trainer: dpo or kto."
