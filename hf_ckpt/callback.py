@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from hf_ckpt.errors import (
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_compiler, check_engine
+from hf_ckpt.patch.leftover import running_trainer
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import (
@@ -40,12 +42,15 @@ from hf_ckpt.policy.options import (
 )
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Policy
+from hf_ckpt.recovery.recovery import Recovery, begin, check_asked
 from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.run import TrainingRun
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
+    from transformers import Trainer
+
     from hf_ckpt.auto.auto import Auto
     from hf_ckpt.auto.replan import RunPlanner
 
@@ -94,6 +99,9 @@ class HFCkptCallback(TrainerCallback):
             Costs less than a forward more in such a step, and 16 MiB.
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
+        on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
+            with the same result (docs/out_of_memory.md; one process). `"error"`, otherwise: the run ends.
+        quiet_steps: steps without trouble after which a faster plan returns, for batches that it did not fail for.
 
     Raises:
         PolicyError: the policy or the budget cannot be read.
@@ -114,6 +122,8 @@ class HFCkptCallback(TrainerCallback):
     | `ckpt/offload_wait_s` | with `offload`: seconds for which the host waited for copies |
     | `ckpt/offloaded_share` | with `offload`: share of the layers asked to that do so, as measured or as set |
     | `ckpt/tokens_per_sec` | tokens per second of this process, padding included, without the first step |
+    | `ckpt/oom_recovered` | with `on_oom="escalate"`: how often memory ran out and the run went on |
+    | `ckpt/plan_switches` | with `on_oom="escalate"`: how often another plan was put in force |
     """
 
     @takes(CallbackOptions)
@@ -139,6 +149,11 @@ class HFCkptCallback(TrainerCallback):
         self._on_mismatch = options["on_mismatch"]
         self._strict_resume = options["strict_resume"]
         self._prove = parse_prove(options["prove"])
+        self._on_oom = options["on_oom"]
+        self._is_escalated = self._on_oom == "escalate" or (self._on_oom is None and policy == AUTO)
+        self._rungs: dict[str, Any] = {"is_exact": options["exact"] is not False, "quiet_steps": options["quiet_steps"]}
+        self._trainer: weakref.ref[Trainer] | None = None
+        self._recovery: Recovery | None = None
         self._run: TrainingRun | None = None
         self._restore_accelerates_checkpointing: Callable[[], None] | None = None
         self._saved_files: SavedFiles | None = None
@@ -156,11 +171,16 @@ class HFCkptCallback(TrainerCallback):
         """Return the figures of the last run by their `ckpt/...` names; empty before one has ended."""
         return dict(self._report)
 
+    def attach(self, trainer: Trainer) -> None:
+        """Name the Trainer whose steps `on_oom` is to recover, where it is none of the callers of `on_train_begin`."""
+        self._trainer = weakref.ref(trainer)
+
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
         self._check_alone(state, kwargs.get("model"))
         check_engine(args)
         check_compiler(args)
+        check_asked(self._on_oom, args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
         # From here on a process that is killed is noticed by the others.
@@ -199,6 +219,7 @@ class HFCkptCallback(TrainerCallback):
             self._peak = TrainingPeak()
             run = self._run = TrainingRun(model, policy, self._structure, self._prove, input_gradients, watch)
         try:
+            self._recovery = self._begin_recovery(run, args, state)
             self._begin(run, args, state)
             if planning is not None:
                 put_in_force = partial(self._put_in_force, run, args, state)
@@ -224,6 +245,21 @@ class HFCkptCallback(TrainerCallback):
         if state.is_world_process_zero:
             logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
             write_plan(self.plan, _output_folder(args))
+
+    def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> Recovery | None:
+        if not self._is_escalated:
+            return None
+        trainer = running_trainer() or (None if self._trainer is None else self._trainer())
+        announce = partial(self._announce_plan, args, state)
+        recovery = begin(trainer, args, lambda: Recovery(trainer, run, announce, self._planning, **self._rungs))
+        if recovery is not None and state.global_step:
+            recovery.resume(_resumed_folder(args, state))
+        return recovery
+
+    def _announce_plan(self, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
+        self.plan = plan
+        if state.is_world_process_zero:
+            write_plan(plan, _output_folder(args))
 
     def _check_alone(self, state: TrainerState, model: nn.Module | None) -> None:
         """Refuse a second callback on one Trainer, which would take the first one's plan for a leftover.
@@ -271,10 +307,11 @@ class HFCkptCallback(TrainerCallback):
 
     def _put_in_force(self, run: TrainingRun, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
         run.change_plan(plan)
-        self.plan = plan
+        if self._recovery is not None:
+            self._recovery.plan_again(plan)
         if state.is_world_process_zero:
             logger.info("Another plan is in force from here on, for larger batches.\n%s", plan.summary())
-            write_plan(plan, _output_folder(args))
+        self._announce_plan(args, state, plan)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -286,6 +323,8 @@ class HFCkptCallback(TrainerCallback):
         except PlanMismatchError as error:
             self._fail(run, error)
             raise
+        if self._recovery is not None:
+            self._recovery.begin_step()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -326,6 +365,8 @@ class HFCkptCallback(TrainerCallback):
     ) -> None:
         """Note the step: whatever is recomputed of a forward before it would use other weights."""
         self._running().note_optimizer_step()
+        if self._recovery is not None:
+            self._recovery.end_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give the cache back for what comes between steps: evaluation, generation, saving."""
@@ -340,6 +381,8 @@ class HFCkptCallback(TrainerCallback):
         folder = _checkpoint_folder(args, state)
         if self.plan is not None and state.is_world_process_zero and folder.is_dir():
             write_plan(self.plan, folder)
+            if self._recovery is not None:
+                self._recovery.save(folder)
         self._check_adapter(folder, kwargs["model"], args.ddp_timeout)
 
     def _check_adapter(self, folder: Path, model: nn.Module, timeout_s: float) -> None:
@@ -381,7 +424,7 @@ class HFCkptCallback(TrainerCallback):
         self._stop(run)
 
     def _stop(self, run: TrainingRun) -> None:
-        self._run = None
+        self._run = self._recovery = None
         run.remove()
         self._restore_accelerate()
 
@@ -397,7 +440,7 @@ class HFCkptCallback(TrainerCallback):
             return
         run.is_reported = True
         predicted_bytes = None if self._planning is None else self._planning.predicted_bytes
-        self._report = run.figures(predicted_bytes)
+        self._report = run.figures(predicted_bytes) | ({} if self._recovery is None else self._recovery.figures())
         if predicted_bytes and self._peak is not None:
             logger.info("%s", self._peak.compare(predicted_bytes))
         metrics.send_to_reporters(self._report, args, state, control, run.model)
@@ -442,6 +485,11 @@ def _check_values(options: CallbackOptions) -> None:
         raise PolicyError(f"input_require_grads is {as_written(input_gradients)}. Use true or false.")
     if strict not in (True, False):
         raise PolicyError(f"strict_resume is {as_written(strict)}. Use true or false.")
+    if options["on_oom"] not in (None, "escalate", "error"):
+        raise PolicyError(f'on_oom is "{options["on_oom"]}". Use "escalate" or "error".')
+    quiet = options["quiet_steps"]
+    if type(quiet) is not int or quiet < 1:
+        raise PolicyError(f"quiet_steps is {as_written(quiet)}. Use a whole number of 1 or more.")
 
 
 def _check_no_rule(options: Mapping[str, object]) -> None:

@@ -32,6 +32,7 @@ ORDER = (
     "planner",
     "measure",
     "auto",
+    "recovery",
     "callback",
     "recipe",
     "loading",

@@ -261,6 +261,10 @@ class InputCheck:
         if batch.tensors:
             check_call(model, batch.names)
 
+    def forget_micro_batch(self) -> None:
+        """Take the micro-batch for one that has not begun."""
+        self._num_forwards = 0
+
     def end_micro_batch(self) -> None:
         """Refuse a micro-batch in which the model's own forward did not run.
 

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
+_LEANER = 0.1
+"""Share by which a leaner plan is to need less, where the one in force ran out of memory."""
+
 _SHORTER = "Evaluate shorter rows, or raise the budget."
 
 _PlanMessage = tuple[str, int, str]
@@ -144,6 +147,35 @@ class RunPlanner:
         """
         hook = partial(_before_forward, self, put_in_force)
         return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def adopt(self, plan: Plan) -> None:
+        """Take a plan that was put in force after memory had run out: leaner, or again that for smaller batches."""
+        fitting = self._fitting.setdefault(plan.digest(), [])
+        known = (batch for batches in [*self._fitting.values()] for batch in batches)
+        fitting.extend(batch for batch in dict.fromkeys(known) if batch not in fitting)
+        self.plan = plan
+
+    def leaner_plan(self, *, is_exact: bool) -> Plan | None:
+        """Return the plan for a tenth less than what the plan in force is predicted to need; None if there is none."""
+        if self.batch is None:
+            return None
+        plan: Plan | None = _undisturbed(partial(self._leaner_plan, is_exact), self.batch)
+        return plan
+
+    def _leaner_plan(self, is_exact: bool, batch: Batch) -> Plan | None:
+        allowed = self._allowed.bitwise if is_exact else self._allowed
+        simulator = self._simulator(batch)
+        budget = int((1 - _LEANER) * simulator.memory(self.plan).peak_bytes)
+        planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self._host_bytes))
+        try:
+            plan = restore_user_cap(planner.plan_for(budget).plan, self._allowed)
+        except BudgetError:
+            return None
+        return None if plan == self.plan else plan
+
+    def start_micro_batch_again(self) -> None:
+        """A micro-batch whose forward may have run is run again."""
+        self._inputs.forget_micro_batch()
 
     def end_micro_batch(self) -> None:
         """Raise `UnsupportedError` if the model's forward, which was planned for, did not run in a micro-batch."""

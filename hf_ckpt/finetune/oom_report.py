@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,90 +20,11 @@ from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, part_of
 from hf_ckpt.simulation.devices import Device, reserve
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes
-
-MUCH = 0.05
-"""Share of what is allocated from which on fragments, growth and errors of a prediction are worth a word."""
-
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-
-
-class Part(StrEnum):
-    """The part of a run that went out of memory."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTATION = "recomputation in backward"
-    OPTIMIZER = "optimizer step"
-    EVALUATION = "evaluation"
-    ELSEWHERE = "run, outside of its steps"
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What the allocator said when it gave up, in bytes; None where it did not say."""
-
-    wanted: int | None = None  # What was asked for last.
-    capacity: int | None = None
-    allocated: int | None = None  # What tensors have.
-    unused: int | None = None  # What the allocator holds beside that.
-
-    @classmethod
-    def of(cls, message: str) -> Figures:
-        """Read them off the message of `torch.OutOfMemoryError`."""
-        return cls(
-            wanted=_amount(rf"Tried to allocate {_AMOUNT}", message),
-            capacity=_amount(rf"total capacity of {_AMOUNT}", message),
-            allocated=_amount(rf"{_AMOUNT} is allocated by PyTorch", message),
-            unused=_amount(rf"{_AMOUNT} is reserved by PyTorch but unallocated", message),
-        )
-
-    def describe(self) -> str:
-        """Return them in words, or that nothing is known."""
-        if self.allocated is None:
-            return "The allocator gave no figures."
-        unused = f" and {format_bytes(self.unused)} reserved without being used" if self.unused is not None else ""
-        of = f", of {format_bytes(self.capacity)}" if self.capacity is not None else ""
-        more = f"; {format_bytes(self.wanted)} more were asked for" if self.wanted is not None else ""
-        return f"{format_bytes(self.allocated)} were allocated{unused}{of}{more}."
-
-
-def _amount(pattern: str, message: str) -> int | None:
-    found = re.search(pattern, message)
-    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
-
-
-def part_of(traceback: TracebackType | None) -> Part:
-    """Return the part of a run that an error was raised in."""
-    frames = list(_frames(traceback))
-    modules = [module for module, _ in frames]
-    if any(module == "transformers.trainer" and name == "prediction_step" for module, name in frames):
-        return Part.EVALUATION
-    backward = next((at for at, (module, name) in enumerate(frames) if _runs_backward(module, name)), None)
-    if backward is not None:
-        again = any(module.startswith(("torch.utils.checkpoint", "hf_ckpt.regions")) for module in modules[backward:])
-        return Part.RECOMPUTATION if again else Part.BACKWARD
-    if any(module.startswith(("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad")) for module in modules):
-        return Part.OPTIMIZER
-    if any(module == "transformers.trainer" and name == "training_step" for module, name in frames):
-        return Part.FORWARD
-    return Part.ELSEWHERE
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
-    while traceback is not None:
-        frame = traceback.tb_frame
-        yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
-        traceback = traceback.tb_next
-
-
-def _runs_backward(module: str, name: str) -> bool:
-    return module == "torch.autograd.graph" and name == "_engine_run_backward"
-
 
 # --- What a run tells of itself. ---
 
@@ -188,7 +106,7 @@ class Failure:
                 f"a larger batch than the plan was made for ({planned_for.describe()}): tell the longest example, "
                 f"checkpointing.max_length={batch.length}"
             )
-        if figures.unused is not None and figures.unused > max(figures.wanted or 0, MUCH * (figures.allocated or 0)):
+        if figures.is_fragmented:
             yield (
                 "fragmentation: what the allocator holds without using it would have been enough, but in pieces. Set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"

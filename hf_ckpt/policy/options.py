@@ -75,6 +75,8 @@ class RunOptions(TypedDict, total=False):
     input_require_grads: bool | None
     on_mismatch: Literal["error", "warn"]
     strict_resume: bool
+    on_oom: Literal["escalate", "error"] | None
+    quiet_steps: int
 
 
 class ApplyOptions(PolicyOptions, StructureOptions, ProofOptions, total=False):
@@ -89,6 +91,7 @@ DEFAULTS: CallbackOptions = {
     "skip_frozen": False,
     "on_mismatch": "error",
     "strict_resume": False,
+    "quiet_steps": 50,
     "prove": "first_step",
 }
 """Of the options whose default is not None."""

@@ -50,6 +50,7 @@ class TrainingRun:
             self.applied.belongs_to(self._call)
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
         self._is_checked_again = False
+        self._proven: list[Plan] = []
         self._use_cache = UseCache(model)
         self._is_use_cache_ours = True
         self._clock = StepClock(model)
@@ -66,10 +67,15 @@ class TrainingRun:
             self.applied.remove_on_use_after(self._call, self.model, self._leave_use_cache)
 
     def change_plan(self, plan: Plan) -> None:
-        """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes."""
+        """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes.
+
+        A plan under which a step of this run has been proven is not proven again, unless each n-th step is.
+        """
+        is_proven = self._prove == "first_step" and plan in self._proven
         undos = self.applied.remove_keeping_undos()
         try:
-            self.applied = apply_on_all_ranks(self.model, plan, self._structure, self._prove)
+            prove: Prove = "off" if is_proven else self._prove
+            self.applied = apply_on_all_ranks(self.model, plan, self._structure, prove)
         except BaseException:
             for undo in undos:
                 undo()
@@ -112,8 +118,14 @@ class TrainingRun:
         self.applied.value_proof.begin_step()
         self._clock.start_step()
 
+    def restart_step(self) -> None:
+        """The step's micro-batches run again, from the first one."""
+        self._clock.restart_step()
+
     def faults_of_step(self, *, is_compiled: bool) -> list[str]:
         """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
+        if self.applied.plan not in self._proven:
+            self._proven.append(self.applied.plan)
         if self._first_step is not None and self._prove != "off":
             self._log_unproven(is_compiled=is_compiled)
         return [*self._faults_of_first_step(), *self.applied.value_proof.take_faults()]

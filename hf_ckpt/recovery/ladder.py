@@ -1,0 +1,230 @@
+"""Plans from the one that a run begins with to leaner ones, and which of them is in force for a batch of which size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from hf_ckpt.errors import HFCkptError
+from hf_ckpt.patch.checks import check_exact
+from hf_ckpt.patch.tileable import random_modules, tiled_modules
+from hf_ckpt.policy.options import HeadMode
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, resolve
+from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.lm_head import find_head, governed_by_other
+
+_QUARTERS = 4
+"""Steps in which layers are set to full."""
+_NESTED = Policy.parse({"mode": "full", "segment_size": "sqrt", "nested": True})
+_FEW_LAYERS = 4
+"""Layers up to which segments within segments keep no less than one input for each."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A plan, and what it does that the one before it does not."""
+
+    plan: Plan
+    change: str = ""
+    is_exact: bool = True
+
+
+class Ladder:
+    """The rungs of one run, and on which it stands.
+
+    Args:
+        plan: that the run begins with.
+        quiet_steps: steps without trouble after which a faster plan returns for batches that it did not fail for.
+
+    Attributes:
+        level: the number of the rung in force.
+        rungs: those that were needed so far.
+    """
+
+    def __init__(self, plan: Plan, quiet_steps: int) -> None:
+        self.rungs = [Rung(plan)]
+        self.level = 0
+        self._failed: dict[int, int] = {}
+        self._steps_since = 0
+        self._quiet_steps = quiet_steps
+
+    @property
+    def rung(self) -> Rung:
+        """The one in force."""
+        return self.rungs[self.level]
+
+    def fail(self, size: int, next_rung: Callable[[Plan], Rung | None]) -> bool:
+        """Note that the rung in force failed for a batch, and stand on the next one. Returns whether there is one.
+
+        Args:
+            size: of the batch, in bytes of its inputs.
+            next_rung: makes the rung after a plan.
+        """
+        self._steps_since = 0
+        for level in range(self.level + 1):
+            # What needs more memory would have failed too.
+            self._failed[level] = min(size, self._failed.get(level, size))
+        if self.level + 1 == len(self.rungs):
+            rung = next_rung(self.rung.plan)
+            if rung is None:
+                return False
+            self.rungs.append(rung)
+        self.level += 1
+        return True
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        self._steps_since += 1
+
+    def level_for(self, size: int) -> int:
+        """Return the rung for a batch: the first that has failed for none as small; a faster one only when quiet."""
+        if not self._failed:
+            return self.level
+        levels = range(len(self.rungs))
+        first = next((at for at in levels if size < self._failed.get(at, math.inf)), levels[-1])
+        return first if first > self.level or self._steps_since >= self._quiet_steps else self.level
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rungs and where the ladder stands as JSON types; see `resume`."""
+        return {
+            "rungs": [[rung.plan.to_json(), rung.change, rung.is_exact] for rung in self.rungs],
+            "level": self.level,
+            "failed": [list(each) for each in self._failed.items()],
+            "steps_since": self._steps_since,
+        }
+
+    def resume(self, document: dict[str, Any]) -> bool:
+        """Stand where the ladder of another run stood. Returns whether that had begun with the same plan."""
+        rungs = [Rung(Plan.from_json(text), change, is_exact) for text, change, is_exact in document["rungs"]]
+        if rungs[0].plan != self.rungs[0].plan:
+            return False
+        self.rungs, self.level, self._steps_since = rungs, document["level"], document["steps_since"]
+        self._failed = dict(map(tuple, document["failed"]))
+        return True
+
+
+# --- Leaner plans. ---
+
+
+def next_rung(
+    plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, is_exact: bool, drops_offload: bool = False
+) -> Rung | None:
+    """Return the next leaner plan; None if there is none.
+
+    More layers are recomputed in full, a quarter of all at a time, then layers in segments and again within them.
+
+    Args:
+        plan: in force.
+        stacks: of the model.
+        model: that the plan is in force on.
+        is_exact: forbid what adds sums in another order: the chunked head and tiles, which come last.
+        drops_offload: layers that are set to full keep their inputs on the device, for the host has no memory left.
+    """
+    makers = [_more_layers, _nested_segments]
+    if not is_exact:
+        makers += [_chunked_head, _tiles]
+    if drops_offload:
+        makers.insert(0, _without_offload)
+    for make in makers:
+        try:
+            rung = make(plan, stacks, model)
+        except HFCkptError:
+            # Something in the model does not allow it.
+            continue
+        if rung is not None and rung.plan != plan and _is_possible(rung.plan, stacks, model):
+            return rung
+    return None
+
+
+def _is_possible(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> bool:
+    try:
+        check_exact(plan, stacks, model)
+    except HFCkptError:
+        return False
+    return True
+
+
+def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
+    entries = [entry for stack in plan.stacks for entry in stack.layers]
+    if not any(entry.offload is not None for entry in entries):
+        return None
+    changed = tuple(
+        replace(stack, layers=tuple(replace(entry, mode=Mode.FULL, save=(), offload=None) for entry in stack.layers))
+        for stack in plan.stacks
+    )
+    return Rung(replace(plan, stacks=changed), "all layers are recomputed in full, and none offloads")
+
+
+def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
+    """Set a quarter of all layers, counted over those that can be and are not, to full."""
+    places = [(at, idx) for at, stack in enumerate(plan.stacks) for idx in range(len(stack.layers))]
+    left = [
+        (at, idx)
+        for at, idx in places
+        if plan.stacks[at].layers[idx].mode is not Mode.FULL and stacks[at].layers[idx].needs_gradient
+    ]
+    # A module that layers share can only be treated alike in all of them.
+    if not _is_possible(_with_full(plan, left), stacks, model):
+        left = [place for place in left if _is_possible(_with_full(plan, [place]), stacks, model)]
+    if not left:
+        return None
+    chosen = left[: math.ceil(len(places) / _QUARTERS)]
+    if not _is_possible(_with_full(plan, chosen), stacks, model):
+        chosen = left
+    return Rung(_with_full(plan, chosen), f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")
+
+
+def _with_full(plan: Plan, places: Sequence[tuple[int, int]]) -> Plan:
+    chosen = set(places)
+    stacks = []
+    for at, stack in enumerate(plan.stacks):
+        layers = (
+            replace(entry, mode=Mode.FULL, save=(), why="") if (at, idx) in chosen else entry
+            for idx, entry in enumerate(stack.layers)
+        )
+        stacks.append(replace(stack, layers=tuple(layers)))
+    return replace(plan, stacks=tuple(stacks))
+
+
+def _nested_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
+    nested = resolve(_NESTED, stacks, plan.model_class)
+    changed = [_is_longer_full(stack) for stack in plan.stacks]
+    pairs = zip(plan.stacks, nested.stacks, changed, strict=True)
+    chosen = tuple(new if is_changed else old for old, new, is_changed in pairs)
+    if not any(changed):
+        return None
+    return Rung(replace(plan, stacks=chosen), "layers recomputed in segments, and again within them (nested)")
+
+
+def _is_longer_full(stack: StackPlan) -> bool:
+    is_plain = all(
+        entry.mode is Mode.FULL and not entry.nested and entry.offload is None and entry.tiles is None
+        for entry in stack.layers
+    )
+    return is_plain and len(stack.layers) > _FEW_LAYERS
+
+
+def _chunked_head(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
+    if plan.head is HeadMode.CHUNKED or governed_by_other(model) is not None:
+        return None
+    find_head(model)
+    return Rung(replace(plan, head=HeadMode.CHUNKED), "head and loss in chunks", is_exact=False)
+
+
+def _tiles(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
+    chosen = []
+    for planned, stack in zip(plan.stacks, stacks, strict=True):
+        pairs = zip(planned.layers, stack.layers, strict=True)
+        layers = (replace(entry, tiles="auto") if _can_be_tiled(entry, layer) else entry for entry, layer in pairs)
+        chosen.append(replace(planned, layers=tuple(layers)))
+    return Rung(replace(plan, stacks=tuple(chosen)), "layers in tiles", is_exact=False)
+
+
+def _can_be_tiled(entry: LayerPlan, layer: Layer) -> bool:
+    # Slices would draw masks of dropout of their own.
+    return entry.tiles is None and entry.segment is None and not random_modules(layer, tiled_modules(layer))

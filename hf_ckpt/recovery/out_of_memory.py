@@ -1,0 +1,162 @@
+"""Errors that say that memory has run out: how they are told from others, what they say, and what they hold."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+
+import torch
+
+from hf_ckpt.errors import DiskFullError, HostMemoryError
+from hf_ckpt.units import format_bytes
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+
+_WORDS = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "cudaErrorMemoryAllocation",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory: you tried to allocate",
+)
+"""Of CUDA, cuBLAS, cuDNN, NCCL and torch's allocators, in errors that have no type of their own."""
+
+
+class Part(StrEnum):
+    """The part of a run that went out of memory."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTATION = "recomputation in backward"
+    OPTIMIZER = "optimizer step"
+    EVALUATION = "evaluation"
+    ELSEWHERE = "run, outside of its steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the allocator said when it gave up, in bytes; None where it did not say."""
+
+    wanted: int | None = None  # What was asked for last.
+    capacity: int | None = None
+    allocated: int | None = None  # What tensors have.
+    unused: int | None = None  # What the allocator holds beside that.
+
+    @classmethod
+    def of(cls, message: str) -> Figures:
+        """Read them off the message of `torch.OutOfMemoryError`."""
+        return cls(
+            wanted=_amount(rf"Tried to allocate {_AMOUNT}", message),
+            capacity=_amount(rf"total capacity of {_AMOUNT}", message),
+            allocated=_amount(rf"{_AMOUNT} is allocated by PyTorch", message),
+            unused=_amount(rf"{_AMOUNT} is reserved by PyTorch but unallocated", message),
+        )
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether what the allocator holds without using it would have been enough, but in pieces."""
+        return self.unused is not None and self.unused > max(self.wanted or 0, MUCH * (self.allocated or 0))
+
+    def describe(self) -> str:
+        """Return them in words, or that nothing is known."""
+        if self.allocated is None:
+            return "The allocator gave no figures."
+        unused = f" and {format_bytes(self.unused)} reserved without being used" if self.unused is not None else ""
+        of = f", of {format_bytes(self.capacity)}" if self.capacity is not None else ""
+        more = f"; {format_bytes(self.wanted)} more were asked for" if self.wanted is not None else ""
+        return f"{format_bytes(self.allocated)} were allocated{unused}{of}{more}."
+
+
+MUCH = 0.05
+"""Share of what is allocated from which on fragments, growth and errors of a prediction are worth a word."""
+
+
+def _amount(pattern: str, message: str) -> int | None:
+    found = re.search(pattern, message)
+    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+def part_of(traceback: TracebackType | None) -> Part:
+    """Return the part of a run that an error was raised in."""
+    frames = list(_frames(traceback))
+    modules = [module for module, _ in frames]
+    if any(module == "transformers.trainer" and name == "prediction_step" for module, name in frames):
+        return Part.EVALUATION
+    backward = next((at for at, (module, name) in enumerate(frames) if _runs_backward(module, name)), None)
+    if backward is not None:
+        again = any(module.startswith(("torch.utils.checkpoint", "hf_ckpt.regions")) for module in modules[backward:])
+        return Part.RECOMPUTATION if again else Part.BACKWARD
+    if any(module.startswith(("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad")) for module in modules):
+        return Part.OPTIMIZER
+    if any(module == "transformers.trainer" and name == "training_step" for module, name in frames):
+        return Part.FORWARD
+    return Part.ELSEWHERE
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
+    while traceback is not None:
+        frame = traceback.tb_frame
+        yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        traceback = traceback.tb_next
+
+
+def _runs_backward(module: str, name: str) -> bool:
+    return module == "torch.autograd.graph" and name == "_engine_run_backward"
+
+
+# --- An error that was caught. ---
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that said that memory has run out. It holds no tensor any longer."""
+
+    error: BaseException
+    part: Part
+    figures: Figures
+
+    @classmethod
+    def caught(cls, error: BaseException) -> Failure:
+        """Read an error, and let go of all that the frames of its traceback hold: activations, above all."""
+        found = cls(error, part_of(error.__traceback__), Figures.of(str(error)))
+        for each in _chain(error):
+            traceback.clear_frames(each.__traceback__)
+        return found
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether it was memory of the host, or a disk, that ran out."""
+        return isinstance(self.error, HostMemoryError | DiskFullError | MemoryError)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory of the device or of the host, or the disk of an offload, has run out."""
+    if isinstance(error, torch.OutOfMemoryError | HostMemoryError | DiskFullError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in _WORDS)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def release_memory() -> None:
+    """Free what only cycles of references keep, and give what the device's allocator holds unused back to the device.
+
+    Takes a tenth of a second and more: for after a failure only.
+    """
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

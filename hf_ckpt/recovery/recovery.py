@@ -1,0 +1,205 @@
+"""The recovery of one run: on its Trainer while `train()` goes on, and not a moment longer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+
+from hf_ckpt.distributed import store
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.patch.leftover import train_call
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.text_file import read_text
+from hf_ckpt.recovery.instance_methods import Method, set_method
+from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.training_step import TrainingSteps
+from hf_ckpt.trainer.run import TrainingRun
+
+if TYPE_CHECKING:
+    from hf_ckpt.auto.replan import RunPlanner
+
+logger = logging.getLogger(__name__)
+
+RUNGS_FILE = "hf_ckpt_rungs.json"
+"""In a checkpoint: the plans that the run has gone down to, and for which sizes."""
+
+_GENERATING = ("GRPOTrainer", "RLOOTrainer")
+"""Trainers of trl whose inputs are generations, which are not made again."""
+
+
+def check_asked(on_oom: str | None, args: TrainingArguments) -> None:
+    """Refuse to recover beside another recovery.
+
+    Raises:
+        PolicyError: `auto_find_batch_size` is on.
+    """
+    if on_oom == "escalate" and args.auto_find_batch_size:
+        raise PolicyError(
+            'on_oom="escalate" was asked for, but auto_find_batch_size answers the same errors: it starts over with '
+            "smaller batches, which changes the training. Leave one of them out."
+        )
+
+
+def why_not(trainer: Any, args: TrainingArguments) -> str | None:
+    """Return why a run cannot go on after it has run out of memory; None if it can."""
+    if trainer is None:
+        return "the Trainer was not found among the callers of on_train_begin: callback.attach(trainer)"
+    if args.auto_find_batch_size:
+        return "auto_find_batch_size answers such errors itself"
+    if store.num_processes() > 1:
+        return "there is more than one process, and no step is repeated in one of them alone"
+    if getattr(args, "deepspeed", None) or trainer.is_fsdp_enabled:
+        return "the model is sharded by an engine"
+    if args.torch_compile:
+        return "the model is compiled, and a plan is not changed inside of it"
+    names = {each.__name__ for each in type(trainer).__mro__}
+    generating = next((name for name in _GENERATING if name in names), None)
+    if generating is not None:
+        return f"{generating} generates its inputs, which are not made again"
+    return None
+
+
+class Recovery:
+    """Runs the steps of a Trainer so that they go on after they have run out of memory.
+
+    Args:
+        trainer: that trains.
+        run: what is in force.
+        announce: gets a plan that was put in force.
+        planning: of policy `auto`, which knows leaner plans.
+        is_exact: forbid plans that add sums in another order.
+        quiet_steps: see `Ladder`.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        run: TrainingRun,
+        announce: Callable[[Plan], None],
+        planning: RunPlanner | None,
+        *,
+        is_exact: bool,
+        quiet_steps: int,
+    ) -> None:
+        self._run = run
+        self._announce = announce
+        self._planning = planning
+        self._is_exact = is_exact
+        self._quiet_steps = quiet_steps
+        self._call = train_call()
+        ladder = Ladder(run.applied.plan, quiet_steps)
+        self._steps = TrainingSteps(
+            trainer, run.model, ladder, self._next_rung, self._put_in_force, self._start_micro_batch_again
+        )
+        # The removal of the plan, by whomever and after whatever error, takes these off too.
+        run.applied.on_remove(self.stop)
+        self._undos = [set_method(self, trainer, "training_step")]
+
+    # --- What the methods of the Trainer find. ---
+
+    def is_over(self) -> bool:
+        """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
+        return self._run.is_removed or (self._call is not None and not self._call.is_running())
+
+    def stop(self) -> None:
+        """Take all methods back; a second call does nothing."""
+        for undo in reversed(self._undos):
+            undo()
+        self._undos.clear()
+
+    def run(self, name: str, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the Trainer. See `instance_methods.Runner`."""
+        try:
+            return self._steps.run(method, args, kwargs)
+        except BaseException:
+            # It ends training, and no event tells of that.
+            self.stop()
+            raise
+
+    # --- Events. ---
+
+    def begin_step(self) -> None:
+        """An optimizer step begins, before its first micro-batch."""
+        self._steps.begin_step()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self._steps.end_step()
+
+    def plan_again(self, plan: Plan) -> None:
+        """Policy `auto` has put another plan in force, for batches that are larger than before."""
+        self._steps.ladder = Ladder(plan, self._quiet_steps)
+        self._steps.num_switches += 1
+
+    def figures(self) -> dict[str, float]:
+        """Return what the reporters get."""
+        return {"ckpt/oom_recovered": self._steps.num_recovered, "ckpt/plan_switches": self._steps.num_switches}
+
+    # --- Plans. ---
+
+    def _next_rung(self, plan: Plan, failure: Failure, size: int) -> Rung | None:
+        if self._planning is not None and not failure.is_of_host:
+            leaner = self._planning.leaner_plan(is_exact=self._is_exact)
+            if leaner is not None:
+                return Rung(leaner, "the plan for a tenth less memory")
+        applied = self._run.applied
+        return next_rung(
+            plan, applied.stacks, self._run.model, is_exact=self._is_exact, drops_offload=failure.is_of_host
+        )
+
+    def _put_in_force(self, rung: Rung) -> None:
+        self._run.change_plan(rung.plan)
+        # What is proven of a plan is so in the first step under it, which is this one.
+        self._run.applied.value_proof.begin_step()
+        if self._planning is not None:
+            self._planning.adopt(rung.plan)
+        self._announce(rung.plan)
+
+    def _start_micro_batch_again(self, number: int) -> None:
+        if self._planning is not None:
+            self._planning.start_micro_batch_again()
+        if number == 0:
+            self._run.restart_step()
+
+    # --- Checkpoints. ---
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint where the ladder stands, whole or not at all."""
+        if len(self._steps.ladder.rungs) == 1:
+            return
+        half = folder / f"{RUNGS_FILE}.part"
+        half.write_text(json.dumps(self._steps.ladder.to_json()) + "\n")
+        half.replace(folder / RUNGS_FILE)
+
+    def resume(self, folder: Path) -> None:
+        """Begin where the run stood that wrote a checkpoint, if it did so under the plan that this one begins with."""
+        path = folder / RUNGS_FILE
+        if not path.is_file():
+            return
+        try:
+            is_same = self._steps.ladder.resume(json.loads(read_text(path)))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("%s cannot be read: %s It is left aside.", path, error)
+            return
+        if not is_same:
+            logger.info("%s is of a run under another plan, and is left aside.", path)
+            return
+        self._run.change_plan(self._steps.ladder.rung.plan)
+        if self._planning is not None:
+            self._planning.adopt(self._steps.ladder.rung.plan)
+        logger.info("The run that is resumed had run out of memory: its leaner plan is in force from the beginning.")
+
+
+def begin(trainer: Any, args: TrainingArguments, make: Callable[[], Recovery]) -> Recovery | None:
+    """Return the recovery of a run that begins, or None where there is none, and say so."""
+    why = why_not(trainer, args)
+    if why is None:
+        return make()
+    logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
+    return None

@@ -1,0 +1,233 @@
+"""An accumulation window: its micro-batches as each began, and what brings that back.
+
+Until something fails nothing of size is copied. Inputs are held by reference, random states and counters are small,
+gradients are not kept at all, and buffers are cloned only where forwards are known to change them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.regions.execution_state import RandomState
+
+_LARGE_BYTES = 2**26
+"""Of a buffer that is not copied to find out whether forwards change it, such as packed weights."""
+
+
+# --- Random numbers. ---
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The state of all generators that a forward may draw from: torch's, Python's and numpy's."""
+
+    of_torch: RandomState
+    of_python: Any
+    of_numpy: Any
+
+    @classmethod
+    def now(cls, tensors: Iterable[Tensor]) -> Randomness:
+        """Read them; torch's of the CPU and of the devices that tensors lie on."""
+        return cls(RandomState.of(*tensors), random.getstate(), np.random.get_state())  # the global one
+
+    def restore(self) -> None:
+        """Bring them back."""
+        self.of_torch.restore()
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+
+
+# --- Buffers. ---
+
+_Place = tuple[dict[str, Tensor | None], str]
+"""A module's dictionary of buffers, and a name in it."""
+
+
+class Buffers:
+    """The buffers of a model, and which of them its forwards change.
+
+    Before the first micro-batch all of them but very large ones are copied to the host. What has changed after it is
+    known to change: that is cloned before each micro-batch from then on, and the rest is held by reference.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Walking all modules in each micro-batch would take longer than all else.
+        self._holders = [(id(module), module._buffers) for module in model.modules() if module._buffers]
+        self._changing: set[_Key] | None = None
+
+    def now(self) -> SavedBuffers:
+        """Return the buffers as they are."""
+        is_first = self._changing is None
+        saved = SavedBuffers()
+        for module, buffers in self._holders:
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    key = (module, name)
+                    is_copied = buffer.nbytes <= _LARGE_BYTES if is_first else key in (self._changing or ())
+                    saved.add(key, (buffers, name), buffer, is_copied=is_copied, on_host=is_first)
+        return saved
+
+    def learn(self, saved: SavedBuffers) -> None:
+        """Find out, after the first micro-batch, which buffers it has changed."""
+        if self._changing is None:
+            changed = saved.changed()
+            # Kernels of normalization write running statistics past the versions of tensors.
+            modules = {module for module, _ in changed}
+            self._changing = {key for key in saved.keys if key[0] in modules}
+
+
+_Key = tuple[int, str]
+
+
+@dataclass(slots=True)
+class _SavedBuffer:
+    place: _Place
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @property
+    def is_changed(self) -> bool:
+        holder, name = self.place
+        if holder.get(name) is not self.tensor or self.tensor._version != self.version:
+            return True
+        return self.copy is not None and not torch.equal(self.copy.to(self.tensor.device), self.tensor)
+
+
+class SavedBuffers:
+    """The buffers of a model at one moment."""
+
+    def __init__(self) -> None:
+        self._saved: dict[_Key, _SavedBuffer] = {}
+
+    @property
+    def keys(self) -> Iterable[_Key]:
+        """A key for each buffer."""
+        return self._saved
+
+    def add(self, key: _Key, place: _Place, tensor: Tensor, *, is_copied: bool, on_host: bool) -> None:
+        """Note a buffer; a copied one can be brought back after it was written to."""
+        kept = None
+        if is_copied:
+            kept = tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone()
+        self._saved[key] = _SavedBuffer(place, tensor, tensor._version, kept)
+
+    def changed(self) -> set[_Key]:
+        """Return the keys of what has changed since."""
+        return {key for key, each in self._saved.items() if each.is_changed}
+
+    def lost(self) -> list[str]:
+        """Return the names of those that were written to and of which there is no copy."""
+        return [each.place[1] for each in self._saved.values() if each.copy is None and _is_written(each)]
+
+    def restore(self) -> None:
+        """Bring them back."""
+        for each in self._saved.values():
+            holder, name = each.place
+            holder[name] = each.tensor
+            if each.copy is not None:
+                with torch.no_grad():
+                    each.tensor.copy_(each.copy)
+                each.version = each.tensor._version
+
+
+def _is_written(each: _SavedBuffer) -> bool:
+    return each.tensor._version != each.version
+
+
+# --- The window. ---
+
+
+@dataclass
+class MicroBatch:
+    """One call of a Trainer's `training_step`, and what things were like when it began."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    randomness: Randomness
+    attributes: Attributes
+    buffers: SavedBuffers
+    syncs_gradients: bool
+    size: int = 0
+    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        named = list(named_tensors(self.inputs))
+        self.versions = [(name, tensor, tensor._version) for name, tensor in named]
+        self.size = sum(tensor.nbytes for _, tensor in named)
+        # A step may take entries out of what it is given.
+        self._inputs = copy.copy(self.inputs)
+
+    @property
+    def inputs(self) -> Any:
+        """What the step was given."""
+        return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call as they came."""
+        inputs = copy.copy(self._inputs)
+        if "inputs" in self.kwargs:
+            return self.args, {**self.kwargs, "inputs": inputs}
+        return (self.args[0], inputs, *self.args[2:]), self.kwargs
+
+    @property
+    def changed_inputs(self) -> list[str]:
+        """The names of inputs that have been written to since."""
+        return [name for name, tensor, version in self.versions if tensor._version != version]
+
+
+def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among the inputs of a step, by name."""
+    if isinstance(inputs, Mapping):
+        yield from ((str(name), value) for name, value in inputs.items() if isinstance(value, Tensor))
+
+
+def describe_inputs(inputs: Any) -> str:
+    """Return the shapes of the inputs of a step."""
+    shapes = (f"{name} {tuple(tensor.shape)}" for name, tensor in named_tensors(inputs))
+    return ", ".join(shapes) or "no tensors that have a name"
+
+
+class Window:
+    """The micro-batches of one optimizer step that have begun, and what parameters were like before the first.
+
+    Raises nothing: `fault` says why the window cannot be undone, if so.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.micro_batches: list[MicroBatch] = []
+        self._parameters = parameters
+        self._versions = [parameter._version for parameter in parameters]
+        self._zeros = [parameter for parameter in parameters if parameter.grad is not None]
+        # Waits for the device, which the Trainer's own zero_grad(), to None, makes needless.
+        self._has_gradients = any(bool(p.grad.any()) for p in self._zeros if p.grad is not None)
+
+    def fault(self) -> str | None:
+        """Return why the window cannot be undone; None if it can."""
+        if self._has_gradients:
+            return "there were gradients before its first micro-batch, which nothing keeps"
+        if [parameter._version for parameter in self._parameters] != self._versions:
+            return "weights have changed since its first micro-batch (an optimizer that steps in backward?)"
+        for micro_batch in self.micro_batches:
+            if written := micro_batch.changed_inputs:
+                return f"the step has written to its inputs: {', '.join(written)}"
+            if lost := micro_batch.buffers.lost():
+                return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
+        return None
+
+    def undo(self) -> None:
+        """Bring gradients and buffers back to what they were before the first micro-batch."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter in self._zeros:
+            parameter.grad = torch.zeros_like(parameter)
+        self.micro_batches[0].buffers.restore()

@@ -1,0 +1,154 @@
+"""A memory limit that the CPU does not have: operators fail as they would on a device that is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Trainer, TrainerCallback
+
+FRAGMENTED = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.00 GiB. Of the allocated memory "
+    "20.00 GiB is allocated by PyTorch, and 40.00 GiB is reserved by PyTorch but unallocated."
+)
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+class FailingOperators(TorchDispatchMode):
+    """Raises `torch.OutOfMemoryError` at operators of training steps, counted from 0 in each optimizer step.
+
+    Args:
+        at: optimizer steps, counted from 0, with the numbers of the operators that are to fail, once each.
+        after: fail once the operator has written, and not before it.
+        message: of the error.
+
+    Attributes:
+        step: the optimizer step that runs.
+        phase: of it; operators outside of any are not counted.
+        starts: of each step, the numbers that phases began with.
+        raised: how often an operator has failed.
+    """
+
+    def __init__(self, at: dict[int, list[int]] | None = None, *, after: bool = False, message: str = FULL) -> None:
+        super().__init__()
+        self.step = -1
+        self.phase: str | None = None
+        self.starts: dict[int, list[int]] = {}
+        self.raised = 0
+        self.number = 0
+        self._at = {step: sorted(numbers) for step, numbers in (at or {}).items()}
+        self._after = after
+        self._message = message
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self.step += 1
+        self.number = 0
+
+    def begin(self, phase: str | None) -> None:
+        """A phase begins, or none."""
+        self.phase = phase
+        self.starts.setdefault(self.step, []).append(self.number)
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        fails = self._is_next()
+        if fails and not self._after:
+            self._fail()
+        output = function(*args, **(kwargs or {}))
+        if fails:
+            self._fail()
+        return output
+
+    def _is_next(self) -> bool:
+        if self.phase is None:
+            return False
+        number, self.number = self.number, self.number + 1
+        due = self._at.get(self.step, [])
+        if not due or number < due[0]:
+            return False
+        due.pop(0)
+        return True
+
+    def _fail(self) -> None:
+        self.raised += 1
+        raise torch.OutOfMemoryError(self._message)
+
+
+class Limit(TorchDispatchMode):
+    """Raises `torch.OutOfMemoryError` where the storages that operators have made would exceed a number of bytes.
+
+    Storages that are there already do not count, and neither do gradients of parameters.
+
+    Attributes:
+        num_bytes: the limit; None only measures.
+        peak_bytes: the most that was alive.
+        raised: how often the limit was met.
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
+        super().__init__()
+        self.num_bytes = num_bytes
+        self.peak_bytes = 0
+        self.raised = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(output):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        alive = self.alive_bytes()
+        self.peak_bytes = max(self.peak_bytes, alive)
+        if self.num_bytes is not None and alive > self.num_bytes:
+            self.raised += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory in {function}: {alive} of {self.num_bytes} bytes.")
+        return output
+
+    def alive_bytes(self) -> int:
+        """Return the bytes of the storages that are alive."""
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._made.values())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class PhasedTrainer(Trainer):
+    """Tells a mode, which is the attribute `mode`, what part of a step runs."""
+
+    mode: FailingOperators
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.mode.begin("forward")
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self.mode.begin(None)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(*args, **kwargs)
+        if self.mode.phase is not None:
+            self.mode.begin("backward")
+        return found
+
+
+class Steps(TrainerCallback):
+    """Tells a mode when an optimizer step begins, and what of it the optimizer runs."""
+
+    def __init__(self, mode: FailingOperators) -> None:
+        self._mode = mode
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mode.begin_step()

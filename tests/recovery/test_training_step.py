@@ -1,0 +1,269 @@
+"""Steps that run out of memory run again under a leaner plan, and nothing but the plan has changed afterwards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
+
+from hf_ckpt import HFCkptCallback
+from hf_ckpt.errors import OutOfMemoryError
+from tests import traces
+from tests.recovery.limits import FRAGMENTED, FailingOperators, PhasedTrainer, Steps
+from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
+
+NUM_STEPS = 5
+MOST_BETWEEN = 6
+
+
+class WithBatchNorm(nn.Module):
+    """A Llama behind a vision-like stem with running statistics, and a counter that forwards write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = llama()
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.config = self.llama.config
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        self.seen += 1
+        return self.llama(inputs_embeds=self.norm(self.llama.get_input_embeddings()(input_ids)), labels=labels)
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **sizes,
+            vocab_size=VOCAB,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            attention_dropout=0.1,
+            output_router_logits=True,
+        )
+    )
+
+
+def batch_norm() -> WithBatchNorm:
+    torch.manual_seed(0)
+    return WithBatchNorm()
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    folder: Path,
+    mode: FailingOperators,
+    *callbacks: Any,
+    kind: type[PhasedTrainer] = PhasedTrainer,
+    **changes: Any,
+) -> PhasedTrainer:
+    """Train for five steps while operators fail."""
+    steps = {"max_steps": NUM_STEPS, "max_grad_norm": 1.0, **changes}
+    args = TrainingArguments(**arguments(folder, **steps))
+    run = kind(model=make(), args=args, train_dataset=rows(64), callbacks=[*callbacks, Steps(mode)])
+    run.mode = mode
+    with mode:
+        run.train()
+    return run
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return weights(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def escalating(policy: Any = "none", **options: Any) -> HFCkptCallback:
+    return HFCkptCallback(policy, on_oom="escalate", **options)
+
+
+# --- Exactness. ---
+
+CASES = [
+    pytest.param(llama, 1, id="llama"),
+    pytest.param(llama, 4, id="llama, accumulation"),
+    pytest.param(partial(lora, target_modules=["q_proj", "down_proj"]), 4, id="lora with dropout"),
+    pytest.param(batch_norm, 2, id="batch norm"),
+    pytest.param(mixtral, 2, id="mixture"),
+]
+
+
+def points(mode: FailingOperators, offset: int) -> list[int]:
+    """The first and the last operator of each phase of the second step, and every 17th, 34th ... between."""
+    starts = sorted(set(mode.starts[1]))
+    ends = [start - 1 for start in starts[1:]]
+    stride = 17 * max(1, starts[-1] // (17 * MOST_BETWEEN))
+    return sorted({*starts[:-1], *ends, *range(offset, starts[-1], stride)})
+
+
+def spread(numbers: list[int]) -> Iterator[dict[int, list[int]]]:
+    """One failure in each step but the first: the ladder of four layers has as many rungs."""
+    for at in range(0, len(numbers), NUM_STEPS - 1):
+        yield {step: [number] for step, number in enumerate(numbers[at : at + NUM_STEPS - 1], start=1)}
+
+
+@pytest.mark.parametrize(("make", "accumulation"), CASES)
+def test_a_step_that_failed_anywhere_gives_what_the_lean_plan_gives(
+    make: Callable[[], nn.Module], accumulation: int, tmp_path: Path
+) -> None:
+    size = {"gradient_accumulation_steps": accumulation}
+    lean = trained(make, tmp_path, FailingOperators(), HFCkptCallback("full"), **size)
+    expected, logged = state(lean.model), losses(lean)
+    counting = FailingOperators()
+    trained(make, tmp_path, counting, escalating(prove="off"), **size)
+    for number, at in enumerate(spread(points(counting, accumulation))):
+        mode = FailingOperators(at, after=number % 2 == 1)
+        callback = escalating(prove="off")
+        run = trained(make, tmp_path, mode, callback, **size)
+        assert mode.raised == len(at) == callback.report()["ckpt/oom_recovered"]
+        assert changed(expected, state(run.model)) == []
+        assert losses(run) == logged
+
+
+def test_a_plan_on_which_the_step_failed_in_pieces_is_tried_again(tmp_path: Path) -> None:
+    expected = trained(llama, tmp_path, FailingOperators(), HFCkptCallback("attention"))
+    mode = FailingOperators({step: [300] for step in range(NUM_STEPS)}, message=FRAGMENTED)
+    callback = escalating("attention")
+    run = trained(llama, tmp_path, mode, callback)
+    assert changed(state(expected.model), state(run.model)) == []
+    assert callback.report()["ckpt/oom_recovered"] == NUM_STEPS
+    assert callback.report()["ckpt/plan_switches"] == 0
+    assert callback.report()["ckpt/num_layers_attention"] == 4
+
+
+def test_what_a_step_counts_on_the_host_is_counted_once(tmp_path: Path) -> None:
+    class Counting(PhasedTrainer):
+        """Counts and records as trl's trainers do, and draws from numpy and Python."""
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.tokens = getattr(self, "tokens", 0) + 1
+            self.records = vars(self).setdefault("records", {"train": {}})
+            self.records["train"].setdefault("drawn", []).append((random.random(), float(np.random.rand())))
+            return super().compute_loss(*args, **kwargs)
+
+    def counted(at: dict[int, list[int]]) -> tuple[Any, ...]:
+        random.seed(0)
+        np.random.seed(0)
+        run = trained(
+            llama,
+            tmp_path,
+            FailingOperators(at),
+            escalating(),
+            kind=Counting,
+            gradient_accumulation_steps=2,
+            include_num_input_tokens_seen="all",
+        )
+        return run.tokens, run.records, run.state.num_input_tokens_seen, run.state.total_flos, losses(run)
+
+    assert counted({1: [10], 2: [300], 3: [700]}) == counted({})
+
+
+# --- Nothing is left. ---
+
+
+def test_after_many_recoveries_everything_is_as_after_none(tmp_path: Path) -> None:
+    def left(at: dict[int, list[int]]) -> tuple[Any, ...]:
+        model = llama()
+        before = traces.snapshot(model)
+        run = trained(lambda: model, tmp_path, FailingOperators(at, message=FRAGMENTED), escalating(), max_steps=24)
+        gc.collect()
+        alive = sum(isinstance(each, Tensor) for each in gc.get_objects())
+        found = traces.differences(before, traces.snapshot(model))
+        return found, alive, sorted(vars(run)), sorted(vars(run.optimizer)), sorted(vars(run.optimizer.optimizer))
+
+    none = left({})
+    assert left({step: [30 * step] for step in range(22)}) == none
+    assert "training_step" not in none[2]
+
+
+def test_an_error_that_ends_training_leaves_no_method_behind(tmp_path: Path) -> None:
+    def fail(model: nn.Module) -> None:
+        raise RuntimeError("on purpose")
+
+    model = llama()
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: fail(module))
+    run = PhasedTrainer(
+        model=model, args=TrainingArguments(**arguments(tmp_path)), train_dataset=rows(), callbacks=[escalating()]
+    )
+    run.mode = FailingOperators()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run.train()
+    assert "training_step" not in vars(run)
+    handle.remove()
+    run.add_callback(During("on_step_end", fail, step=1))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run.train()
+    # No event and no method of the Trainer's saw that one: the next use of the model or of the method does.
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.long))
+    assert "training_step" not in vars(run)
+
+
+def test_copies_and_pickles_of_a_running_trainer_run_their_own_steps(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def look(model: nn.Module) -> None:
+        step = vars(run)["training_step"]
+        found.extend(
+            [step.args[0].runner, pickle.loads(pickle.dumps(step.args[0])).runner, copy.deepcopy(step.args[0]).runner]
+        )
+
+    run = PhasedTrainer(
+        model=llama(),
+        args=TrainingArguments(**arguments(tmp_path)),
+        train_dataset=rows(),
+        callbacks=[escalating(), During("on_step_begin", look, step=1)],
+    )
+    run.mode = FailingOperators()
+    run.train()
+    assert found[0] is not None
+    assert found[1:] == [None, None]
+
+
+# --- The ladder. ---
+
+
+def test_when_no_plan_is_leaner_the_error_says_what_was_tried(tmp_path: Path) -> None:
+    mode = FailingOperators({1: [5, 6, 7, 8, 9]})
+    message = (
+        r"Out of memory in the forward of step 2, with input_ids \(2, 8\), labels \(2, 8\)\. The allocator gave no "
+        r"figures\. There is no leaner plan\. Tried: 1 more layer recomputed in full"
+    )
+    with pytest.raises(OutOfMemoryError, match=message) as caught:
+        trained(lambda: llama(num_hidden_layers=2), tmp_path, mode, escalating([{"layers": "0:1", "mode": "full"}]))
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert mode.raised == 2
+
+
+def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -> None:
+    @torch.no_grad()
+    def step(weight: Tensor) -> None:
+        weight.sub_(1e-2 * weight.grad)
+
+    model = llama()
+    model.lm_head.weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since its first micro-batch"):
+        trained(lambda: model, tmp_path, FailingOperators({1: [600]}), escalating())
+
+
+def test_each_escalation_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(llama, tmp_path, FailingOperators({1: [5], 2: [600]}), escalating())
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line for line in lines if line.startswith("Out of memory")] == [
+        "Out of memory in the forward of step 2 (input_ids (2, 8), labels (2, 8)). The allocator gave no figures. The "
+        "step runs again: 1 more layer recomputed in full (1 of 4 layers recomputed, 0 before).",
+        "Out of memory in the backward of step 3 (input_ids (2, 8), labels (2, 8)). The allocator gave no figures. The "
+        "step runs again: 1 more layer recomputed in full (2 of 4 layers recomputed, 1 before).",
+    ]
