@@ -26,6 +26,13 @@ class Runner(Protocol):
         """Return what `method(*args, **kwargs)` returns, whatever it takes."""
 
 
+class Part(Protocol):
+    """Runs one method."""
+
+    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `method(*args, **kwargs)` returns, whatever it takes."""
+
+
 class Handle:
     """What a method holds of its runner. A copy of it, or one from a pickle, holds none."""
 

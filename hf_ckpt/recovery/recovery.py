@@ -15,8 +15,10 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
-from hf_ckpt.recovery.instance_methods import Method, set_method
+from hf_ckpt.recovery.evaluation import Evaluation
+from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.optimizer_step import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.run import TrainingRun
@@ -97,9 +99,17 @@ class Recovery:
         self._steps = TrainingSteps(
             trainer, run.model, ladder, self._next_rung, self._put_in_force, self._start_micro_batch_again
         )
+        self._optimizer_steps = OptimizerSteps(trainer)
+        self._evaluation = Evaluation(trainer)
+        self._parts: dict[str, Part] = {
+            "training_step": self._steps,
+            "step": self._optimizer_steps,
+            "prediction_step": self._evaluation,
+        }
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
-        self._undos = [set_method(self, trainer, "training_step")]
+        owners = {"training_step": trainer, "step": trainer.optimizer, "prediction_step": trainer}
+        self._undos = [set_method(self, owner, name) for name, owner in owners.items()]
 
     # --- What the methods of the Trainer find. ---
 
@@ -116,7 +126,7 @@ class Recovery:
     def run(self, name: str, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the Trainer. See `instance_methods.Runner`."""
         try:
-            return self._steps.run(method, args, kwargs)
+            return self._parts[name].run(method, args, kwargs)
         except BaseException:
             # It ends training, and no event tells of that.
             self.stop()
@@ -139,7 +149,9 @@ class Recovery:
 
     def figures(self) -> dict[str, float]:
         """Return what the reporters get."""
-        return {"ckpt/oom_recovered": self._steps.num_recovered, "ckpt/plan_switches": self._steps.num_switches}
+        parts = (self._steps, self._optimizer_steps, self._evaluation)
+        num_recovered = sum(part.num_recovered for part in parts)
+        return {"ckpt/oom_recovered": num_recovered, "ckpt/plan_switches": self._steps.num_switches}
 
     # --- Plans. ---
 

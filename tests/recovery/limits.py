@@ -147,8 +147,16 @@ class PhasedTrainer(Trainer):
 class Steps(TrainerCallback):
     """Tells a mode when an optimizer step begins, and what of it the optimizer runs."""
 
-    def __init__(self, mode: FailingOperators) -> None:
+    def __init__(self, mode: FailingOperators, *, counts_optimizer: bool = False) -> None:
         self._mode = mode
+        self._counts_optimizer = counts_optimizer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._mode.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mode.number = 0
+        self._mode.begin("optimizer" if self._counts_optimizer else None)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._mode.begin(None)

@@ -96,7 +96,7 @@ CASES = [
     pytest.param(llama, 4, id="llama, accumulation"),
     pytest.param(partial(lora, target_modules=["q_proj", "down_proj"]), 4, id="lora with dropout"),
     pytest.param(batch_norm, 2, id="batch norm"),
-    pytest.param(mixtral, 2, id="mixture"),
+    pytest.param(mixtral, 1, id="mixture"),
 ]
 
 

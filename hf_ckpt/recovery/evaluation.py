@@ -1,0 +1,187 @@
+"""Batches of evaluation that do not fit, in parts of their rows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hf_ckpt.errors import OutOfMemoryError
+from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.instance_methods import Method
+from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
+from hf_ckpt.recovery.window import describe_inputs, named_tensors
+
+logger = logging.getLogger(__name__)
+
+_IGNORED = -100
+"""A label that no loss counts."""
+
+Prediction = tuple[Tensor | None, Any, Any]
+"""What `prediction_step` returns: loss, logits and labels."""
+
+
+class Evaluation:
+    """Runs the prediction steps of a Trainer.
+
+    Attributes:
+        num_recovered: batches that ran in parts, or once more.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.num_recovered = 0
+        self._trainer = trainer
+        self._has_said = False
+
+    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a batch, and halves of it where memory runs out.
+
+        Raises:
+            OutOfMemoryError: not even one row fits, or what the step returns cannot be put together.
+        """
+        returned, failure = self._try(method, args, kwargs)
+        if failure is None:
+            return returned
+        release_memory()
+        # What the allocator held in pieces is together again.
+        returned, failure = self._try(method, args, kwargs)
+        if failure is not None:
+            returned = self._in_halves(method, args, kwargs, failure)
+        self.num_recovered += 1
+        return returned
+
+    def _try(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Failure | None]:
+        noted = Attributes(self._trainer)
+        # A step may take entries out of what it is given.
+        args, kwargs = _with_inputs(args, kwargs, copy.copy(_inputs(args, kwargs)))
+        try:
+            return method(*args, **kwargs), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.caught(error)
+        noted.restore()
+        return None, failure
+
+    def _in_halves(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], failure: Failure) -> Any:
+        inputs = _inputs(args, kwargs)
+        rows = num_rows(inputs)
+        if rows is None or rows < 2:
+            why = "It is one row." if rows == 1 else "Its inputs cannot be split: they have no common number of rows."
+            self._give_up(failure, inputs, why)
+        self._say(inputs, failure)
+        found, weights = [], []
+        for part in (_rows(inputs, rows, 0, rows // 2), _rows(inputs, rows, rows // 2, rows)):
+            part_args, part_kwargs = _with_inputs(args, kwargs, part)
+            returned, part_failure = self._try(method, part_args, part_kwargs)
+            if part_failure is not None:
+                release_memory()
+                returned = self._in_halves(method, part_args, part_kwargs, part_failure)
+            found.append(returned)
+            weights.append(self._num_counted(part))
+        try:
+            return _joined(found, weights)
+        except ValueError as error:
+            self._give_up(failure, inputs, f"In parts it would fit, but {error}.")
+
+    def _num_counted(self, inputs: Any) -> float:
+        """Return how many labels the loss of some rows is the mean of, as far as labels tell."""
+        shifted = inputs.get("shift_labels")
+        names = self._trainer.label_names
+        labels = inputs.get(names[0]) if len(names) == 1 and shifted is None else shifted
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return float(num_rows(inputs) or 1)
+        if labels.dim() > 1 and shifted is None and self._loss_shifts():
+            labels = labels[:, 1:]
+        return float((labels != _IGNORED).sum())
+
+    def _loss_shifts(self) -> bool:
+        """Whether the loss leaves out the first label of each row, as those of causal language models do."""
+        # transformers before 5.2x does not say.
+        of_trainer: bool | None = getattr(self._trainer, "_loss_shifts_labels", None)
+        return _is_causal(self._trainer.model) if of_trainer is None else of_trainer
+
+    def _say(self, inputs: Any, failure: Failure) -> None:
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "Out of memory in the evaluation of %s. %s It goes on in halves: predictions and loss are those of the "
+                "whole up to rounding, if the loss is a mean over labels. per_device_eval_batch_size=%d avoids it.",
+                *(describe_inputs(inputs), failure.figures.describe(), max(1, (num_rows(inputs) or 2) // 2)),
+            )
+
+    def _give_up(self, failure: Failure, inputs: Any, why: str) -> NoReturn:
+        raise OutOfMemoryError(
+            f"Out of memory in the evaluation of {describe_inputs(inputs)}. {failure.figures.describe()} {why} "
+            "Evaluate shorter rows, or set eval_accumulation_steps, which moves predictions to the host."
+        ) from failure.error
+
+
+def num_rows(inputs: Any) -> int | None:
+    """Return the rows of a batch; None where its tensors differ in them, or have none."""
+    found = {tensor.shape[0] if tensor.dim() else None for _, tensor in named_tensors(inputs)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _rows(inputs: Mapping[str, Any], rows: int, start: int, stop: int) -> Any:
+    part = copy.copy(inputs)
+    assert isinstance(part, MutableMapping), "a batch of which rows are known has names"
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) or (isinstance(value, list | tuple) and len(value) == rows):
+            part[name] = value[start:stop]
+    return part
+
+
+def _is_causal(model: Any) -> bool:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs["inputs"] if "inputs" in kwargs else args[1]
+
+
+def _with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if "inputs" in kwargs:
+        return args, {**kwargs, "inputs": inputs}
+    return (args[0], inputs, *args[2:]), kwargs
+
+
+# --- Parts put together. ---
+
+
+def _joined(found: list[Prediction], weights: list[float]) -> Prediction:
+    losses, logits, labels = zip(*found, strict=True)
+    return _mean(losses, weights), _concatenated(logits), _concatenated(labels)
+
+
+def _mean(losses: tuple[Tensor | None, ...], weights: list[float]) -> Tensor | None:
+    present = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if loss is not None and weight]
+    if not present:
+        return losses[0]
+    if len(present) < len(losses):
+        # A part without a label has no mean.
+        return present[0][0]
+    total = sum(weight for _, weight in present)
+    return torch.stack([loss * (weight / total) for loss, weight in present]).sum(0)
+
+
+def _concatenated(parts: tuple[Any, ...]) -> Any:
+    first = parts[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        if not first.dim():
+            raise ValueError(
+                "the model returns a value for the whole batch, which is not the mean of those of its parts"
+            )
+        return torch.cat(parts)
+    if isinstance(first, list | tuple):
+        return type(first)(_concatenated(each) for each in zip(*parts, strict=True))
+    if isinstance(first, Mapping):
+        return {name: _concatenated(tuple(part[name] for part in parts)) for name in first}
+    raise ValueError(f"the model returns a {type(first).__name__}, of which rows are not known")
