@@ -144,11 +144,17 @@ def explained(
     try:
         with watch.on(model):
             yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, OutOfMemoryError) as error:
+        # A recovery that gave up says what it has tried.
+        cause = error.__cause__ if isinstance(error, OutOfMemoryError) else error
+        if not isinstance(cause, torch.OutOfMemoryError):
+            raise
         plan, planned_for = facts()
-        failure = Failure(part_of(error.__traceback__), Figures.of(str(error)), watch, planned_for)
+        failure = Failure(part_of(cause.__traceback__), Figures.of(str(cause)), watch, planned_for)
         say("Out of memory. Simulating what would fit ...")
-        raise OutOfMemoryError(explanation(failure, recipe, trainer.args, plan, device_of(trainer.args))) from error
+        lines = [] if error is cause else [str(error)]
+        lines.append(explanation(failure, recipe, trainer.args, plan, device_of(trainer.args)))
+        raise OutOfMemoryError("\n".join(lines)) from cause
 
 
 def explanation(failure: Failure, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device) -> str:

@@ -94,11 +94,14 @@ def part_of(traceback: TracebackType | None) -> Part:
     if backward is not None:
         again = any(module.startswith(("torch.utils.checkpoint", "hf_ckpt.regions")) for module in modules[backward:])
         return Part.RECOMPUTATION if again else Part.BACKWARD
-    if any(module.startswith(("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad")) for module in modules):
+    if any(module.startswith(_OF_OPTIMIZER) for module in modules):
         return Part.OPTIMIZER
     if any(module == "transformers.trainer" and name == "training_step" for module, name in frames):
         return Part.FORWARD
     return Part.ELSEWHERE
+
+
+_OF_OPTIMIZER = ("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad", "hf_ckpt.recovery.optimizer_step")
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:

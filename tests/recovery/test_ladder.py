@@ -1,0 +1,217 @@
+"""Leaner plans, one after the other, and for which sizes of batches each is in force."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_ckpt import HFCkptCallback, Plan, apply
+from hf_ckpt.errors import PolicyError
+from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.recovery import RUNGS_FILE
+from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.trainer.saved_files import PLAN_FILE
+from tests.recovery.limits import Limit
+from tests.training import VOCAB, During, arguments, changed, llama, weights
+
+
+def rungs(model: nn.Module, policy: Any, *, is_exact: bool = True, drops_offload: bool = False) -> list[Rung]:
+    """All rungs below a policy."""
+    stacks = find_layers(model)
+    plan = make_plan(model, Policy.parse(policy), stacks)
+    found: list[Rung] = []
+    while (rung := next_rung(plan, stacks, model, is_exact=is_exact, drops_offload=drops_offload)) is not None:
+        found.append(rung)
+        plan = rung.plan
+    return found
+
+
+def test_a_quarter_more_of_the_layers_is_set_to_full_and_then_segments_are_nested() -> None:
+    found = rungs(llama(num_hidden_layers=9), "selective")
+    assert [rung.plan.count(Mode.FULL) for rung in found] == [3, 6, 9, 9]
+    assert [entry.nested for entry in found[-1].plan.stacks[0].layers] == [True] * 9
+    assert all(rung.is_exact for rung in found)
+
+
+def test_chunked_head_and_tiles_come_last_and_only_where_they_are_allowed() -> None:
+    model = llama(attention_dropout=0.0)
+    assert [rung.change for rung in rungs(model, "full")] == []
+    found = rungs(model, "full", is_exact=False)
+    assert [rung.change for rung in found] == ["head and loss in chunks", "layers in tiles"]
+    assert not any(rung.is_exact for rung in found)
+    apply(model, found[-1].plan).remove()
+
+
+def test_without_memory_of_the_host_nothing_is_offloaded() -> None:
+    policy = {"mode": "full", "offload": "cpu"}
+    assert rungs(llama(), policy)[:1] == []
+    (found,) = rungs(llama(), policy, drops_offload=True)
+    assert all(entry.offload is None for entry in found.plan.stacks[0].layers)
+
+
+def test_what_failed_for_a_size_is_not_tried_again_for_batches_as_large() -> None:
+    plans = {mode: make_plan(llama(), Policy.parse(mode)) for mode in ("none", "attention", "full")}
+    ladder = Ladder(plans["none"], quiet_steps=2)
+    order = iter([Rung(plans["attention"]), Rung(plans["full"]), None])
+    assert ladder.fail(100, lambda plan: next(order))
+    assert ladder.fail(300, lambda plan: next(order))
+    # Nothing is faster until it has been quiet; afterwards each size has its plan.
+    assert [ladder.level_for(size) for size in (50, 100, 299, 300)] == [2, 2, 2, 2]
+    ladder.end_step()
+    ladder.end_step()
+    assert [ladder.level_for(size) for size in (50, 100, 299, 300)] == [0, 1, 1, 2]
+    assert not ladder.fail(400, lambda plan: next(order))
+
+    other = Ladder(plans["none"], quiet_steps=2)
+    assert other.resume(json.loads(json.dumps(ladder.to_json())))
+    assert (other.level, other.rungs, other.level_for(50)) == (ladder.level, ladder.rungs, ladder.level_for(50))
+    assert not Ladder(plans["full"], quiet_steps=2).resume(ladder.to_json())
+
+
+# --- A stream of short rows with rare long ones, under a limit. ---
+
+SHORT, LONG = 4, 64
+LENGTHS = [LONG if number in (3, 9, 14) else SHORT for number in range(16)]
+
+
+class LimitedTrainer(Trainer):
+    """Trains in order, under the memory limit of its attribute `limit`; `peaks` are those of its steps."""
+
+    limit: int | None = None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with Limit(self.limit) as mode:
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                vars(self).setdefault("peaks", []).append(mode.peak_bytes)
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def stream() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def streamed(folder: Path, callback: HFCkptCallback, *others: Any, limit: int | None = None, **changes: Any) -> Any:
+    model = llama(hidden_size=32, intermediate_size=64)
+    settings = {"per_device_train_batch_size": 1, "max_steps": len(LENGTHS), **changes.pop("settings", {})}
+    args = TrainingArguments(**arguments(folder, **settings))
+    run = LimitedTrainer(model=model, args=args, train_dataset=stream(), callbacks=[callback, *others])
+    run.limit = limit
+    run.train(**changes)
+    return run
+
+
+@pytest.fixture(scope="module")
+def limit(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Bytes between what a long row needs without recomputation and with all of it."""
+    folder = tmp_path_factory.mktemp("limit")
+    peaks = [max(streamed(folder, HFCkptCallback(mode, prove="off")).peaks) for mode in ("none", "full")]
+    short = min(streamed(folder, HFCkptCallback("none", prove="off")).peaks)
+    found = (peaks[0] + peaks[1]) // 2
+    assert short < found
+    return found
+
+
+def test_long_rows_run_lean_and_short_ones_fast(tmp_path: Path, limit: int) -> None:
+    callback = HFCkptCallback("none", on_oom="escalate", quiet_steps=2, prove="off")
+    seen: list[int] = []
+    look = During("on_step_end", lambda model: seen.append(callback.plan.count(Mode.FULL)))  # type: ignore[union-attr]
+    run = streamed(tmp_path, callback, look, limit=limit)
+    expected = streamed(tmp_path, HFCkptCallback("none"))
+    assert changed(weights(expected.model), weights(run.model)) == []
+    assert run.state.log_history[:-1] == expected.state.log_history[:-1]
+    # Up to the first long row everything is kept; two quiet steps later short rows run without recomputation again.
+    lean = seen[3]
+    assert lean > 0
+    assert seen == [0, 0, 0, lean, lean, 0, 0, 0, 0, lean, 0, 0, 0, 0, lean, 0]
+    assert callback.report()["ckpt/oom_recovered"] == 1
+
+
+def test_a_resumed_run_begins_on_the_rung(tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture) -> None:
+    def escalating() -> HFCkptCallback:
+        return HFCkptCallback("none", on_oom="escalate", prove="off", strict_resume=True)
+
+    saving = {"save_strategy": "steps", "save_steps": 5}
+    whole = streamed(tmp_path, escalating(), limit=limit, settings=saving)
+    checkpoint = tmp_path / "checkpoint-5"
+    rung = Plan.from_file(checkpoint / PLAN_FILE)
+    assert rung.count(Mode.FULL) > 0
+    assert json.loads((checkpoint / RUNGS_FILE).read_text())["level"] > 0
+    begun: list[Plan | None] = []
+    callback = escalating()
+    look = During("on_step_begin", lambda model: begun.append(callback.plan))
+    resumed = streamed(tmp_path, callback, look, limit=limit, settings=saving, resume_from_checkpoint=str(checkpoint))
+    assert begun[0] == rung
+    assert callback.report()["ckpt/oom_recovered"] == 0
+    assert changed(weights(whole.model), weights(resumed.model)) == []
+    # Rungs below another policy say nothing.
+    caplog.set_level(logging.INFO)
+    (checkpoint / PLAN_FILE).write_text(make_plan(whole.model, Policy.parse("attention")).to_json())
+    other = HFCkptCallback("attention", on_oom="escalate", prove="off", strict_resume=True)
+    streamed(tmp_path, other, settings=saving, resume_from_checkpoint=str(checkpoint))
+    assert any(f"{RUNGS_FILE} is of a run under another plan" in record.getMessage() for record in caplog.records)
+
+
+# --- Where it is in force. ---
+
+
+def test_beside_auto_find_batch_size_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        PolicyError, match=r'on_oom="escalate" was asked for, but auto_find_batch_size answers the same'
+    ):
+        streamed(tmp_path, HFCkptCallback("none", on_oom="escalate"), settings={"auto_find_batch_size": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"on_oom": "retry"}, r'on_oom is "retry"\. Use "escalate" or "error"'), ({"quiet_steps": 0}, "quiet_steps is 0")],
+)
+def test_other_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        HFCkptCallback("none", **options)
+
+
+def test_trainers_that_generate_their_inputs_keep_the_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class GRPOTrainer(LimitedTrainer):
+        """By its name alone."""
+
+    caplog.set_level(logging.INFO)
+    callback = HFCkptCallback("none", on_oom="escalate")
+    args = TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=1))
+    run = GRPOTrainer(model=llama(), args=args, train_dataset=stream(), callbacks=[callback])
+    run.limit = 1000
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("GRPOTrainer generates its inputs, which are not made again" in line for line in lines) == 1
+
+
+def test_by_default_an_error_ends_the_run(tmp_path: Path, limit: int) -> None:
+    callback = HFCkptCallback("none", prove="off")
+    with pytest.raises(torch.OutOfMemoryError):
+        streamed(tmp_path, callback, limit=limit)
+    assert "ckpt/oom_recovered" not in callback.report()
+
+
+def test_with_auto_the_planner_gives_the_leaner_plan(tmp_path: Path, limit: int) -> None:
+    callback = HFCkptCallback("auto", memory_budget="1GiB", prove="off")
+    run = streamed(tmp_path, callback, limit=limit)
+    expected = streamed(tmp_path, HFCkptCallback("none"))
+    assert changed(weights(expected.model), weights(run.model)) == []
+    assert callback.report()["ckpt/oom_recovered"] >= 1
+    assert callback.plan is not None
+    assert callback.plan.count(Mode.NONE) < 4
