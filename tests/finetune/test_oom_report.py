@@ -126,6 +126,18 @@ def test_step_of_another_trainer_is_predicted_with_its_own_loss(
     assert float(peak) > 19
 
 
+def test_a_recovery_that_gave_up_says_what_it_has_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_in(Part.BACKWARD, monkeypatch)
+    checkpointing = {"policy": "attention", "on_oom": "escalate", "quiet_steps": 10}
+    assert main([str(small_recipes.write(tmp_path, checkpointing=checkpointing, training={"max_steps": 1}))]) == 1
+    message = capsys.readouterr().err
+    assert "There is no leaner plan. Tried: 1 more layer recomputed in full" in message
+    assert "Out of memory in the backward of step 1, with a batch of 2 rows of 3" in message
+    assert "Predicted for this batch: " in message
+
+
 # --- Why. ---
 
 

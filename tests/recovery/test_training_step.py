@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
+from hf_ckpt.recovery import recovery
 from tests import traces
-from tests.recovery.limits import FRAGMENTED, FailingOperators, PhasedTrainer, Steps
+from tests.recovery.limits import FRAGMENTED, FailingOperators, Phased, PhasedTrainer, Steps
 from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 
 NUM_STEPS = 5
@@ -168,6 +170,74 @@ def test_what_a_step_counts_on_the_host_is_counted_once(tmp_path: Path) -> None:
         return run.tokens, run.records, run.state.num_input_tokens_seen, run.state.total_flos, losses(run)
 
     assert counted({1: [10], 2: [300], 3: [700]}) == counted({})
+
+
+@pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_trainer_of_trl_reports_what_it_does_without_a_failure(kind: str, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", minversion="1.16")
+    from tests import trl_trainers
+
+    class Failing(Phased, getattr(trl, f"{kind}Trainer")):  # type: ignore[misc]
+        pass
+
+    def logged(at: dict[int, list[int]]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+        mode = FailingOperators(at)
+        case = "adapters off" if kind == "DPO" else "whole"
+        callbacks = escalating("none", prove="off"), Steps(mode)
+        steps = {"max_steps": 3, "gradient_accumulation_steps": 2}
+        run = trl_trainers.trainer(kind, case, tmp_path, *callbacks, derived=Failing, **steps)
+        run.mode = mode  # type: ignore[attr-defined]
+        with mode:
+            run.train()
+        assert mode.raised == len(at)
+        return [
+            {name: entry[name] for name in entry if "_per_s" not in name and "runtime" not in name}
+            for entry in run.state.log_history
+        ], weights(run.model)
+
+    expected, trained_weights = logged({})
+    got, got_weights = logged({1: [900], 2: [30]})
+    assert got == expected
+    assert any("num_tokens" in entry for entry in got)
+    assert changed(trained_weights, got_weights) == []
+
+
+# --- Where it is not in force. ---
+
+
+def test_in_several_processes_and_under_engines_the_reason_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def why(trainer: Any, **changes: Any) -> str:
+        args = SimpleNamespace(**{"auto_find_batch_size": False, "deepspeed": None, "torch_compile": False, **changes})
+        return recovery.why_not(trainer, args) or "in force"  # type: ignore[arg-type]
+
+    trainer = SimpleNamespace(is_fsdp_enabled=False)
+    assert why(trainer) == "in force"
+    assert "callback.attach(trainer)" in why(None)
+    assert "auto_find_batch_size" in why(trainer, auto_find_batch_size=True)
+    assert "sharded by an engine" in why(trainer, deepspeed="zero.json")
+    assert "sharded by an engine" in why(SimpleNamespace(is_fsdp_enabled=True))
+    assert "compiled" in why(trainer, torch_compile=True)
+    monkeypatch.setattr(recovery.store, "num_processes", lambda: 2)
+    assert "more than one process" in why(trainer)
+
+
+def test_a_trainer_that_is_not_found_can_be_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_ckpt.callback.running_trainer", lambda: None)
+    mode, callback = FailingOperators({1: [5]}), escalating()
+    run = PhasedTrainer(
+        model=llama(),
+        args=TrainingArguments(**arguments(tmp_path)),
+        train_dataset=rows(),
+        callbacks=[callback, Steps(mode)],
+    )
+    run.mode = mode
+    callback.attach(run)
+    with mode:
+        run.train()
+    assert callback.report()["ckpt/oom_recovered"] == 1
 
 
 # --- Nothing is left. ---
