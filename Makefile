@@ -46,6 +46,10 @@ setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(call install,.venv,constraints.txt,dev)
 
+# What `make finetune` needs: no linters, no DeepSpeed, no trl. An environment that has more serves as well.
+.venv/.finetune: pyproject.toml constraints.txt
+	$(call install,.venv,constraints.txt,finetune)
+
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(call install,.venv-oldest,constraints-oldest.txt,test-core)
 
@@ -55,8 +59,18 @@ define install
 	    '(Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3.12'; exit 1; }
 	@echo 'Setting up $(1) with the versions of $(2): a few minutes, once.'
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(1)/bin/python -m pip install $(if $(CI),--quiet) --constraint $(2) --editable '.[$(3)]'
+	$(cpu_torch) $(1)/bin/python -m pip install $(if $(CI),--quiet) --constraint $(2) --editable '.[$(3)]'
 	@touch $@
+endef
+
+# The package index serves torch for Linux with gigabytes of CUDA libraries. TORCH=default takes that one.
+TORCH ?= $(if $(PIP_EXTRA_INDEX_URL)$(shell command -v nvidia-smi),default,cpu)
+cpu_index = https://download.pytorch.org/whl/cpu
+define cpu_torch
+@if [ "$(TORCH)" = cpu ] && curl -sfIL -m 10 -o /dev/null $(cpu_index)/torch/; then \
+	    echo 'No NVIDIA driver is found: taking the build of torch for CPUs (make TORCH=default takes the other).'; \
+	    export PIP_EXTRA_INDEX_URL=$(cpu_index); \
+	fi;
 endef
 
 # --- The main job. ---
@@ -64,7 +78,7 @@ endef
 # Every option is given, so that accelerate neither asks nor reads a configuration of the user's.
 # DS_ACCELERATOR: else DeepSpeed, which accelerate imports where it is installed, tells that it found no GPU.
 finetune: export DS_ACCELERATOR = cpu
-finetune: .venv/.installed
+finetune: $(if $(wildcard .venv/.installed),.venv/.installed,.venv/.finetune)
 	.venv/bin/accelerate launch --quiet --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    --num_cpu_threads_per_process $(OMP_NUM_THREADS) scripts/finetune.py $(RECIPE) $(ARGS)
 
