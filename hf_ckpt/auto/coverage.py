@@ -24,6 +24,7 @@ from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_compiled
+from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
 from hf_ckpt.trainer.other_models import OtherModel, other_models, tensors_of
 from hf_ckpt.units import format_bytes
@@ -33,7 +34,12 @@ logger = logging.getLogger(__name__)
 _SMALL = 0.01
 """Of the trained model: what another module on the device may have without being refused."""
 _FIXED = 'Use a fixed policy, such as HFCkptCallback("full")'
-_EXACT_MODES = "none, full, attention, ffn, selective and selective_attention"
+_EXACT = ": none, full, attention, ffn, selective and selective_attention are exact to the bit under tensor parallelism"
+_TENSOR_PARALLEL = frozenset(
+    "colwise colwise_gather_output colwise_rep rowwise rowwise_rep rowwise_split_input embedding_rowwise "
+    "embedding_colwise replicated_with_grad_allreduce replicate".split()
+)
+"""The styles of transformers' plans whose steps were followed, and those made of the same operators."""
 _KEEPS_MORE = ("output_hidden_states", "output_attentions", "use_cache")
 
 
@@ -91,6 +97,7 @@ def check_run(
     if loss is None:
         left_out += _loss_of_its_own(trainer)
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
+    engine += " of tensor parallelism" if has_shared(model) and not fsdp.is_sharded(model) else ""
     own = () if loss is None else (f"{type(trainer).__name__}.compute_loss",)
     return Coverage((type(without_adapter(model)).__name__, *counted, *own, optimizer, engine), tuple(left_out))
 
@@ -139,9 +146,8 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
     for name, what in SPLIT_SIZES.items():
         size = max(getattr(config, name, None) or 1 for config in configs)
         if size > 1:
-            raise refuse(f"{name}={size} shares {what} among ranks, which is not simulated", _exact(name))
-    if not fsdp.is_sharded(model) and any(isinstance(each, DTensor) for each in model.parameters()):
-        raise refuse("tensor parallelism has split the model's weights, which is not simulated", _exact("tp_size"))
+            raise refuse(f"{name}={size} shares {what} among ranks, which is not simulated")
+    _check_tensor_parallelism(args, model, max(getattr(config, "tp_size", None) or 1 for config in configs))
     launched = getattr(accelerator, "mixed_precision", None) or "no"
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     # On a CPU accelerate leaves fp16 out.
@@ -157,8 +163,25 @@ def _check_engine(trainer: Any, args: TrainingArguments, model: nn.Module) -> No
     _check_host(args, fsdp.accelerate_plugin())
 
 
-def _exact(name: str) -> str:
-    return f": {_EXACT_MODES} are exact to the bit under tensor parallelism" if name == "tp_size" else ""
+def _check_tensor_parallelism(args: TrainingArguments, model: nn.Module, size: int) -> None:
+    """Refuse matrices that are shared in another way than transformers shares them, by all ranks."""
+    is_shared = has_shared(model) and not fsdp.is_sharded(model)
+    if size > 1 and not is_shared:
+        what = "FSDP shares its weights as well" if fsdp.is_sharded(model) else "the model was not loaded so"
+        raise refuse(f"tp_size={size} shares each matrix among ranks, and {what}", _EXACT)
+    if not is_shared:
+        return
+    meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
+    if {mesh.size() for mesh in meshes} != {args.world_size} or any(mesh.ndim > 1 for mesh in meshes):
+        raise refuse("tensor parallelism shares the weights among some of the ranks only; all are simulated", _EXACT)
+    bare = without_adapter(model)
+    unknown = sorted(set((getattr(bare, "tp_plan", None) or {}).values()) - _TENSOR_PARALLEL)
+    if unknown:
+        raise refuse(f'under tensor parallelism "{unknown[0]}" of its plan is not simulated', _EXACT)
+    if bare is not model:
+        raise refuse("under tensor parallelism adapters are not simulated", _EXACT)
+    if getattr(bare, "hf_quantizer", None) is not None:
+        raise refuse("under tensor parallelism quantised weights are not simulated", _EXACT)
 
 
 def _check_replicas(args: TrainingArguments, model: nn.Module, configs: list[Any]) -> None:

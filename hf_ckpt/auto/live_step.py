@@ -17,6 +17,7 @@ from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED, innermost_optimizer
+from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import GivenOptimizer, OwnLoss, Sharding, Step, Zero
 
 OPTIMIZER_FIELDS = (
@@ -34,7 +35,6 @@ NOT_SIMULATED = {
 """Fields of `TrainingArguments` that change what is held: the value without it, and why it is not followed."""
 
 SPLIT_SIZES = {
-    "tp_size": "each matrix",
     "cp_size": "each row",
     "sp_size": "each row",
     "ep_size": "the experts",
@@ -109,9 +109,11 @@ def given_optimizer(
     parameters = [parameter for group in made.param_groups for parameter in group["params"]]
     is_whole = all(id(parameter) in names for parameter in parameters)
     is_known, is_shared = _is_known(type(made)), sharding.engine not in ("none", "ddp")
+    if sharding.engine == "tp":
+        is_known = is_known and type(made) not in (Adafactor, getattr(torch.optim, "Muon", None))
     if is_known and is_whole:
         return GivenOptimizer(type(made), _groups(made, names))
-    if args.optim in SUPPORTED and _is_of_arguments(made, args, model):
+    if args.optim in SUPPORTED and sharding.engine != "tp" and _is_of_arguments(made, args, model):
         return None
     if not is_whole:
         what = "holds parameters that are not the model's"
@@ -184,6 +186,8 @@ def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:
             reshards_after_forward=reshards,
             prefetches_in_backward=fsdp1.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
         )
+    if has_shared(model):
+        return Sharding(engine="tp", world_size=world_size)
     deepspeed: Any = getattr(args, "deepspeed_plugin", None)
     if deepspeed is not None and deepspeed.zero_stage:
         options = zero_of(deepspeed.deepspeed_config)

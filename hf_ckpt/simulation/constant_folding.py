@@ -220,10 +220,22 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Step an optimizer in place, which returns nothing. The fake mode would make a fake of each counter of steps."""
 
 
+def _reduced(tensors: list[Tensor], *args: Any) -> tuple[list[Tensor], Any]:
+    """Send nothing: tensors are reduced in place."""
+    return tensors, torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def _waited_for(tensor: Tensor) -> Tensor:
+    """Return what was sent: torch's own fake kernel makes a new one."""
+    return tensor
+
+
 _SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten._grouped_mm.default: _grouped_mm,
         torch.ops.aten._fused_adam_.default: _nothing,
         torch.ops.aten._fused_adamw_.default: _nothing,
+        torch.ops._c10d_functional.wait_tensor.default: _waited_for,
+        torch.ops.c10d.allreduce_.default: _reduced,
     }
 )

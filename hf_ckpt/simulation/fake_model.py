@@ -19,9 +19,10 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation import quantized, shared_tensors
 from hf_ckpt.structure.layers import Layer, Stack
 
 
@@ -127,7 +128,7 @@ def _deep_copy(
     memo: dict[int, Any] = {id(original): object.__new__(type(original)) for original in stand_ins}
     for tensor in _tensors_of(modules):
         if id(tensor) not in memo:
-            made = empty(tensor)
+            made = _made_like(tensor, empty)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
     with EmptyCopies(empty):
@@ -137,6 +138,10 @@ def _deep_copy(
     for original, like in stand_ins.items():
         _fill_stand_in(memo[id(original)], original, memo[id(like)])
     return copied, memo
+
+
+def _made_like(tensor: Tensor, empty: Callable[[Tensor], Tensor]) -> Tensor:
+    return shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
 
 
 class EmptyCopies(TorchFunctionMode):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer, state_tensors
 from hf_ckpt.simulation.sharding import compute_dtype
+from hf_ckpt.simulation.shared_tensors import local_part
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Event, Storage, copied_events
@@ -99,8 +100,9 @@ def _refused(optimizer: torch.optim.Optimizer, reason: str) -> UnsupportedError:
 
 
 def _fake(parameter: nn.Parameter, step: Step) -> Tensor:
-    dtype = compute_dtype(step, parameter)
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="cpu")
+    # Of shared ones what this rank holds: optimizers work on that.
+    dtype, held = compute_dtype(step, parameter), local_part(parameter)
+    return torch.empty_strided(held.shape, held.stride(), dtype=dtype, device="cpu")
 
 
 def _set_gradients(parameters: list[nn.Parameter]) -> None:

@@ -70,7 +70,7 @@ def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
 
 def one_rank_tape(tape: Tape, weights: Mapping[str, Weight], step: Step, device: Device) -> Tape:
     """Return one rank's tape, made of that of the whole model, whose storages name their parameters."""
-    if step.sharding.world_size == 1 or step.sharding.engine == "none":
+    if step.sharding.world_size == 1 or step.sharding.engine in ("none", "tp"):
         return tape
     make = ZeroTape if step.sharding.engine.startswith("zero") else RankTape
     return make(tape, weights, step, device).tape()

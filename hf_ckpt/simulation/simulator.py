@@ -32,6 +32,7 @@ from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.rank_tape import Weight
 from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape, weights_of
+from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, prepare_loss, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
@@ -333,6 +334,8 @@ class StepSimulator:
             for context in (torch.random.fork_rng(devices=[]), fake.mode, tracker):
                 entered.enter_context(context)
             entered.enter_context(_explained(tracker, self.step))
+            if has_shared(self.model):
+                entered.enter_context(shapes_found_apart())
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
             entered.enter_context(track_modules(fake.model, stacks, tracker))
             for other in others.values():

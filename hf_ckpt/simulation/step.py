@@ -43,7 +43,8 @@ class Sharding:
     """How ranks share a model."""
 
     engine: str = "none"
-    """`none`, `ddp`, `fsdp1`, `fsdp2`, `zero1`, `zero2` or `zero3`."""
+    """`none`, `ddp`, `tp`, `fsdp1`, `fsdp2`, `zero1`, `zero2` or `zero3`. Under `tp` (tensor parallelism) the model
+    that is simulated holds one rank's part already."""
     world_size: int = 1
     reshards_after_forward: bool = True
     """Whether layers gathered in forward are freed until backward (FSDP's full shard)."""

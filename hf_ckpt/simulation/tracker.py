@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.operator_memo import Run, call
+from hf_ckpt.simulation.shared_tensors import held_bytes, is_shared, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
 from hf_ckpt.structure.layers import Layer, Stack
@@ -91,6 +94,7 @@ class Tracker(SimulationMode):
     def record_existing(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
         """Count tensors that exist before the step, each with the path of its parameter or another name."""
         for name, tensor in tensors:
+            tensor = local_part(tensor)
             storage = self._storage_of(tensor)
             if storage is None:
                 storage = self._start_tracking(tensor, None)
@@ -99,7 +103,7 @@ class Tracker(SimulationMode):
 
     def name_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Record that a tensor is the gradient of the parameter `name`."""
-        storage = None if gradient is None else self._storage_of(gradient)
+        storage = None if gradient is None else self._storage_of(local_part(gradient))
         self._names_with_gradient.add(name)
         if storage is not None and storage.category is None:
             storage.category, storage.parameter = Category.GRADIENTS, name
@@ -115,7 +119,9 @@ class Tracker(SimulationMode):
 
     def record_weight_apart(self, name: str, weight: Tensor, dtype: torch.dtype) -> None:
         """Count a weight of a layer that is not there."""
-        storage = self._storage_like(weight, dtype)
+        storage = self._storage_like(local_part(weight), dtype)
+        if isinstance(weight, DTensor):
+            storage.num_bytes = self._rounded(held_bytes(weight))
         storage.category, storage.parameter = Category.PARAMETERS, name
         self.record_apart([storage])
 
@@ -256,6 +262,9 @@ class Tracker(SimulationMode):
     ) -> Any:
         if function is DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
+        if is_shared(types):
+            # Left to the class: its operators on what this rank holds come here again.
+            return NotImplemented
         kwargs = kwargs or {}
         output = self._run(function, args, kwargs)
         if self._awaiting_reason and function is not _DETACH:
@@ -274,6 +283,9 @@ class Tracker(SimulationMode):
     def _record_outputs(self, output: Any, place: Place) -> None:
         made = set[int]()
         for tensor in tensors_of(output):
+            if isinstance(tensor, AsyncCollectiveTensor):
+                # It has no memory of its own.
+                continue
             if self._storage_of(tensor) is None and not is_without_memory(tensor):
                 storage = self._start_tracking(tensor, place)
                 storage.category = Category.REFERENCE if self.is_reference else None

@@ -420,7 +420,7 @@ def test_generation_is_refused_or_named(tmp_path: Path) -> None:
         ({"sp_size": 4, "sp_backend": "deepspeed"}, "sp_size=4 shares each row among ranks"),
         (
             {"tp_size": 2},
-            "tp_size=2 shares each matrix among ranks, which is not simulated. Use a fixed policy, such as "
+            "tp_size=2 shares each matrix among ranks, and the model was not loaded so. Use a fixed policy, such as "
             'HFCkptCallback("full"): none, full, attention, ffn, selective and selective_attention are exact to the',
         ),
     ],

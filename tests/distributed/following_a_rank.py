@@ -6,7 +6,7 @@ import gc
 import logging
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 from hf_ckpt.auto.live_step import sharding_of
 from hf_ckpt.measure import follow
@@ -23,7 +23,7 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Event, MemoryChange, Storage
 from hf_ckpt.simulation.tracker import Tracker
-from tests.distributed.runs import engine_of, fresh_accelerate, local
+from tests.distributed.runs import engine_of, fresh_accelerate
 from tests.following import Run
 
 
@@ -44,10 +44,15 @@ class RankRun(Run):
         quiet = mock.patch.object(logging.getLogger("transformers.training_args"), "disabled", True)
         with fresh_accelerate(), tempfile.TemporaryDirectory() as folder, quiet:
             trainer = self.trainer(Path(folder), self.model())
-            with _engines_are_followed(_storages()):
-                memory = follow.follow_trainer(trainer)
+            memory = followed_here(trainer)
             wrapped = trainer.model_wrapped
             return engine_of(wrapped), sharding_of(trainer.args, wrapped), memory
+
+
+def followed_here(trainer: Trainer) -> StepMemory:
+    """Follow a step of a Trainer whose engine shares weights or gradients, on this rank."""
+    with _engines_are_followed(_storages()):
+        return follow.follow_trainer(trainer)
 
 
 def _tensors() -> list[Tensor]:
@@ -61,7 +66,7 @@ def _storages() -> dict[int, torch.UntypedStorage]:
 
 
 class RankTracker(Tracker):
-    """Follows the shards in `DTensor`s, which are whole for who looks at them, and storages that FSDP resizes.
+    """Follows storages that FSDP resizes, and what the engine itself holds.
 
     `found` are storages from before the run, which are not of the model.
     """
@@ -82,16 +87,6 @@ class RankTracker(Tracker):
             # States of random generators are of no engine.
             if tensor.is_floating_point() and key not in self._found and self._storage_of(tensor) is None:
                 yield tensor
-
-    def record_existing(self, tensors: Iterable[tuple[str, Tensor]], category: Category) -> None:
-        super().record_existing(((name, local(tensor.detach())) for name, tensor in tensors), category)
-
-    def name_gradient(self, name: str, gradient: Tensor | None) -> None:
-        super().name_gradient(name, None if gradient is None else local(gradient))
-
-    def __torch_dispatch__(self, function: Any, types: Any, *args: Any) -> Any:
-        # Left to the class: its operators on shards come here again.
-        return NotImplemented if DTensor in types else super().__torch_dispatch__(function, types, *args)
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was filled or emptied in place: weights that are gathered, or no longer."""

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-from transformers.distributed import DistributedConfig
+from transformers import Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.coverage import check_run
-from hf_ckpt.errors import BudgetError, HFCkptError, OtherProcessError, UnsupportedError
+from hf_ckpt.errors import BudgetError, HFCkptError, OtherProcessError
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU, GIB
 from hf_ckpt.simulation.simulator import simulate_step
@@ -85,22 +83,6 @@ def test_budget_that_nothing_fits_ends_both_ranks() -> None:
         train(full_fine_tune("llama"), "ddp", HFCkptCallback("auto", memory_budget="10kB"))
     assert type(raised.value) is (BudgetError if dist.get_rank() == 0 else OtherProcessError)
     assert "No plan fits memory_budget=9.8 KiB." in str(raised.value)
-
-
-def test_tensor_parallelism_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folders = [str(tmp_path_factory.mktemp("llama"))]
-    dist.broadcast_object_list(folders)
-    if dist.get_rank() == 0:
-        full_fine_tune("llama").save_pretrained(folders[0])
-    dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(folders[0], distributed_config=DistributedConfig(tp_size=2))
-    # accelerate knows no tensor parallelism on CPUs, so that no Trainer can be made.
-    args = TrainingArguments(**arguments(Path(folders[0])))
-    with pytest.raises(UnsupportedError, match="tp_size=2 shares each matrix among ranks, which is not simulated"):
-        check_run(None, args, model, "AdamW")
-    model.config.distributed_config = None
-    with pytest.raises(UnsupportedError, match="tensor parallelism has split the model's weights"):
-        check_run(None, args, model, "AdamW")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])

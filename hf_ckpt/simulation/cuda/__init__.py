@@ -35,6 +35,7 @@ from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.cuda import attention, autocast
 from hf_ckpt.simulation.cuda.attention import attention_to_build, restore_attention
 from hf_ckpt.simulation.devices import Device, workspace_bytes
+from hf_ckpt.simulation.shared_tensors import is_shared
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
@@ -116,6 +117,9 @@ class _KernelWorkspaces(SimulationMode):
     ) -> Any:
         if function is DEVICE_OF and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if is_shared(types):
+            # See `Tracker`.
+            return NotImplemented
         held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._workspaces_of(function, args, kwargs or {})]
         output = function(*args, **(kwargs or {}))
         del held
