@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import Trainer, TrainingArguments
+from transformers import Adafactor, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_ckpt.errors import UnsupportedError, did_you_mean
@@ -56,8 +56,10 @@ def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: Fake
     Raises `UnsupportedError` when it cannot be simulated, or its package is not installed.
     """
     if step.given_optimizer is not None:
+        _check_shards(step.given_optimizer.kind, step)
         return _make_given(model, step.given_optimizer, is_cuda, fake_of)
     optimizer_class, kwargs = _class_and_kwargs(model, step)
+    _check_shards(optimizer_class, step)
     groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
     if step.optim in _OF_BITSANDBYTES:
         return _make_bitsandbytes(_trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
@@ -65,6 +67,16 @@ def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: Fake
         # torch reads the device of the parameters, and these are fake CPU tensors.
         kwargs["foreach"] = True
     return cast(torch.optim.Optimizer, optimizer_class(groups, **kwargs))
+
+
+def _check_shards(kind: type, step: Step) -> None:
+    """Refuse an optimizer whose state of a shard is no share of its state of the whole."""
+    engine = step.sharding.engine
+    if kind is Adafactor and step.sharding.world_size > 1 and engine.startswith(("fsdp", "zero")):
+        raise UnsupportedError(
+            f"The step of optimizer Adafactor cannot be simulated under {engine}: of a shard, which is flat, it keeps "
+            "a number for each weight, and not one for each row and column. Use another optimizer, or DDP."
+        )
 
 
 def _make_given(model: nn.Module, given: GivenOptimizer, is_cuda: bool, fake_of: FakeOf) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED, host_tensors, is_paged, make_optimizer
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Sharding, Step
 
 
 class Model(nn.Module):
@@ -160,3 +160,10 @@ def test_other_optimizers_are_refused_by_name(optim: str) -> None:
 def test_a_misspelt_optimizer_is_answered_with_the_nearest() -> None:
     with pytest.raises(UnsupportedError, match='Did you mean "adamw_8bit"'):
         make_optimizer(Model(), Step(optim="adamw_8bits"), is_cuda=True)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero3"])
+def test_adafactor_is_refused_where_its_shards_are_flat(engine: str) -> None:
+    step = Step(optim="adafactor", sharding=Sharding(engine=engine, world_size=2))
+    with pytest.raises(UnsupportedError, match=f"Adafactor cannot be simulated under {engine}: of a shard"):
+        make_optimizer(Model(), step, is_cuda=True)
