@@ -23,6 +23,7 @@ from hf_ckpt.auto.batch_bounds import Batch, is_like_tokens, without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.patch.checks import check_model
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
@@ -85,6 +86,8 @@ def check_run(
     Raises:
         UnsupportedError: says what is not simulated.
     """
+    # What no plan can govern is not to be tried with another policy.
+    check_model(model)
     _check_arguments(args)
     _check_engine(trainer, args, model)
     _check_compiled(model)

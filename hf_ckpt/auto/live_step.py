@@ -38,7 +38,6 @@ SPLIT_SIZES = {
     "cp_size": "each row",
     "sp_size": "each row",
     "ep_size": "the experts",
-    "pp_size": "the layers",
 }
 """Sizes in accelerate's `ParallelismConfig` and transformers' `DistributedConfig` that are not simulated above 1, and
 what ranks share under them."""

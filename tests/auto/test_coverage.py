@@ -444,6 +444,14 @@ def test_transformers_own_sharding_of_experts_is_refused(tmp_path: Path) -> None
         check_run(run, run.args, run.model, "AdamW")
 
 
+def test_transformers_own_pipeline_is_refused_under_any_policy(tmp_path: Path) -> None:
+    run, _ = trainer(llama(num_hidden_layers=1), tmp_path)
+    # As its loading leaves it.
+    run.model._pp_stage = SimpleNamespace()  # type: ignore[union-attr]  # upstream
+    with pytest.raises(UnsupportedError, match="what a stage receives has no way back for gradients"):
+        check_run(run, run.args, run.model, "AdamW")
+
+
 def test_precision_that_accelerate_alone_is_launched_with_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
@@ -104,8 +106,13 @@ def test_gradients_are_those_without_a_plan(alone: tuple[type[Any], list[Tensor]
 
 
 def test_transformers_own_stages_are_refused() -> None:
-    model = llama()
-    # As its loading leaves it.
-    model._pp_stage = object()  # type: ignore[assignment]  # upstream
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        if dist.get_rank() == 0:
+            llama().save_pretrained(folders[0])
+        dist.barrier()
+        model = AutoModelForCausalLM.from_pretrained(folders[0], distributed_config=DistributedConfig(pp_size=2))
+        dist.barrier()
     with pytest.raises(UnsupportedError, match="what a stage receives has no way back for gradients"):
         hf_ckpt.apply(model, "full")
