@@ -51,7 +51,16 @@ def inspection(recipe: Recipe, names: Mapping[str, str]) -> str:
         full = build_on_meta(wanted, write_config(config_fields(found.config), wanted, found, Path(folder)))
     stacks = full.stacks or find_layers(full.model, **names)
     head = f"{full.class_name}, {full.num_parameters:,} parameters, config from {found.source}"
-    parts = [head, *_structure(stacks), "", *_modes(full, stacks), "", *_plan(full, stacks), "", *_held(recipe, names)]
+    parts = [
+        head,
+        *_structure(stacks),
+        "",
+        *_modes(recipe, full, stacks),
+        "",
+        *_plan(full, stacks),
+        "",
+        *_held(recipe, names),
+    ]
     return "\n".join(parts)
 
 
@@ -76,7 +85,7 @@ def _describe(layer: Layer) -> str:
     return f"{type(layer.module).__name__}{f' ({layer.layer_type})' if layer.layer_type else ''}; {parts}{frozen}"
 
 
-def _modes(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
+def _modes(recipe: Recipe, full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
     yield "On every layer, a mode"
     width = max(map(len, Mode))
     for mode in Mode:
@@ -84,7 +93,7 @@ def _modes(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
     yield "What can be added to it"
     yield f"  {'offload':<{width}}  what a layer keeps waits in host memory, or on disk, for its backward"
     yield f"  {'tiles':<{width}}  {_tiled(stacks)}"
-    yield f"  {'head: chunked':<{width}}  {_chunked(full)}"
+    yield f"  {'head: chunked':<{width}}  {_chunked(recipe, full)}"
 
 
 def _tiled(stacks: Sequence[Stack]) -> str:
@@ -101,8 +110,10 @@ def _tiled(stacks: Sequence[Stack]) -> str:
     return "; ".join([*sliced, *list(reasons)[:1]])
 
 
-def _chunked(full: MetaModel) -> str:
+def _chunked(recipe: Recipe, full: MetaModel) -> str:
     """Return which head is meant, or why it cannot run in chunks."""
+    if recipe.kind.of_trl and not recipe.kind.scores_rows:
+        return "trl computes head and loss together, and governs"
     try:
         other = governed_by_other(full.model)
         head = find_head(full.model).path

@@ -391,6 +391,14 @@ def test_refusal_of_several_processes_ends_with_code_2(
     assert "Rule {...} reaches no layer." in capsys.readouterr().err
 
 
+def test_head_of_trl_is_said_to_govern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    assert main(["inspect", str(small_recipes.of_trainer(tmp_path, "dpo"))]) == 0
+    printed = capsys.readouterr().out
+    assert "trl computes head and loss together, and governs" in printed
+    assert "without a plan: 4 rows of 64 tokens" in printed
+
+
 def names_a_trainer(stem: str) -> bool:
     """Whether a shipped recipe trains by another loss than the one that is verified."""
     return "\ntrainer: " in (RECIPES / f"{stem}.yaml").read_text("utf-8")

@@ -113,8 +113,17 @@ def test_step_of_a_recipe_is_that_of_the_run(tmp_path: Path, kind: str, case: st
     assert predicted.peak_bytes == pytest.approx(live.memory(None).peak_bytes, rel=1e-3)
 
 
-@pytest.mark.parametrize("trainer", ["dpo", "reward", "classification"])
-def test_recipe_takes_what_is_predicted_of_it(trainer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "overrides"),
+    [
+        ("sft", []),
+        ("sft", ["data.packing=true", "training.bf16=true"]),
+        ("dpo", []),
+        ("reward", []),
+        ("classification", ["training.gradient_accumulation_steps=2"]),
+    ],
+)
+def test_recipe_takes_what_is_predicted_of_it(trainer: str, overrides: list[str], tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if trainer == "dpo":
         pytest.importorskip("bitsandbytes")
@@ -130,7 +139,8 @@ def test_recipe_takes_what_is_predicted_of_it(trainer: str, tmp_path: Path) -> N
         # That are as long as can be, as longer ones are left out.
         words = "abcdefghijklmnopqrstuv"
         (tmp_path / "reward.jsonl").write_text(json.dumps({"chosen": words, "rejected": words[::-1]}) * 16)
-    recipe = load_recipe(path, ["model.tokenizer.train.vocab_size=259"] if "model" not in more else [])
+    small = ["model.tokenizer.train.vocab_size=259"] if "model" not in more else []
+    recipe = load_recipe(path, [*small, *overrides])
     tokenizer, data = train._tokenizer_and_data(recipe)
     run, _, _ = train._trainer(recipe, training_arguments(recipe), tokenizer, data)
     found = subject_of(recipe)
