@@ -82,6 +82,19 @@ def test_recipe_trains_on_two_as_without_its_plan(
     check_words(run, printed)
 
 
+@pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+@pytest.mark.parametrize(("stem", "config"), [("llama3_8b_dpo_lora", "fsdp2_8gpu"), ("llama3_8b_reward", "ddp_8gpu")])
+def test_trainers_of_trl_train_on_two_as_without_their_plan(stem: str, config: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    folder = made_by_first(lambda: tmp_path)
+    with launched(config):
+        planned = carry_out(stem, folder / "planned")
+        plain = carry_out(stem, folder / "plain", "checkpointing=null")
+    assert str(planned.summary.engine).startswith("FSDP2" if "fsdp2" in config else "DDP")
+    check_losses(planned, plain)
+    check_plan(planned)
+
+
 def check_words(run: Run, printed: str) -> None:
     """Hold that one process speaks for both."""
     # DeepSpeed, where it is installed, tells each process of the devices that it found.
