@@ -228,8 +228,6 @@ _TRAINING_TYPES = {
     "log_level": f"Literal{_LOG_LEVELS}",
     "log_level_replica": f"Literal{_LOG_LEVELS}",
 }
-# One loss may be written as text.
-_TRL_TYPES = {"loss_type": "str | list[str]"}
 # LoHa and LoKr share the fields of a class that lies here.
 _SHARED_CONFIG = "tuners/lycoris_utils.py"
 # The class has no annotations: these are the parameters whose default does not say what they take.
@@ -267,9 +265,24 @@ def training_keys() -> Keys:
 @functools.lru_cache
 def trl_keys(name: str) -> Keys:
     """Return the fields of the arguments of a trainer of trl, such as `DPO`; its bases' included."""
-    own = _fields(_class("trl", f"trainer/{name.lower()}_config.py", f"{name}Config"))
+    node = _class("trl", f"trainer/{name.lower()}_config.py", f"{name}Config")
     base = _fields(_class("trl", "trainer/base_config.py", "_BaseConfig"))
-    return {**training_keys(), **base, **_corrected(own, _TRL_TYPES)}
+    return {**training_keys(), **base, **_fields(node), **_listed_in_help(node)}
+
+
+def _listed_in_help(node: ast.ClassDef) -> dict[str, Key]:
+    """Return the fields whose choices a class lists in their help only; one of several may be written as text."""
+    found: dict[str, Key] = {}
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) in ("str", "list[str]"):
+            text = ast.unparse(statement.value) if statement.value is not None else ""
+            listed = re.search(r"Possible values are:? (.*?)\. ", text)
+            words = tuple(re.findall(r"`'?(\w+)'?`", listed[1])) if listed and "'choices'" not in text else ()
+            if len(words) > 1:
+                choice, is_list = Type("choice", choices=words), ast.unparse(statement.annotation) == "list[str]"
+                type_ = Type("union", (choice, Type("list", (choice,)))) if is_list else choice
+                found[ast.unparse(statement.target)] = Key(type_, _default(statement.value))
+    return found
 
 
 def trl_version() -> tuple[int, ...] | None:

@@ -448,6 +448,10 @@ OF_TRL = [
     ),
     broken(of_trainer("dpo", "output_dir: x, bta: 0.2"), "unknown key of DPOConfig (trl", 'Did you mean "beta"?'),
     broken(of_trainer("dpo", "output_dir: x, beta: high"), 'training.beta = "high": expected a number.'),
+    broken(of_trainer("dpo", "output_dir: x, loss_type: sigmiod"), 'one of "sigmoid", "hinge"', 'you mean "sigmoid"?'),
+    broken(of_trainer("dpo", "output_dir: x, loss_type: [ipo, hing]"), "or a list of one of"),
+    broken(of_trainer("dpo", "output_dir: x, f_divergence_type: kl"), 'one of "reverse_kl", "forward_kl"'),
+    broken(of_trainer("kto", "output_dir: x, loss_type: kot"), 'one of "kto", ', 'Did you mean "kto"?'),
     broken(of_trainer("dpo", "output_dir: x, max_length: 9"), "training.max_length = 9: a recipe says this in data."),
     broken(of_trainer("reward", more="path: x, packing: true"), "data.packing = true: belongs to plain text"),
     broken(of_trainer("dpo", more="path: x, columns: {promt: x}"), "data.columns.promt", 'Did you mean "prompt"?'),
@@ -479,6 +483,13 @@ def test_keys_of_a_trainer_are_the_fields_of_its_arguments(name: str) -> None:
     trl = pytest.importorskip("trl", minversion="1.16")
     config = getattr(trl, f"{name}Config")
     assert set(field_types.trl_keys(name)) == {field.name for field in dataclasses.fields(config) if field.init}
+
+
+def test_losses_of_dpo_are_those_that_trl_computes() -> None:
+    trl = pytest.importorskip("trl", minversion="1.16")
+    computed = re.findall(r'loss_type == "(\w+)"', inspect.getsource(sys.modules[trl.DPOTrainer.__module__]))
+    assert len(computed) > 10
+    assert set(computed) == set(field_types.trl_keys("DPO")["loss_type"].type.words())
 
 
 @pytest.mark.skipif(not hasattr(yaml, "CSafeLoader"), reason="libyaml is not installed")
