@@ -232,7 +232,9 @@ class _Before:
     def __init__(self, optimizer: torch.optim.Optimizer, part: Part) -> None:
         self._state = optimizer.state
         self._new = [weight for _, weight in part if weight not in optimizer.state]
-        self._versions = [(tensor, tensor._version) for _, weight in part for tensor in self._tensors(weight)]
+        # Where all have their state, nothing is made of it before the first write.
+        written = part if self._new else []
+        self._versions = [(tensor, tensor._version) for _, weight in written for tensor in self._tensors(weight)]
 
     def _tensors(self, weight: nn.Parameter) -> Iterator[Tensor]:
         yield weight
@@ -241,6 +243,8 @@ class _Before:
 
     def is_unwritten(self) -> bool:
         """Whether neither what was there nor the counters of new state show a write."""
+        if not self._new:
+            return False
         counters = (self._state[weight].get("step", 0) for weight in self._new if weight in self._state)
         return all(tensor._version == version for tensor, version in self._versions) and not any(map(float, counters))
 

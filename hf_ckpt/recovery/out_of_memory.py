@@ -132,6 +132,9 @@ class Failure:
         found = cls(error, part_of(error.__traceback__), Figures.of(str(error)))
         for each in _chain(error):
             traceback.clear_frames(each.__traceback__)
+        if error.__traceback__ is not None:
+            # The frame that catches it runs on, and holds this failure: a cycle, with all that the frame is given.
+            error.__traceback__ = error.__traceback__.tb_next
         return found
 
     @property

@@ -52,6 +52,8 @@ def why_not(trainer: Any, args: TrainingArguments) -> str | None:
     """Return why a run cannot go on after it has run out of memory; None if it can."""
     if trainer is None:
         return "the Trainer was not found among the callers of on_train_begin: callback.attach(trainer)"
+    if getattr(trainer, "optimizer", None) is None:
+        return "the Trainer has no optimizer yet"
     if args.auto_find_batch_size:
         return "auto_find_batch_size answers such errors itself"
     if store.num_processes() > 1:
@@ -159,7 +161,7 @@ class Recovery:
         if self._planning is not None and not failure.is_of_host:
             leaner = self._planning.leaner_plan(is_exact=self._is_exact)
             if leaner is not None:
-                return Rung(leaner, "the plan for a tenth less memory")
+                return Rung(leaner, "the plan for a tenth less memory", is_exact=self._is_exact)
         applied = self._run.applied
         return next_rung(
             plan, applied.stacks, self._run.model, is_exact=self._is_exact, drops_offload=failure.is_of_host
@@ -213,5 +215,6 @@ def begin(trainer: Any, args: TrainingArguments, make: Callable[[], Recovery]) -
     why = why_not(trainer, args)
     if why is None:
         return make()
-    logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
+    if args.process_index == 0:
+        logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
     return None

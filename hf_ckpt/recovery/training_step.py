@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.policy.plan import Plan
@@ -62,6 +64,9 @@ class TrainingSteps:
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # One of each device tells which generators there are.
         self._on_devices = list({tensor.device: tensor for tensor in model.parameters()}.values())
+        # Older than the graph of any step; see `_drop_failed_backward`.
+        with torch.enable_grad():
+            self._oldest = torch.zeros((), requires_grad=True) * 1
         self._window: Window | None = None
 
     def begin_step(self) -> None:
@@ -111,7 +116,17 @@ class TrainingSteps:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return None, Failure.caught(error)
+            failure = Failure.caught(error)
+        self._drop_failed_backward()
+        return None, failure
+
+    def _drop_failed_backward(self) -> None:
+        """Let go of the nodes that a failed backward has left in autograd's queue of this thread, and their graph.
+
+        The youngest node is run first: a backward of one that is older than all of them finds and drops them.
+        """
+        with torch.enable_grad(), _disable_current_modes():
+            self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
 
     def _recover(self, method: Method, window: Window, failure: Failure) -> Any:
         is_retried = False
