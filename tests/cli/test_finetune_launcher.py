@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from hf_ckpt.cli import finetune, launch
+from hf_ckpt.cli import finetune, finetune_launcher
 from hf_ckpt.cli.main import main
 from tests import small_recipes
 
@@ -88,7 +88,7 @@ def test_launched_module_runs_the_same_command(tmp_path: Path, capfd: pytest.Cap
     recipe = small_recipes.write(tmp_path)
     # Not through `os.execv`, which would be the end of the tests.
     options = argparse.Namespace(config_file=None, processes=None)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch._launch_options(options), "--cpu"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *finetune_launcher._launch_options(options), "--cpu"]
     assert (
         os.spawnv(os.P_WAIT, sys.executable, [*command, "--module", "hf_ckpt.cli.finetune", str(recipe), "--print"])
         == 0
