@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch, describe, sharding_of
-from hf_ckpt.estimate.own_loss import own_step
 from hf_ckpt.loading.model import (
     Found,
     bits_and_bytes,
@@ -45,6 +44,9 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
+
+if TYPE_CHECKING:
+    from hf_ckpt.estimate.own_loss import OwnStep
 
 _SDPA = "sdpa"
 
@@ -134,7 +136,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     attention, notes = _attention(recipe)
     base = _base(recipe, found, attention, torch.device("meta"))
     base = _quantised(base, recipe, found)
-    own = own_step(recipe, base, step.sharding) if recipe.kind.of_trl else None
+    own = _own_step(recipe, base, step.sharding) if recipe.kind.of_trl else None
     model: Any = with_empty_adapter(base, recipe) if own is None else own.model
     if own is not None:
         step = replace(step, loss=own.loss, is_padded=step.is_padded or own.loss.rows_per_example > 1)
@@ -161,6 +163,13 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     )
     plan = _own_plan(subject, recipe)
     return replace(subject, plan=plan, allowed=subject.allowed if plan is None else allowed_in(plan))
+
+
+def _own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
+    # trl, and the datasets that it needs, are loaded for recipes that ask for it.
+    from hf_ckpt.estimate.own_loss import own_step
+
+    return own_step(recipe, base, sharding)
 
 
 def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> Subject:
