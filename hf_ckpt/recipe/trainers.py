@@ -88,4 +88,4 @@ NOT_POSSIBLE = {
 """Trainers that a recipe cannot have, and why."""
 
 OLDEST_TRL = (1, 16)
-INSTALL_TRL = "pip install 'trl>=1.16'"
+INSTALL_TRL = "pip install 'hf_ckpt[trl]'"

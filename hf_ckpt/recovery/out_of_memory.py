@@ -101,7 +101,7 @@ def part_of(traceback: TracebackType | None) -> Part:
     return Part.ELSEWHERE
 
 
-_OF_OPTIMIZER = ("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad", "hf_ckpt.recovery.optimizer_step")
+_OF_OPTIMIZER = ("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad", "hf_ckpt.recovery.optimizer_recovery")
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recovery.evaluation import Evaluation
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
-from hf_ckpt.recovery.optimizer_step import OptimizerSteps
+from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.run import TrainingRun

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.optimizer_step import _KNOWN, Temporaries
+from hf_ckpt.recovery.optimizer_recovery import _KNOWN, Temporaries
 from tests.recovery.limits import FailingOperators, Limit, Steps
 from tests.training import arguments, changed, llama, rows, weights
 
