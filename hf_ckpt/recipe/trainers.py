@@ -12,9 +12,7 @@ class TrainerKind:
     """One value of `trainer`."""
 
     name: str = ""  # As a recipe writes it; empty for the Trainer of transformers on plain text.
-    of_trl: str = (
-        ""  # How trl begins the names of its trainer and its arguments, such as `DPO`; empty for no class of trl.
-    )
+    of_trl: str = ""  # What trl's names of trainer and arguments begin with, such as `DPO`; empty for none of trl's.
     columns: Columns = ()  # Of the data set, without which it cannot train; none where rows are plain text.
     more_columns: Columns = ()  # That it reads where they are there.
     token_columns: tuple[Columns, ...] = ()  # What trl makes of an example: for each row, the columns that are joined.
