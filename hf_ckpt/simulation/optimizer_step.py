@@ -111,7 +111,7 @@ def _set_gradients(parameters: list[nn.Parameter]) -> None:
 
 
 def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    elsewhere = {id(tensor) for tensor in host_tensors(optimizer)}
+    counted_elsewhere = {id(tensor) for tensor in (*host_tensors(optimizer), *names)}
     for parameter, tensor in state_tensors(optimizer):
-        if id(tensor) not in elsewhere and id(tensor) not in map(id, names):
+        if id(tensor) not in counted_elsewhere:
             yield names.get(parameter, ""), tensor
