@@ -74,7 +74,7 @@ def build(recipe: Recipe, place: torch.device) -> Any:
     """
     torch.manual_seed(0)
     with place:
-        model: Any = made(find_config(recipe).config, dict(recipe.model), dtype=torch.bfloat16)
+        model: Any = made(find_config(recipe).config, dict(recipe.model), recipe, dtype=torch.bfloat16)
     section = recipe.quantization or {}
     options = {"compress_statistics": "bnb_4bit_use_double_quant", "quant_type": "bnb_4bit_quant_type"}
     quantize(model, {name: section[key] for name, key in options.items()})

@@ -27,7 +27,7 @@ FENCE = re.compile(
 )
 SHELL = {"sh", "bash", "shell", "console", "powershell"}
 # Made by commands, so not in the repository.
-MADE_BY_COMMANDS = (".venv", "runs")
+MADE_BY_COMMANDS = (".venv", "runs", "my_recipe.yaml")
 
 
 @dataclass(frozen=True)
