@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
@@ -22,6 +21,7 @@ from tests import small_recipes, twins
 from tests.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("trl", minversion="1.16")
+Image = pytest.importorskip("PIL.Image")
 pil = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
 
 pytestmark = [
