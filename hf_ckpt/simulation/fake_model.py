@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -162,12 +163,19 @@ class EmptyCopies(TorchFunctionMode):
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
+_COLLECTS_STATES = "transformers.utils.output_capturing"  # Not in every supported version.
 
 
 def _fill_stand_in(made: nn.Module, original: nn.Module, like: nn.Module) -> None:
-    """Let a stand-in have the settings of its original, and show what `like` holds without holding it."""
+    """Let a stand-in have the settings of its original, and show what `like` holds without holding it.
+
+    Of the hooks it has those by which transformers collects hidden states, which it puts on when they are first asked
+    for: models such as LLaVA pick one by its number.
+    """
     nn.Module.__init__(made)
     hooks = vars(made).copy()
+    collecting = {key: hook for key, hook in original._forward_hooks.items() if hook.__module__ == _COLLECTS_STATES}
+    hooks["_forward_hooks"] = OrderedDict(collecting)
     held = {name: value for kind in _HELD for name, value in vars(like)[kind].items()}
     own = {name: value for name, value in vars(original).items() if isinstance(value, bool | int | float | str)}
     vars(made).update({**vars(like), **hooks, **held, **own})

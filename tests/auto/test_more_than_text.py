@@ -286,9 +286,8 @@ def test_mask_of_four_dimensions_is_predicted(tmp_path: Path) -> None:
     assert abs(planned(callback).predicted_bytes / followed.peak_bytes - 1) < 0.01
 
 
-def test_stacks_of_unequal_depth_are_traced_once() -> None:
-    # Nine layers amid stacks of one.
-    known = zoo.build("florence2", num_layers=2)
+def assert_traced_once(known: zoo.Case) -> None:
+    """See that a step with layers that stand for others is that of all layers."""
     batch = describe_batch(known.model, (), known.inputs)
     assert batch is not None
     step = Step(batch_size=batch.rows, seq_length=batch.length, tensors=batch.tensors, optim=None)
@@ -297,6 +296,18 @@ def test_stacks_of_unequal_depth_are_traced_once() -> None:
     ]
     assert found[0].peak_bytes == found[1].peak_bytes
     assert found[0].timeline == found[1].timeline
+
+
+def test_stacks_of_unequal_depth_are_traced_once() -> None:
+    # Nine layers amid stacks of one.
+    assert_traced_once(zoo.build("florence2", num_layers=2))
+
+
+def test_hidden_state_of_a_layer_that_is_not_traced_is_there() -> None:
+    known = zoo.build("llava", num_layers=6)
+    # The tower's states are asked for: transformers puts on the hooks that collect them.
+    known.model(**known.inputs)
+    assert_traced_once(known)
 
 
 # --- The largest batch. ---
