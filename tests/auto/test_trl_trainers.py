@@ -221,10 +221,8 @@ def test_budget_below_none_is_kept_and_the_run_is_that_without_a_plan(tmp_path: 
     smallest = simulator.memory(simulator.plan_of(Policy.parse("full"))).peak_bytes
     budget = smallest + (found.peak_bytes - smallest) // 3
     assert smallest < 0.9 * found.peak_bytes
-    callback = auto(f"{budget}B")
-    assert follow_trainer(trainer(kind, case, tmp_path, callback)).peak_bytes <= budget
     run = trainer(kind, case, tmp_path, auto(f"{budget}B"))
-    run.train()
+    assert follow_trainer(run).peak_bytes <= budget
     assert logged(run) == logged(plain)
     assert changed(weights(plain.model), weights(run.model)) == []
 
