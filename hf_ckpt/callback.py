@@ -44,8 +44,9 @@ from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Policy
 from hf_ckpt.recovery.recovery import Recovery, begin, check_asked
 from hf_ckpt.trainer import metrics
+from hf_ckpt.trainer.messages import Messages, say_who_governs
 from hf_ckpt.trainer.run import TrainingRun
-from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
+from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class HFCkptCallback(TrainerCallback):
         on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
             with the same result (docs/out_of_memory.md; one process). `"error"`, otherwise: the run ends.
         quiet_steps: steps without trouble after which a faster plan returns, for batches that it did not fail for.
+        quiet: show nothing on standard error; without it, a line or two of plan and peak as the run begins and ends,
+            where `disable_tqdm` is off.
 
     Raises:
         PolicyError: the policy or the budget cannot be read.
@@ -127,7 +130,7 @@ class HFCkptCallback(TrainerCallback):
     """
 
     @takes(CallbackOptions)
-    def __init__(self, policy: object, **options: Unpack[CallbackOptions]) -> None:
+    def __init__(self, policy: object, *, quiet: bool = False, **options: Unpack[CallbackOptions]) -> None:
         _check_values(options)
         policy_options = select(options, PolicyOptions)
         self._structure = select(options, StructureOptions)
@@ -152,6 +155,7 @@ class HFCkptCallback(TrainerCallback):
         self._on_oom = options["on_oom"]
         self._is_escalated = self._on_oom == "escalate" or (self._on_oom is None and policy == AUTO)
         self._rungs: dict[str, Any] = {"is_exact": options["exact"] is not False, "quiet_steps": options["quiet_steps"]}
+        self._messages = Messages(is_quiet=quiet)
         self._trainer: weakref.ref[Trainer] | None = None
         self._recovery: Recovery | None = None
         self._run: TrainingRun | None = None
@@ -213,7 +217,7 @@ class HFCkptCallback(TrainerCallback):
         _check_not_trained_now(model)
         _remove_leftover(model)
         use_cache.restore_recorded(model)
-        _say_who_governs(args)
+        say_who_governs(args)
         with watchdog.watched_training() as watch:
             planning, policy, input_gradients = self._planned(args, state, kwargs)
             self._peak = TrainingPeak()
@@ -242,9 +246,9 @@ class HFCkptCallback(TrainerCallback):
         self.plan = run.applied.plan
         if state.global_step:
             check_resumed_plan(self.plan, _resumed_folder(args, state), is_strict=self._strict_resume)
-        if state.is_world_process_zero:
-            logger.info("Activation checkpointing is in force.\n%s", self.plan.summary())
-            write_plan(self.plan, _output_folder(args))
+        prediction = None if self._planning is None else self._planning.describe()
+        self._messages.begin(args, state, self.plan, _output_folder(args) / PLAN_FILE, prediction)
+        self._announce_plan(args, state, self.plan)
 
     def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> Recovery | None:
         if not self._is_escalated:
@@ -309,8 +313,8 @@ class HFCkptCallback(TrainerCallback):
         run.change_plan(plan)
         if self._recovery is not None:
             self._recovery.plan_again(plan)
-        if state.is_world_process_zero:
-            logger.info("Another plan is in force from here on, for larger batches.\n%s", plan.summary())
+        assert self._planning is not None, "it planned again"
+        self._messages.change(plan, self._planning.describe())
         self._announce_plan(args, state, plan)
 
     def on_step_begin(
@@ -439,10 +443,10 @@ class HFCkptCallback(TrainerCallback):
         if run.is_reported:
             return
         run.is_reported = True
-        predicted_bytes = None if self._planning is None else self._planning.predicted_bytes
+        predicted_bytes = 0 if self._planning is None else self._planning.predicted_bytes
         self._report = run.figures(predicted_bytes) | ({} if self._recovery is None else self._recovery.figures())
-        if predicted_bytes and self._peak is not None:
-            logger.info("%s", self._peak.compare(predicted_bytes))
+        compared = self._peak.compare(predicted_bytes) if predicted_bytes and self._peak is not None else None
+        self._messages.end(compared, self._report)
         metrics.send_to_reporters(self._report, args, state, control, run.model)
 
 
@@ -534,14 +538,6 @@ def _check_not_trained_now(model: nn.Module) -> None:
         raise AlreadyAppliedError(
             "This Trainer was started while another one with HFCkptCallback trains the same model, under the plan of "
             "that one. Leave HFCkptCallback out of the inner Trainer, or give it another model."
-        )
-
-
-def _say_who_governs(args: TrainingArguments) -> None:
-    # transformers 5.2x has the new name, earlier versions the old one only.
-    if getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None):
-        logger.info(
-            "The training arguments ask for activation checkpointing too; the policy of HFCkptCallback governs."
         )
 
 

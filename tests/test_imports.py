@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_ckpt"
 ORDER = (
     "errors",
     "units",
+    "markup",
     "policy",
     "structure",
     "regions",
@@ -42,7 +43,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-PURE_PYTHON = {"errors", "units", "policy"}
+PURE_PYTHON = {"errors", "units", "markup", "policy"}
 # The only ones that know YAML, data sets and tokenizers.
 RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli", "__main__"}
 CORE = set(ORDER) - RECIPES

@@ -63,7 +63,7 @@ def test_nothing_that_belongs_to_a_torch_build_is_pinned(file_name: str) -> None
 
 def test_nothing_is_needed_that_transformers_and_peft_do_not_bring() -> None:
     needed = [Requirement(line).name for line in PROJECT["dependencies"]]
-    assert needed == ["torch", "transformers", "accelerate", "numpy", "pyyaml", "peft"]
+    assert needed == ["torch", "transformers", "accelerate", "numpy", "tqdm", "pyyaml", "peft"]
 
 
 def test_optional_libraries_are_extras() -> None:

@@ -111,6 +111,13 @@ class RunPlanner:
         """The largest batch that can come; None where that is not known."""
         return self.batch if self._is_bounded else None
 
+    def describe(self) -> str:
+        """Return what the plan is predicted to need of the budget, in words."""
+        budget = format_bytes(self.budget_bytes)
+        if self.batch is None:
+            return f"how large batches are is not known: planned for as they come, within {budget}"
+        return f"predicted peak {format_bytes(self.predicted_bytes)} of {budget}, for {self.batch.describe()}"
+
     def start(self, batch: Batch) -> None:
         """Plan for a batch, the same on all ranks: rank 0 does, and broadcasts the plan.
 

@@ -297,7 +297,8 @@ def _trainer(
 def _callback(recipe: Recipe) -> HFCkptCallback | None:
     if recipe.checkpointing is None:
         return None
-    return HFCkptCallback(**recipe.checkpointing.callback_options)
+    # What it would show is in the log, which this command prints, and in the summary.
+    return HFCkptCallback(**recipe.checkpointing.callback_options, quiet=True)
 
 
 def _describe_parameters(model: Any) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
+from hf_ckpt import markup
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.policy.options import (
     HeadMode,
@@ -34,6 +35,16 @@ from hf_ckpt.policy.text_file import read_text
 PLAN_SUFFIX = ".json"
 """What the name of a plan's file ends with; a policy that is such text is the plan in that file."""
 _LONGEST_MESSAGE = 1000
+
+MODE_COLOURS: Mapping[Mode, str] = {
+    Mode.NONE: "#999999",
+    Mode.FULL: "#D55E00",
+    Mode.ATTENTION: "#E69F00",
+    Mode.FFN: "#CC79A7",
+    Mode.SELECTIVE: "#56B4E9",
+    Mode.SELECTIVE_ATTENTION: "#0072B2",
+}
+"""Of layers, where a plan is drawn."""
 
 
 class LayerShape(Protocol):
@@ -103,6 +114,11 @@ class LayerPlan:
     def alone(self) -> LayerPlan:
         """What the entry does with the layer by itself, without its segment: an option of the planner."""
         return replace(self, segment=None, nested=False, why="")
+
+    def in_short(self) -> str:
+        """Return mode and modifiers without their details, such as `full + offload`."""
+        modifiers = [("nested", self.nested), ("offload", self.offload), ("tiles", self.tiles)]
+        return " + ".join([str(self.mode), *(name for name, value in modifiers if value)])
 
     def describe(self) -> str:
         """Return mode and modifiers, and why they are not what the policy asked for, as one short phrase."""
@@ -196,6 +212,26 @@ class Plan:
     def count(self, mode: Mode) -> int:
         """Return the number of layers with this mode."""
         return sum(layer.mode is mode for stack in self.stacks for layer in stack.layers)
+
+    def describe(self) -> str:
+        """Return the plan as one phrase: how many layers do what, such as `layers: 3 full, 1 none`."""
+        counts = {stack.path: Counter(layer.in_short() for layer in stack.layers) for stack in self.stacks}
+        phrases = [
+            f"{'layers' if len(counts) == 1 else path}: {', '.join(f'{n} {what}' for what, n in count.most_common())}"
+            for path, count in counts.items()
+        ]
+        return "; ".join([*phrases, *([f"head: {self.head}"] if self.head is not HeadMode.PLAIN else [])])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        shown = [markup.paragraph(self.describe())]
+        for stack in self.stacks:
+            cells = [(MODE_COLOURS[layer.mode], f"{idx}: {layer.describe()}") for idx, layer in enumerate(stack.layers)]
+            shown.append(markup.strip(cells, label=f"{stack.path}: {len(stack.layers)} layers"))
+            shown.append(markup.table([*_grouped(stack.layers)], header=(stack.path, "what it does")))
+        modes = {layer.mode for stack in self.stacks for layer in stack.layers}
+        shown.append(markup.legend({mode: colour for mode, colour in MODE_COLOURS.items() if mode in modes}))
+        return markup.notebook(*shown)
 
     def summary(self) -> str:
         """Return the plan as text, equal neighbouring layers on one line."""

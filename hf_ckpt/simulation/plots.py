@@ -14,27 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.simulation.step_memory import Category, StepMemory, Timeline
+from hf_ckpt.simulation.step_memory import COLOURS, Category, StepMemory, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-
-COLOURS: Mapping[Category, str] = {
-    Category.PARAMETERS: "#999999",
-    Category.GATHERED: "#000000",
-    Category.REFERENCE: "#882255",
-    Category.OPTIMIZER: "#0072B2",
-    Category.GRADIENTS: "#009E73",
-    Category.WORKSPACES: "#332288",
-    Category.SAVED: "#56B4E9",
-    Category.RECOMPUTED: "#D55E00",
-    Category.LOSS: "#CC79A7",
-    Category.TEMPORARY: "#F0E442",
-}
-"""Of each category, in the order in which they are stacked: what lasts longest lies lowest."""
 
 _DARK = (Category.GATHERED, Category.REFERENCE, Category.OPTIMIZER, Category.WORKSPACES)
 """Those that are written on in white."""

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hf_ckpt import markup
 from hf_ckpt.errors import did_you_mean
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.units import format_bytes
 
 
 class Category(StrEnum):
@@ -37,6 +39,21 @@ class Category(StrEnum):
     """Made after the last layer, forward and backward: the head, its logits, the loss."""
     TEMPORARY = "temporary"
     """The rest: what operators allocate and free, gradients of activations, the inputs of the step."""
+
+
+COLOURS: Mapping[Category, str] = {
+    Category.PARAMETERS: "#999999",
+    Category.GATHERED: "#000000",
+    Category.REFERENCE: "#882255",
+    Category.OPTIMIZER: "#0072B2",
+    Category.GRADIENTS: "#009E73",
+    Category.WORKSPACES: "#332288",
+    Category.SAVED: "#56B4E9",
+    Category.RECOMPUTED: "#D55E00",
+    Category.LOSS: "#CC79A7",
+    Category.TEMPORARY: "#F0E442",
+}
+"""Of each category, in the order in which they are stacked: what lasts longest lies lowest."""
 
 
 class Phase(StrEnum):
@@ -176,3 +193,23 @@ class StepMemory:
             )
         totals = zip(self.timeline.places, self.timeline.total_bytes(), strict=True)
         return max((total for place, total in totals if place.phase == phase), default=0)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what fills the peak, and memory over the step."""
+        head = f"Peak {format_bytes(self.peak_bytes)} on {self.device}, in the {self.peak_at.describe()}"
+        if self.time.total:
+            head += f"; a step takes {self.time.total:.3g} s as predicted"
+        rows = [(str(category), format_bytes(size)) for category, size in self.by_category.items() if size]
+        return markup.notebook(
+            markup.paragraph(f"{head}."),
+            markup.table(rows, header=("at the peak", "bytes")),
+            self.picture(),
+        )
+
+    def picture(self) -> str:
+        """Return memory over the step as SVG, stacked by category."""
+        found = self.timeline.bytes_by_category
+        columns = {str(category): found[category] for category in COLOURS if category in found}
+        colours = {str(category): colour for category, colour in COLOURS.items() if category in found}
+        drawn = markup.areas(self.timeline.seconds, columns, colours, label="memory over the step")
+        return drawn + markup.legend(colours)

@@ -14,6 +14,7 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, parse, resolve
 from hf_ckpt.policy.policy import Mode, Policy
+from tests.markups import Markup
 
 BOTH = frozenset({"attention", "ffn"})
 
@@ -721,3 +722,23 @@ def test_plan_is_a_value() -> None:
     stack = StackPlan("model.layers", (LayerPlan(Mode.FULL),))
     assert Plan("M", (stack,)) == Plan("M", (StackPlan("model.layers", (LayerPlan(Mode.FULL),)),))
     assert hash(Plan("M", (stack,))) == hash(Plan("M", (stack,)))
+
+
+# --- What a notebook shows, and one line of it. ---
+
+
+def test_a_plan_in_one_line_counts_what_layers_do() -> None:
+    policy = [{"layers": "0:3", "mode": "full", "offload": "cpu"}, {"layers": 3, "mode": "attention"}]
+    assert plan_of(policy, decoder(6)).describe() == "layers: 3 full + offload, 2 none, 1 attention"
+    towers = plan_of({"stack": "language", "mode": "full"}, two_towers(), head="chunked")
+    assert towers.describe() == "model.visual.blocks: 2 none; model.layers: 4 full; head: chunked"
+
+
+def test_a_notebook_shows_a_plan_as_a_table_and_a_strip_of_layers() -> None:
+    shown = Markup(plan_of({"layers": "0:3", "mode": "full"}, decoder(4))._repr_html_())
+    assert (shown.wrong, shown.leads_to()) == ([], [])
+    cells = [given["fill"] for name, given in shown.elements if name == "rect"]
+    assert len(cells) == 4
+    assert len(set(cells[:3])) == 1
+    assert cells[3] != cells[0]
+    assert "0 to 2 full" in shown.text

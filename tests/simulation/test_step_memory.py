@@ -7,6 +7,7 @@ import re
 import pytest
 
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
+from tests.markups import Markup
 
 TIMELINE = Timeline(
     (Place(Phase.FORWARD), Place(Phase.BACKWARD), Place(Phase.OPTIMIZER)), {Category.PARAMETERS: (10, 30, 20)}
@@ -25,3 +26,14 @@ def test_a_name_of_no_phase_is_refused() -> None:
     message = f'No phase is called "optimiser". Phases are {names}. Did you mean "optimizer"?'
     with pytest.raises(ValueError, match=re.escape(message)):
         MEMORY.peak_of("optimiser")
+
+
+def test_a_notebook_shows_what_fills_the_peak_and_memory_over_the_step() -> None:
+    shown = Markup(MEMORY._repr_html_())
+    assert (shown.wrong, shown.leads_to()) == ([], [])
+    assert "Peak 30 B on cpu, in the backward." in shown.text
+    assert "parameters 30 B" in shown.text
+    (area,) = [given for name, given in shown.elements if name == "polygon"]
+    # The second of three events is the highest: the top of the picture, in its middle.
+    assert area["points"] is not None
+    assert area["points"].split()[1] == "320.0,20.0"

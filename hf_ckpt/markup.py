@@ -1,0 +1,134 @@
+"""HTML and SVG as text, for notebooks and for the page of an estimate. Text follows the page: it is dark where that is.
+
+Colours are those of Okabe and Ito (2008), which people with any kind of colour vision can tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import chain
+
+from hf_ckpt.units import format_bytes
+
+_STYLE = "font-family:system-ui,sans-serif;font-size:13px"
+_CELL, _HIGH = 18, 16
+_MOST_POINTS = 400
+
+
+def element(tag: str, *children: str, **attributes: object) -> str:
+    """Return an element; children are markup already. Attributes: `class_` is `class`, `font_size` is `font-size`."""
+    given = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
+    )
+    return f"<{tag}{given}>{''.join(children)}</{tag}>"
+
+
+def paragraph(text: str) -> str:
+    """Return a text as a paragraph."""
+    return element("p", escape(text))
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """Return rows of text as a table; what follows the first column is aligned to the right where it is a number."""
+    lines = [element("tr", *(element("th", escape(cell), scope="col") for cell in header))] if header else []
+    lines += [element("tr", *(_cell(cell) for cell in row)) for row in rows]
+    return element("table", *lines)
+
+
+def _cell(text: str) -> str:
+    is_number = text[:1].isdigit()
+    return element("td", escape(text), **({"style": "text-align:right;white-space:nowrap"} if is_number else {}))
+
+
+def notebook(*parts: str) -> str:
+    """Return what a notebook shows."""
+    return element("div", *parts, style=_STYLE)
+
+
+def svg(width: float, height: float, *children: str, label: str, **attributes: object) -> str:
+    """Return a picture that is never wider than its place. `label`: what those hear who cannot see it."""
+    style = f"max-width:{width:g}px;width:100%;height:auto"
+    return element(
+        "svg",
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=label,
+        style=style,
+        **attributes,
+    )
+
+
+def strip(cells: Sequence[tuple[str, str]], *, label: str) -> str:
+    """Return a row of cells, each a colour and what is said of it: the layers of a stack."""
+    drawn = (
+        element(
+            "rect",
+            element("title", escape(text)),
+            x=number * _CELL,
+            y=0,
+            width=_CELL - 1,
+            height=_HIGH,
+            fill=colour,
+        )
+        for number, (colour, text) in enumerate(cells)
+    )
+    return svg(max(1, len(cells)) * _CELL, _HIGH, *drawn, label=label)
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """Return names, each behind its colour."""
+    return element(
+        "p",
+        *(
+            element("span", _swatch(colour), escape(name), style="white-space:nowrap;margin-right:1em")
+            for name, colour in colours.items()
+        ),
+    )
+
+
+def _swatch(colour: str) -> str:
+    style = f"display:inline-block;width:.8em;height:.8em;margin-right:.35em;background:{colour}"
+    return element("span", style=style)
+
+
+def areas(
+    seconds: Sequence[float], columns: Mapping[str, Sequence[int]], colours: Mapping[str, str], *, label: str
+) -> str:
+    """Return bytes over time, one area a column, the first one lowest, with the time and the peak at the axes.
+
+    `seconds`: of each entry; their numbers count where it is empty.
+    """
+    width, height, left, low = 640.0, 240.0, 4.0, 20.0
+    totals = [sum(each) for each in zip(*columns.values(), strict=True)]
+    has_times = len(seconds) > 0
+    peak, end = max(totals, default=0) or 1, (seconds[-1] if has_times else len(totals) - 1) or 1
+    shown = list(_highest(totals))
+    x = [left + (seconds[index] if has_times else index) / end * (width - 2 * left) for index in shown]
+    below, drawn = [0] * len(shown), []
+    for name, values in columns.items():
+        above = [under + values[index] for under, index in zip(below, shown, strict=True)]
+        upper, lower = (_scaled(edge, peak, low, height - low) for edge in (above, below))
+        points = chain(zip(x, upper, strict=True), reversed(list(zip(x, lower, strict=True))))
+        path = " ".join(f"{at:.1f},{level:.1f}" for at, level in points)
+        drawn.append(element("polygon", element("title", escape(name)), points=path, fill=colours[name]))
+        below = above
+    said = f"peak {format_bytes(peak)}"
+    drawn.append(element("text", said, x=left, y=14, fill="currentColor", font_size=13))
+    if has_times:
+        over = f"one step, {end:.3g} s"
+        drawn.append(element("text", over, x=left, y=height - 4, fill="currentColor", font_size=13))
+    return svg(width, height, *drawn, label=f"{label}: {said}")
+
+
+def _highest(totals: Sequence[int]) -> Iterator[int]:
+    """Yield entries to draw: of each stretch, the highest, so that the peak stays."""
+    size = -(-len(totals) // _MOST_POINTS) or 1
+    for start in range(0, len(totals), size):
+        yield max(range(start, min(start + size, len(totals))), key=totals.__getitem__)
+
+
+def _scaled(levels: Sequence[int], peak: int, top: float, bottom: float) -> list[float]:
+    return [bottom - level / peak * (bottom - top) for level in levels]
