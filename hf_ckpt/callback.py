@@ -171,6 +171,11 @@ class HFCkptCallback(TrainerCallback):
         """The largest batch that policy `"auto"` has planned for in the last run; None without one."""
         return None if self._planning is None else self._planning.batch
 
+    @property
+    def prediction(self) -> str | None:
+        """What the plan of policy `"auto"` is predicted to need, beside plain training and the budget; else None."""
+        return None if self._planning is None else self._planning.describe()
+
     def report(self) -> dict[str, float]:
         """Return the figures of the last run by their `ckpt/...` names; empty before one has ended."""
         return dict(self._report)
@@ -246,8 +251,7 @@ class HFCkptCallback(TrainerCallback):
         self.plan = run.applied.plan
         if state.global_step:
             check_resumed_plan(self.plan, _resumed_folder(args, state), is_strict=self._strict_resume)
-        prediction = None if self._planning is None else self._planning.describe()
-        self._messages.begin(args, state, self.plan, _output_folder(args) / PLAN_FILE, prediction)
+        self._messages.begin(args, state, self.plan, _output_folder(args) / PLAN_FILE, self.prediction)
         self._announce_plan(args, state, self.plan)
 
     def _begin_recovery(self, run: TrainingRun, args: TrainingArguments, state: TrainerState) -> Recovery | None:
@@ -313,8 +317,7 @@ class HFCkptCallback(TrainerCallback):
         run.change_plan(plan)
         if self._recovery is not None:
             self._recovery.plan_again(plan)
-        assert self._planning is not None, "it planned again"
-        self._messages.change(plan, self._planning.describe())
+        self._messages.change(plan, self.prediction or "")
         self._announce_plan(args, state, plan)
 
     def on_step_begin(

@@ -28,6 +28,7 @@ from hf_ckpt.auto.batch_bounds import Batch, describe_batch
 from hf_ckpt.auto.coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.planner.advice import inexact_parts
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
@@ -46,8 +47,9 @@ _LEANER = 0.1
 
 _SHORTER = "Evaluate shorter rows, or raise the budget."
 
-_PlanMessage = tuple[str, int, str]
-"""A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, and where that lies."""
+_PlanMessage = tuple[str, int, str, int, float]
+"""A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, where that lies, and what it is compared with:
+the bytes of a step without a plan, and its time as a share of that one's; 0 where the plan was there before."""
 
 
 class RunPlanner:
@@ -101,7 +103,8 @@ class RunPlanner:
         self.batch: Batch | None = None
         self.input_gradients: bool | None = None
         self._fitting: dict[str, list[Batch]] = {}
-        self._plans: dict[Batch, tuple[Plan, StepMemory]] = {}
+        self._plans: dict[Batch, tuple[Plan, StepMemory, int, float]] = {}
+        self._comparison = ""
         self._evaluated: list[Batch] = []
         self._has_warned = False
         self._inputs = InputCheck()
@@ -116,7 +119,19 @@ class RunPlanner:
         budget = format_bytes(self.budget_bytes)
         if self.batch is None:
             return f"how large batches are is not known: planned for as they come, within {budget}"
+        if self._comparison:
+            return self._comparison
         return f"predicted peak {format_bytes(self.predicted_bytes)} of {budget}, for {self.batch.describe()}"
+
+    def _compare_with_plain(self, batch: Batch, peak_bytes: int, plain_bytes: int, of_plain: float) -> None:
+        if plain_bytes:
+            bits = "" if inexact_parts(self.plan) else " and changes no bit of loss and gradients"
+            self._comparison = (
+                f"plain training would need {format_bytes(plain_bytes)}, your budget is "
+                f"{format_bytes(self.budget_bytes)}, this plan needs {format_bytes(peak_bytes)}: what it does not keep "
+                f"is computed or fetched again in backward, which costs {max(0.0, of_plain - 1):.0%} of time{bits} "
+                f"(predicted, for {batch.describe()})"
+            )
 
     def start(self, batch: Batch) -> None:
         """Plan for a batch, the same on all ranks: rank 0 does, and broadcasts the plan.
@@ -126,8 +141,9 @@ class RunPlanner:
         """
         logger.info("Planning for %s within %s: simulating steps.", batch.describe(), format_bytes(self.budget_bytes))
         work = partial(_undisturbed, self._decide, batch)
-        text, peak_bytes, where = store.broadcast_result(work, self._timeout_s, "planning")
+        text, peak_bytes, where, *plain = store.broadcast_result(work, self._timeout_s, "planning")
         self.plan = Plan.from_json(text)
+        self._compare_with_plain(batch, peak_bytes, *plain)
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.batch = batch
         self._fitting.setdefault(self.plan.digest(), []).append(batch)
@@ -309,13 +325,13 @@ class RunPlanner:
 
     def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
-        memory = self._simulator(batch).memory(self.plan)
-        plan = self.plan
+        plan, memory = self.plan, self._simulator(batch).memory(self.plan)
+        plain_bytes, of_plain = 0, 0.0
         if memory.peak_bytes > self.budget_bytes:
-            plan, memory = self._planned(batch)
-        return plan.to_json(), memory.peak_bytes, f"in the {memory.peak_at.describe()}"
+            plan, memory, plain_bytes, of_plain = self._planned(batch)
+        return plan.to_json(), memory.peak_bytes, f"in the {memory.peak_at.describe()}", plain_bytes, of_plain
 
-    def _planned(self, batch: Batch) -> tuple[Plan, StepMemory]:
+    def _planned(self, batch: Batch) -> tuple[Plan, StepMemory, int, float]:
         if not self._is_bounded and (stepped := _rounded_up(batch)) != batch:
             try:
                 return self._planned_for(stepped)
@@ -323,13 +339,16 @@ class RunPlanner:
                 logger.info("No plan fits %s; planning for %s.", stepped.describe(), batch.describe())
         return self._planned_for(batch)
 
-    def _planned_for(self, batch: Batch) -> tuple[Plan, StepMemory]:
+    def _planned_for(self, batch: Batch) -> tuple[Plan, StepMemory, int, float]:
         if batch not in self._plans:
-            planner = StepPlanner(self._simulator(batch), allowed=cap_to_free_memory(self._allowed, self._host_bytes))
+            simulator = self._simulator(batch)
+            planner = StepPlanner(simulator, allowed=cap_to_free_memory(self._allowed, self._host_bytes))
             found = planner.plan_for(self.budget_bytes, compare=True)
-            self._plans[batch] = restore_user_cap(found.plan, self._allowed), found.memory
+            plain: tuple[int, float] = 0, 0.0
             if found.exactness is not None:
+                plain = simulator.memory(None).peak_bytes, found.exactness.of_none
                 logger.info("The plan for %s is %s.", batch.describe(), found.exactness.describe())
+            self._plans[batch] = restore_user_cap(found.plan, self._allowed), found.memory, *plain
         return self._plans[batch]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.units import format_bytes
+
+_WIDTH = 72
+# Below what a layer does, in `Plan.summary`; names are not broken.
+_HANGING: dict[str, Any] = {"subsequent_indent": " " * 15, "break_on_hyphens": False, "break_long_words": False}
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class RunSummary:
     log_history: Sequence[Mapping[str, Any]]  # The Trainer's.
     saved: Path  # Folder that holds the adapter or the model.
     is_adapter: bool  # Whether it is an adapter.
+    prediction: str | None = None  # `HFCkptCallback.prediction`.
     merged: Path | None = None  # Folder of the merged model, if one was written.
     engine: str | None = None  # What ran on how many processes, and what it sharded, in words.
     verdict: str | None = None  # That what was saved is complete, in words.
@@ -41,12 +47,7 @@ class RunSummary:
         if self.batch is not None:
             yield "Batch", self.batch
         yield from self._plan_rows()
-        if "ckpt/predicted_peak_gib" in self.figures:
-            predicted = format_bytes(self.figures["ckpt/predicted_peak_gib"] * 2**30)
-            yield "Predicted peak", f"{predicted}{self._measured()}"
-        for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", "of the process")):
-            if f"ckpt/{key}" in self.figures:
-                yield "Peak memory", f"{self.figures[f'ckpt/{key}']:.2f} GiB {what}"
+        yield from self._memory_rows()
         if "ckpt/tokens_per_sec" in self.figures:
             yield "Speed", f"{self.figures['ckpt/tokens_per_sec']:,.0f} tokens/s per process"
         yield from self._loss_row("Training loss", "loss")
@@ -57,16 +58,27 @@ class RunSummary:
         if self.merged is not None:
             yield "Merged model", f"{self.merged} ({_weights(self.merged)})"
 
+    def _memory_rows(self) -> Iterator[tuple[str, str]]:
+        for number, line in enumerate(textwrap.wrap(self.prediction or "", _WIDTH)):
+            yield "" if number else "Memory", line
+        if "ckpt/predicted_peak_gib" in self.figures:
+            predicted = format_bytes(self.figures["ckpt/predicted_peak_gib"] * 2**30)
+            yield "Predicted peak", f"{predicted}{self._measured()}"
+        for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", "of the process")):
+            if f"ckpt/{key}" in self.figures:
+                yield "Peak memory", f"{self.figures[f'ckpt/{key}']:.2f} GiB {what}"
+
     def _measured(self) -> str:
         if "ckpt/peak_allocated_gib" in self.figures:
             return ""
-        return "; a CPU does not count what is allocated, so nothing was measured"
+        return "; a CPU does not count what is allocated, so nothing was measured (hf-ckpt profile does)"
 
     def _plan_rows(self) -> Iterator[tuple[str, str]]:
         if self.plan is None:
             yield "Layers", "no activation checkpointing"
             return
-        for number, line in enumerate(self.plan.summary().splitlines()):
+        lines = [part for line in self.plan.summary().splitlines() for part in textwrap.wrap(line, _WIDTH, **_HANGING)]
+        for number, line in enumerate(lines):
             yield "" if number else "Layers", line
         yield "Recomputed", f"{self.figures['ckpt/recomputed_share']:.0%} of the layers' weights run forward twice"
 

@@ -103,6 +103,7 @@ def finetune(
         title=shown(recipe.path),
         plan=None if callback is None else callback.plan,
         figures={} if callback is None else callback.report(),
+        prediction=None if callback is None else callback.prediction,
         log_history=trainer.state.log_history,
         saved=_output_dir(args),
         is_adapter=recipe.adapter_section is not None,

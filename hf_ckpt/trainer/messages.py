@@ -36,6 +36,7 @@ class Messages:
         self._log("Activation checkpointing is in force.\n%s", plan.summary())
         self._show(f"{plan.describe()} (layer by layer in {path})")
         if prediction is not None:
+            self._log("Memory: %s.", prediction)
             self._show(prediction)
 
     def change(self, plan: Plan, prediction: str) -> None:

@@ -30,7 +30,7 @@ def test_plan_for_the_budget_takes_the_place_of_the_policy() -> None:
 
 
 def test_other_policies_stay_as_they_are() -> None:
-    recipe = recipe_with("checkpointing.policy=full")
+    recipe = load_recipe("recipes/tiny_llama_base.yaml")
     assert with_auto_plan(recipe) == (recipe, [])
 
 

@@ -131,3 +131,20 @@ def test_small_adapter_has_a_size(tmp_path: Path) -> None:
 def test_loss_that_is_the_same_did_not_rise(tmp_path: Path) -> None:
     history = [{"eval_loss": 7.749, "step": 0}, {"eval_loss": 7.749, "step": 1}]
     assert "Evaluation loss  7.749 -> 7.749 (unchanged)" in rows(summary(tmp_path, log_history=history).table())
+
+
+def test_what_the_plan_saved_and_costs_stands_above_the_peaks(tmp_path: Path) -> None:
+    said = "plain training would need 97.0 MiB, your budget is 76.0 MiB, this plan needs 75.7 MiB and costs 11% of time"
+    figures = {**FIGURES, "ckpt/predicted_peak_gib": 0.0739}
+    lines = rows(summary(weights(tmp_path, "a.safetensors"), prediction=said, figures=figures).table())
+    first = next(number for number, line in enumerate(lines) if line.startswith("Memory"))
+    assert [line.split(maxsplit=1)[0] for line in lines[first : first + 4]] == ["Memory", "needs", "Predicted", "Peak"]
+    assert " ".join(" ".join(lines[first : first + 2]).split()) == f"Memory {said}"
+
+
+def test_what_a_layer_does_is_wrapped(tmp_path: Path) -> None:
+    names = tuple(f"self_attn.{name}_proj.base_layer" for name in "qkvo")
+    plan = Plan("LlamaForCausalLM", (StackPlan("model.layers", (LayerPlan(Mode.SELECTIVE, save=names),)),))
+    lines = rows(summary(weights(tmp_path, "a.safetensors"), plan=plan).table())
+    assert max(len(line) for line in lines if "proj" in line) <= 90
+    assert all(name in "\n".join(lines) for name in names)

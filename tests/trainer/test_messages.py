@@ -13,6 +13,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt import HFCkptCallback
+from hf_ckpt.units import format_bytes
 from tests.training import llama, trainer
 
 pytestmark = pytest.mark.core
@@ -110,5 +111,7 @@ def test_a_plan_that_is_made_again_is_shown(tmp_path: Path, capsys: pytest.Captu
     assert begin.startswith("hf_ckpt: layers: 4 none (")
     assert unknown.startswith("hf_ckpt: how large batches are is not known: planned for as they come, within ")
     assert again.startswith("hf_ckpt: planned again, for larger batches: layers: ")
-    assert again.endswith(", for 2 rows of 64 tokens")
+    assert "plain training would need " in again
+    assert f", your budget is {format_bytes(int(budget[:-1]))}, this plan needs " in again
+    assert again.endswith(" of time and changes no bit of loss and gradients (predicted, for 2 rows of 64 tokens)")
     assert end.startswith("hf_ckpt: Predicted peak ")
