@@ -15,9 +15,10 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
+from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method
-from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.training_step import TrainingSteps
@@ -98,9 +99,8 @@ class Recovery:
         self._quiet_steps = quiet_steps
         self._call = train_call()
         ladder = Ladder(run.applied.plan, quiet_steps)
-        self._steps = TrainingSteps(
-            trainer, run.model, ladder, self._next_rung, self._put_in_force, self._start_micro_batch_again
-        )
+        self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
+        self._steps = TrainingSteps(trainer, run.model, self._escalation, self._start_micro_batch_again)
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = Evaluation(trainer)
         self._parts: dict[str, Part] = {
@@ -146,26 +146,19 @@ class Recovery:
 
     def plan_again(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
-        self._steps.ladder = Ladder(plan, self._quiet_steps)
-        self._steps.num_switches += 1
+        self._escalation.ladder = Ladder(plan, self._quiet_steps)
+        self._escalation.num_switches += 1
 
     def figures(self) -> dict[str, float]:
         """Return what the reporters get."""
-        parts = (self._steps, self._optimizer_steps, self._evaluation)
+        parts = (self._escalation, self._optimizer_steps, self._evaluation)
         num_recovered = sum(part.num_recovered for part in parts)
-        return {"ckpt/oom_recovered": num_recovered, "ckpt/plan_switches": self._steps.num_switches}
+        return {"ckpt/oom_recovered": num_recovered, "ckpt/plan_switches": self._escalation.num_switches}
 
     # --- Plans. ---
 
-    def _next_rung(self, plan: Plan, failure: Failure, size: int) -> Rung | None:
-        if self._planning is not None and not failure.is_of_host:
-            leaner = self._planning.leaner_plan(is_exact=self._is_exact)
-            if leaner is not None:
-                return Rung(leaner, "the plan for a tenth less memory", is_exact=self._is_exact)
-        applied = self._run.applied
-        return next_rung(
-            plan, applied.stacks, self._run.model, is_exact=self._is_exact, drops_offload=failure.is_of_host
-        )
+    def _next_rung(self, plan: Plan, failure: Failure) -> Rung | None:
+        return rung_after(plan, failure, self._run.applied, self._run.model, self._planning, is_exact=self._is_exact)
 
     def _put_in_force(self, rung: Rung) -> None:
         self._run.change_plan(rung.plan)
@@ -185,10 +178,10 @@ class Recovery:
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint where the ladder stands, whole or not at all."""
-        if len(self._steps.ladder.rungs) == 1:
+        if len(self._escalation.ladder.rungs) == 1:
             return
         half = folder / f"{RUNGS_FILE}.part"
-        half.write_text(json.dumps(self._steps.ladder.to_json()) + "\n")
+        half.write_text(json.dumps(self._escalation.ladder.to_json()) + "\n")
         half.replace(folder / RUNGS_FILE)
 
     def resume(self, folder: Path) -> None:
@@ -197,16 +190,16 @@ class Recovery:
         if not path.is_file():
             return
         try:
-            is_same = self._steps.ladder.resume(json.loads(read_text(path)))
+            is_same = self._escalation.ladder.resume(json.loads(read_text(path)))
         except (OSError, ValueError, LookupError, TypeError) as error:
             logger.warning("%s cannot be read: %s It is left aside.", path, error)
             return
         if not is_same:
             logger.info("%s is of a run under another plan, and is left aside.", path)
             return
-        self._run.change_plan(self._steps.ladder.rung.plan)
+        self._run.change_plan(self._escalation.ladder.rung.plan)
         if self._planning is not None:
-            self._planning.adopt(self._steps.ladder.rung.plan)
+            self._planning.adopt(self._escalation.ladder.rung.plan)
         logger.info("The run that is resumed had run out of memory: its leaner plan is in force from the beginning.")
 
 

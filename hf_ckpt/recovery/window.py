@@ -46,6 +46,11 @@ class Randomness:
         np.random.set_state(self.of_numpy)
 
 
+def one_of_each_device(model: nn.Module) -> list[Tensor]:
+    """Return a parameter on each device of a model: they tell which generators there are."""
+    return list({tensor.device: tensor for tensor in model.parameters()}.values())
+
+
 # --- Buffers. ---
 
 _Place = tuple[dict[str, Tensor | None], str]

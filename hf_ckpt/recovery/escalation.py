@@ -1,0 +1,187 @@
+"""What has run out of memory runs again, under leaner plans, for as long as there is one.
+
+Knows neither Trainer nor loop: whoever runs a step says how it is undone and run again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_ckpt.errors import OutOfMemoryError
+from hf_ckpt.patch.apply import Applied
+from hf_ckpt.policy.plan import Plan
+from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
+
+if TYPE_CHECKING:
+    from hf_ckpt.auto.replan import RunPlanner
+
+logger = logging.getLogger(__name__)
+
+NextRung = Callable[[Plan, Failure], Rung | None]
+"""Returns the rung after a plan that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A run of a batch that ended for want of memory."""
+
+    failure: Failure
+    step: int
+    """Its number, from 1."""
+    size: int
+    """Bytes of the batch's inputs."""
+    inputs: str
+    """Their shapes."""
+
+
+class Escalation:
+    """Puts leaner plans in force.
+
+    Args:
+        ladder: what plans there are.
+        next_rung: makes the next one.
+        put_in_force: gets the plan that is to replace the one in force.
+
+    Attributes:
+        num_recovered: steps that went on after they had run out of memory.
+        num_switches: how often another plan was put in force.
+    """
+
+    def __init__(self, ladder: Ladder, next_rung: NextRung, put_in_force: Callable[[Rung], None]) -> None:
+        self.ladder = ladder
+        self.num_recovered = 0
+        self.num_switches = 0
+        self._next_rung = next_rung
+        self._put_in_force = put_in_force
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """A step begins in this thread."""
+        # Older than the graph of the step; see `_drop_failed_backward`. Each thread counts its nodes for itself.
+        with torch.enable_grad(), _disable_current_modes():
+            self._oldest = torch.zeros((), requires_grad=True) * 1
+
+    def stand_on(self, level: int) -> None:
+        """Put a rung in force that is known."""
+        if level != self.ladder.level:
+            self.ladder.level = level
+            self.num_switches += 1
+            self._put_in_force(self.ladder.rung)
+
+    def attempt(self, function: Callable[[], Any]) -> tuple[Any, Failure | None]:
+        """Return what a function returns, or what it holds nothing of any longer: that memory ran out in it."""
+        try:
+            return function(), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.caught(error)
+        self._drop_failed_backward()
+        return None, failure
+
+    def recover(
+        self, failed: Failed, fault: Callable[[], str | None], run_again: Callable[[], tuple[Any, Failed | None]]
+    ) -> Any:
+        """Run a step again until it passes, and return what it returns then.
+
+        Args:
+            failed: the step.
+            fault: returns why it cannot be undone; None if it can.
+            run_again: undoes it and runs it.
+
+        Raises:
+            OutOfMemoryError: there is no leaner plan, or the step cannot be undone.
+        """
+        last: Failed | None = failed
+        is_retried = False
+        returned: Any = None
+        while last is not None:
+            if (why := fault()) is not None:
+                self._give_up(last, f"The step cannot be undone: {why}.")
+            if last.failure.figures.is_fragmented and not is_retried:
+                is_retried = True
+                self._retry_with_same_plan(last)
+            else:
+                self._escalate(last)
+            returned, last = run_again()
+        self.num_recovered += 1
+        return returned
+
+    def _drop_failed_backward(self) -> None:
+        """Let go of the nodes that a failed backward has left in autograd's queue of this thread, and their graph.
+
+        The youngest node is run first: a backward of one that is older than all of them finds and drops them.
+        """
+        with torch.enable_grad(), _disable_current_modes():
+            self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+
+    def _retry_with_same_plan(self, failed: Failed) -> None:
+        logger.warning(
+            "Out of memory in the %s of step %d, in pieces: %s The allocator's cache is emptied, and the step runs "
+            "again under the same plan.",
+            *(failed.failure.part, failed.step, failed.failure.figures.describe()),
+        )
+        release_memory()
+        # What the failed run has left in the regions is gone with the old patches.
+        self._put_in_force(self.ladder.rung)
+
+    def _escalate(self, failed: Failed) -> None:
+        release_memory()
+        before = self.ladder.rung.plan
+        if not self.ladder.fail(failed.size, lambda plan: self._next_rung(plan, failed.failure)):
+            self._give_up(failed, "There is no leaner plan.")
+        self._put_in_force(self.ladder.rung)
+        self.num_switches += 1
+        self._say(failed, self.ladder.rung, before)
+
+    def _say(self, failed: Failed, rung: Rung, before: Plan) -> None:
+        inexact = (
+            ""
+            if rung.is_exact
+            else " Sums are added in another order from here on: results differ by up to 1e-6 in float32. exact=True "
+            "forbids it."
+        )
+        logger.warning(
+            "Out of memory in the %s of step %d (%s). %s The step runs again: %s (%s).%s",
+            *(failed.failure.part, failed.step, failed.inputs, failed.failure.figures.describe()),
+            *(rung.change, _cost(before, rung.plan), inexact),
+        )
+
+    def _give_up(self, failed: Failed, why: str) -> NoReturn:
+        tried = ", ".join(rung.change for rung in self.ladder.rungs[1 : self.ladder.level + 1])
+        raise OutOfMemoryError(
+            f"Out of memory in the {failed.failure.part} of step {failed.step}, with {failed.inputs}. "
+            f"{failed.failure.figures.describe()} {why}{f' Tried: {tried}.' if tried else ''}"
+        ) from failed.failure.error
+
+
+def rung_after(
+    plan: Plan, failure: Failure, applied: Applied, model: nn.Module, planning: RunPlanner | None, *, is_exact: bool
+) -> Rung | None:
+    """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes."""
+    if planning is not None and not failure.is_of_host:
+        leaner = planning.leaner_plan(is_exact=is_exact)
+        if leaner is not None:
+            return Rung(leaner, "the plan for a tenth less memory", is_exact=is_exact)
+    return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
+
+
+def _cost(before: Plan, after: Plan) -> str:
+    shares = [_recomputed(plan) for plan in (before, after)]
+    return f"{shares[1]} of {_num_layers(after)} layers recomputed, {shares[0]} before"
+
+
+def _recomputed(plan: Plan) -> int:
+    return sum(entry.recomputes for stack in plan.stacks for entry in stack.layers)
+
+
+def _num_layers(plan: Plan) -> int:
+    return sum(len(stack.layers) for stack in plan.stacks)
