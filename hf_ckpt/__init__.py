@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_ckpt.estimate.api import max_length, plan, simulate
-    from hf_ckpt.patch.apply import apply, remove
+    from hf_ckpt.own_loop import apply
+    from hf_ckpt.patch.apply import remove
     from hf_ckpt.policy.plan import Plan
     from hf_ckpt.policy.policy import Policy
     from hf_ckpt.recipe.recipe import load_recipe
@@ -70,7 +71,7 @@ _HOMES = {
     "HFCkptCallback": "hf_ckpt.callback",
     "Plan": "hf_ckpt.policy.plan",
     "Policy": "hf_ckpt.policy.policy",
-    "apply": "hf_ckpt.patch.apply",
+    "apply": "hf_ckpt.own_loop",
     "find_layers": "hf_ckpt.structure.layers",
     "load_recipe": "hf_ckpt.recipe.recipe",
     "max_length": "hf_ckpt.estimate.api",

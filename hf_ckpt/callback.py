@@ -30,13 +30,14 @@ from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.patch.leftover import running_trainer
 from hf_ckpt.patch.stack_patch import LEFTOVER
-from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
+from hf_ckpt.policy.allowances import allowed_by, check_no_rule
 from hf_ckpt.policy.options import (
     AutoOptions,
     CallbackOptions,
     PolicyOptions,
     StructureOptions,
     parse_prove,
+    parse_quiet_steps,
     select,
     takes,
 )
@@ -137,7 +138,7 @@ class HFCkptCallback(TrainerCallback):
         self._policy: Policy | Plan | None = None
         self._auto: Auto | None = None
         if policy == AUTO:
-            _check_no_rule(policy_options)
+            check_no_rule(policy_options)
             allowed = allowed_by(options)
             budget = None if options["memory_budget"] is None else parse_budget(options["memory_budget"])
             is_proven = options["prove"] != "off"
@@ -494,18 +495,7 @@ def _check_values(options: CallbackOptions) -> None:
         raise PolicyError(f"strict_resume is {as_written(strict)}. Use true or false.")
     if options["on_oom"] not in (None, "escalate", "error"):
         raise PolicyError(f'on_oom is "{options["on_oom"]}". Use "escalate" or "error".')
-    quiet = options["quiet_steps"]
-    if type(quiet) is not int or quiet < 1:
-        raise PolicyError(f"quiet_steps is {as_written(quiet)}. Use a whole number of 1 or more.")
-
-
-def _check_no_rule(options: Mapping[str, object]) -> None:
-    """Refuse options that say, beside `auto`, what layers do."""
-    given = [name for name, value in options.items() if value not in (None, False) and name not in ALLOWANCES]
-    if given:
-        raise PolicyError(
-            f'{", ".join(given)} was given beside policy "{AUTO}", which chooses for each layer. Leave it out.'
-        )
+    parse_quiet_steps(options["quiet_steps"])
 
 
 def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:

@@ -34,6 +34,7 @@ ORDER = (
     "measure",
     "auto",
     "recovery",
+    "own_loop",
     "callback",
     "recipe",
     "loading",

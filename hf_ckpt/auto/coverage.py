@@ -90,7 +90,7 @@ def check_run(
     check_model(model)
     _check_arguments(args)
     _check_engine(trainer, args, model)
-    _check_compiled(model)
+    check_not_compiled(model)
     _check_backward(args, model)
     others = list(other_models(trainer, model, args.device))
     is_counted = {other.name: loss is not None and other.attribute in loss.others for other in others}
@@ -128,7 +128,8 @@ def _check_arguments(args: TrainingArguments) -> None:
             )
 
 
-def _check_compiled(model: nn.Module) -> None:
+def check_not_compiled(model: nn.Module) -> None:
+    """Refuse a model that a compiler runs, or a part of one."""
     # A copy of a compiled module is not compiled.
     for module in model.modules():
         if is_compiled(module):

@@ -92,11 +92,12 @@ def step_from(
 
 
 def given_optimizer(
-    optimizer: Any, args: TrainingArguments, model: nn.Module, sharding: Sharding
+    optimizer: Any, args: TrainingArguments | None, model: nn.Module, sharding: Sharding
 ) -> GivenOptimizer | None:
     """Return the optimizer that a Trainer has, to be made again; None where its arguments make the same one.
 
     Whoever made it: the Trainer, the user for `optimizers=` or `optimizer_cls_and_kwargs=`, or a Trainer of their own.
+    `args` are the Trainer's; None in a loop without one.
 
     Raises:
         UnsupportedError: it cannot be simulated.
@@ -112,7 +113,7 @@ def given_optimizer(
         is_known = is_known and type(made) not in (Adafactor, getattr(torch.optim, "Muon", None))
     if is_known and is_whole:
         return GivenOptimizer(type(made), _groups(made, names))
-    if args.optim in SUPPORTED and sharding.engine != "tp" and _is_of_arguments(made, args, model):
+    if args is not None and args.optim in SUPPORTED and sharding.engine != "tp" and _is_of_arguments(made, args, model):
         return None
     if not is_whole:
         what = "holds parameters that are not the model's"
@@ -124,11 +125,16 @@ def given_optimizer(
         what = f"cannot be simulated: {_NEED_MORE[type(made)]}"
     else:
         return GivenOptimizer(type(made), _groups(made, names), copied=made)
+    name = f"{type(made).__module__}.{type(made).__qualname__}"
+    if args is None:
+        raise UnsupportedError(
+            f'Policy "auto" simulates the step, and the optimizer, {name}, {what}. Give it one of torch.optim over the '
+            'model\'s parameters, or use a fixed policy, such as "full".'
+        )
     raise UnsupportedError(
-        f'Policy "auto" simulates the step, and the optimizer of this Trainer, {type(made).__module__}.'
-        f"{type(made).__qualname__}, {what}. Give it one of torch.optim over the model's parameters, set "
-        f"TrainingArguments.optim to one of {', '.join(SUPPORTED)}, or use a fixed policy, such as "
-        'HFCkptCallback("full").'
+        f'Policy "auto" simulates the step, and the optimizer of this Trainer, {name}, {what}. Give it one of '
+        f"torch.optim over the model's parameters, set TrainingArguments.optim to one of {', '.join(SUPPORTED)}, or "
+        'use a fixed policy, such as HFCkptCallback("full").'
     )
 
 

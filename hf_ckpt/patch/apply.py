@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch.distributed as dist
 from torch import nn
@@ -119,13 +119,23 @@ class Applied:
         self.remove()
         return undos
 
+    def adopt(self, other: Applied) -> None:
+        """Become the handle of another plan on the same model, in place of that plan's own."""
+        self.plan, self.stacks, self.value_proof = other.plan, other.stacks, other.value_proof
+        self._patches = other._patches
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the plan was taken off through this handle."""
+        return not self._patches
+
     def remove(self) -> None:
         """Put the model back as it was found. A second call does nothing."""
         for patch in reversed(self._patches):
             patch.remove()
         self._patches.clear()
 
-    def __enter__(self) -> Applied:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -134,53 +144,15 @@ class Applied:
 
 @takes(ApplyOptions)
 def apply(model: nn.Module, policy: object, **options: Unpack[ApplyOptions]) -> Applied:
-    """Put a policy in force on a model, in place.
-
-    Loss and gradients do not change by a bit, but for sums in another order with `tiles` and `head` (within 1e-6 in
-    float32); module and parameter names stay. Activation (gradient) checkpointing costs up to one more forward of the
-    layers it reaches.
+    """Put a policy in force on a model, in place. `hf_ckpt.apply`, which also plans, says what all of it means.
 
     Args:
-        model: any transformers model, or another with layers that can be found; PEFT, DDP, FSDP or DeepSpeed may stand
-            around it or its layers.
+        model: carries no plan.
         policy: a mode name, a rule, a list of rules, a `Policy`, or a `Plan` made for this model.
-        every_n_layers: see `Rule`.
-        segment_size: see `Rule`.
-        nested: see `Rule`.
-        save: see `Rule`.
-        offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`.
-        tiles: see `Rule`.
-        head: `"chunked"` computes logits and loss for some tokens at a time, so that the logits are never held.
-        skip_frozen: leave alone the layers that need no gradient.
-        layers: dotted path of the layer list, or several, where they cannot be found by structure.
-        attention: attribute name, in each layer, of the attention.
-        ffn: attribute name, in each layer, of the ffn.
-        prove: which calls of a recomputed region are proven, bit by bit, to be repeated by its recomputation:
-            `"first_step"` the first that has a backward, n every n-th as well, `"off"` none. Costs less than a forward,
-            and 16 MiB.
-        **options: names and types of all these options (`ApplyOptions`).
-
-    Returns:
-        A handle with `summary()` and `remove()`; as a context manager it removes the plan on exit.
+        **options: `ApplyOptions`.
 
     Raises:
-        PolicyError: the policy cannot be read or does not suit the model.
-        StructureError: the layers cannot be found.
-        UnsupportedError: a mode could not be exact on a layer.
-        AlreadyAppliedError: the model carries a plan already.
-        PlanMismatchError: from a backward that is proven: a recomputation gave something else than the forward.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> import hf_ckpt
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2)
-        >>> with hf_ckpt.apply(LlamaForCausalLM(config), "full", every_n_layers=2) as applied:
-        ...     print(applied.summary())
-        model.layers: 4 layers
-          0            full
-          1            none
-          2            full
-          3            none
+        HFCkptError: what `hf_ckpt.apply` raises.
     """
     parsed = parse(policy, **select(options, PolicyOptions))
     plan, stacks = _planned(model, parsed, select(options, StructureOptions))

@@ -85,6 +85,15 @@ def allowed_by(options: Mapping[str, Any]) -> Allowed:
     )
 
 
+def check_no_rule(options: Mapping[str, object]) -> None:
+    """Refuse options of a policy that say, beside `auto`, what layers do."""
+    given = [name for name, value in options.items() if value not in (None, False) and name not in ALLOWANCES]
+    if given:
+        raise PolicyError(
+            f'{", ".join(given)} was given beside policy "{AUTO}", which chooses for each layer. Leave it out.'
+        )
+
+
 def parse_exact(value: object) -> Exact:
     """Read what a user writes for `exact`: `prefer`, true or false. None is `prefer`."""
     if value is None or value == PREFER:

@@ -83,6 +83,20 @@ class ApplyOptions(PolicyOptions, StructureOptions, ProofOptions, total=False):
     """What `hf_ckpt.apply` takes."""
 
 
+class LoopOptions(ApplyOptions, total=False):
+    """What `hf_ckpt.apply` takes with `auto`, which plans for a step: its budget, and fields of `Step`."""
+
+    memory_budget: str | float | None
+    exact: bool | Literal["prefer"] | None
+    batch_size: int | None
+    seq_length: int | None
+    is_padded: bool | None
+    gradient_accumulation_steps: int | None
+    autocast: Literal["bfloat16", "float16"] | None
+    optimizer: Any
+    quiet_steps: int
+
+
 class CallbackOptions(AutoOptions, PolicyOptions, StructureOptions, RunOptions, ProofOptions, total=False):
     """What `HFCkptCallback` takes, and a recipe's `checkpointing` section."""
 
@@ -305,6 +319,17 @@ def parse_prove(value: Prove) -> Prove:
     raise PolicyError(
         f'prove is {value!r}. Use "first_step", "off", or a number n for steps 1, 1 + n, 1 + 2n and so on.'
     )
+
+
+def parse_quiet_steps(value: object) -> int:
+    """Return the number of steps after which a faster plan returns.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    if type(value) is int and value >= 1:
+        return value
+    raise PolicyError(f"quiet_steps is {as_written(value)}. Use a whole number of 1 or more.")
 
 
 def parse_head(value: object) -> HeadMode | None:

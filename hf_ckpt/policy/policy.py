@@ -155,8 +155,8 @@ class Policy:
         if policy == AUTO:
             raise PolicyError(
                 f'Policy "{AUTO}" chooses a plan for a training step, and no step is known here. Use '
-                'HFCkptCallback("auto", memory_budget="22GiB") in a Trainer, or give the plan that hf_ckpt.plan(model, '
-                'memory_budget="22GiB", batch_size=..., seq_length=...) returns.'
+                'HFCkptCallback("auto", memory_budget="22GiB") in a Trainer, or tell the step: hf_ckpt.apply(model, '
+                '"auto", memory_budget="22GiB", batch_size=..., seq_length=..., optimizer=...).'
             )
         head_mode = parse_head(options["head"])
         if isinstance(policy, str):

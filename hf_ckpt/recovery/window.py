@@ -196,10 +196,26 @@ def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
         yield from ((str(name), value) for name, value in inputs.items() if isinstance(value, Tensor))
 
 
+def tensors_in(batch: Any, name: str = "input") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a batch of whatever form: one, or a mapping or a sequence of them, within each other."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from tensors_in(value, str(key))
+    elif isinstance(batch, list | tuple):
+        for number, value in enumerate(batch):
+            yield from tensors_in(value, f"{name} {number}")
+
+
 def describe_inputs(inputs: Any) -> str:
     """Return the shapes of the inputs of a step."""
-    shapes = (f"{name} {tuple(tensor.shape)}" for name, tensor in named_tensors(inputs))
-    return ", ".join(shapes) or "no tensors that have a name"
+    return describe_tensors(named_tensors(inputs)) or "no tensors that have a name"
+
+
+def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return shapes in words."""
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
 
 
 class Window:

@@ -24,25 +24,11 @@ from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery import recovery
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
+from tests.recovery.models import WithBatchNorm
 from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 
 NUM_STEPS = 5
 MOST_BETWEEN = 6
-
-
-class WithBatchNorm(nn.Module):
-    """A Llama behind a vision-like stem with running statistics, and a counter that forwards write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.llama = llama()
-        self.norm = nn.BatchNorm1d(LENGTH)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-        self.config = self.llama.config
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        self.seen += 1
-        return self.llama(inputs_embeds=self.norm(self.llama.get_input_embeddings()(input_ids)), labels=labels)
 
 
 def mixtral() -> MixtralForCausalLM:
