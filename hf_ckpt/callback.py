@@ -43,6 +43,7 @@ from hf_ckpt.policy.options import (
 )
 from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import AUTO, Policy
+from hf_ckpt.recovery.out_of_memory import is_out_of_memory
 from hf_ckpt.recovery.recovery import Recovery, begin, check_asked
 from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.messages import Messages, say_who_governs
@@ -102,7 +103,7 @@ class HFCkptCallback(TrainerCallback):
         strict_resume: refuse to resume from a checkpoint that was written under another plan. A plan changes memory
             and not results, so by default this is only said.
         on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
-            with the same result (docs/out_of_memory.md; one process). `"error"`, otherwise: the run ends.
+            with the same result (docs/out_of_memory.md; one process, or DDP). `"error"`, otherwise: the run ends.
         quiet_steps: steps without trouble after which a faster plan returns, for batches that it did not fail for.
         quiet: show nothing on standard error; without it, a line or two of plan and peak as the run begins and ends,
             where `disable_tqdm` is off.
@@ -246,7 +247,7 @@ class HFCkptCallback(TrainerCallback):
         """Say what is in force, and hold it against the plan of the run that is resumed."""
         if not args.auto_find_batch_size:
             # There the Trainer itself handles a forward that runs out of memory.
-            run.report_failures()
+            run.report_failures(None if self._recovery is None else is_out_of_memory)
         if self._restore_accelerates_checkpointing is not None:
             run.applied.on_remove(self._restore_accelerates_checkpointing)
         self.plan = run.applied.plan
@@ -260,7 +261,8 @@ class HFCkptCallback(TrainerCallback):
             return None
         trainer = running_trainer() or (None if self._trainer is None else self._trainer())
         announce = partial(self._announce_plan, args, state)
-        recovery = begin(trainer, args, lambda: Recovery(trainer, run, announce, self._planning, **self._rungs))
+        make = partial(Recovery, trainer, run, announce, self._planning, **self._rungs)
+        recovery = begin(trainer, args, self._planning, lambda why: make(why_not=why))
         if recovery is not None and state.global_step:
             recovery.resume(_resumed_folder(args, state))
         return recovery

@@ -214,7 +214,7 @@ class RunPlanner:
         Raises:
             BudgetError: no plan fits the batch.
         """
-        if store.num_processes() > 1 and self._is_bounded and not self._has_tensors:
+        if store.num_processes() > 1 and not self.compares_batches:
             # The other ranks do not know of this batch, and all train under one plan.
             self._warn_of(batch)
             return False
@@ -225,6 +225,11 @@ class RunPlanner:
             except BudgetError as error:
                 raise BudgetError(f"A batch came with {each.describe()}. {error}") from error
         return self.plan != before
+
+    @property
+    def compares_batches(self) -> bool:
+        """Whether several processes compare their batches before each forward."""
+        return not self._is_bounded or self._has_tensors
 
     @property
     def _has_tensors(self) -> bool:

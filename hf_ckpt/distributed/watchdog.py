@@ -477,15 +477,22 @@ def is_watched(rank: int) -> bool:
     return any(watch.watches(rank) for watch in list(_running))
 
 
-def report_failures(watch: Watchdog, model: nn.Module) -> Callable[[], None]:
-    """Report an exception in the model's forward to the others, before anybody handles it. Returns what ends that."""
-    return model.register_forward_hook(functools.partial(_report, watch), always_call=True).remove
+def report_failures(
+    watch: Watchdog, model: nn.Module, is_handled: Callable[[BaseException], bool] | None = None
+) -> Callable[[], None]:
+    """Report an exception in the model's forward to the others, before anybody handles it. Returns what ends that.
+
+    `is_handled` tells of an exception whether this process will go on, or tell of it itself.
+    """
+    return model.register_forward_hook(functools.partial(_report, watch, is_handled), always_call=True).remove
 
 
-def _report(watch: Watchdog, module: nn.Module, args: Any, output: Any) -> None:
+def _report(
+    watch: Watchdog, is_handled: Callable[[BaseException], bool] | None, module: nn.Module, args: Any, output: Any
+) -> None:
     error = sys.exception()
     # With an output, the exception is one that the caller is handling.
-    if error is not None and output is None:
+    if error is not None and output is None and not (is_handled is not None and is_handled(error)):
         watch.fail(f"{type(error).__name__}: {error}")
 
 

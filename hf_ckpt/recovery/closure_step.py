@@ -6,8 +6,7 @@ undone as a whole and runs again as a whole.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.recovery.attributes import Attributes
 from hf_ckpt.recovery.escalation import Escalation, Failed
-from hf_ckpt.recovery.window import Buffers, Randomness, describe_tensors, one_of_each_device, tensors_in
+from hf_ckpt.recovery.window import Buffers, Gradients, Randomness, describe_tensors, one_of_each_device, tensors_in
 
 Closure = Callable[[], Any]
 
@@ -84,8 +83,7 @@ class _ClosureWindow:
     ) -> None:
         self._parameters = list(model.parameters())
         self._versions = [parameter._version for parameter in self._parameters]
-        # The closure lets go of gradients that are there. Held here, they would not be freed.
-        self._gradients = [None if parameter.grad is None else _Seen(parameter.grad) for parameter in self._parameters]
+        self._gradients = Gradients(self._parameters)
         self._inputs = [(name, tensor, tensor._version) for name, tensor in inputs]
         self._randomness = randomness
         self._attributes = Attributes(*undo, copies_tensors=True)
@@ -99,7 +97,7 @@ class _ClosureWindow:
         """Return why the closure cannot be undone; None if it can."""
         if [parameter._version for parameter in self._parameters] != self._versions:
             return "weights have changed since it began: the optimizer's step belongs behind applied.step()"
-        if any(seen.is_written(gradient) for seen, gradient in self._old_gradients()):
+        if self._gradients.are_written():
             return (
                 "it has added to gradients that were there before, or set them to zero in place. Let it begin with "
                 "optimizer.zero_grad(), which sets them to None"
@@ -112,34 +110,9 @@ class _ClosureWindow:
 
     def undo(self) -> None:
         """Bring everything back; gradients that are new are dropped."""
-        for seen, parameter in zip(self._gradients, self._parameters, strict=True):
-            if seen is None or not seen.is_same(parameter.grad):
-                parameter.grad = None
+        self._gradients.drop_new()
         # Casts of weights that the failed forward has left hold its graph.
         torch.clear_autocast_cache()
         self._attributes.restore()
         self._buffers.restore()
         self._randomness.restore()
-
-    def _old_gradients(self) -> Iterator[tuple[_Seen, Tensor]]:
-        for seen, parameter in zip(self._gradients, self._parameters, strict=True):
-            if seen is not None and parameter.grad is not None:
-                yield seen, parameter.grad
-
-
-class _Seen:
-    """A tensor that was there, which this does not keep alive."""
-
-    __slots__ = ("_reference", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-        self._version = tensor._version
-
-    def is_same(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the one that was there."""
-        return tensor is not None and self._reference() is tensor
-
-    def is_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the one that was there, and has been written to since."""
-        return self._reference() is tensor and tensor._version != self._version

@@ -8,21 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from hf_ckpt.distributed import store
-from hf_ckpt.errors import PolicyError
+from hf_ckpt.errors import OutOfMemoryError, PolicyError
 from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
+from hf_ckpt.recovery.clean_end import CleanEnd
+from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
-from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
 from hf_ckpt.recovery.training_step import TrainingSteps
+from hf_ckpt.recovery.window import describe_inputs
 from hf_ckpt.trainer.run import TrainingRun
+from hf_ckpt.trainer.saved_files import write_plan
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.replan import RunPlanner
@@ -49,7 +54,7 @@ def check_asked(on_oom: str | None, args: TrainingArguments) -> None:
         )
 
 
-def why_not(trainer: Any, args: TrainingArguments) -> str | None:
+def why_not(trainer: Any, args: TrainingArguments, planning: RunPlanner | None = None) -> str | None:
     """Return why a run cannot go on after it has run out of memory; None if it can."""
     if trainer is None:
         return "the Trainer was not found among the callers of on_train_begin: callback.attach(trainer)"
@@ -57,8 +62,6 @@ def why_not(trainer: Any, args: TrainingArguments) -> str | None:
         return "the Trainer has no optimizer yet"
     if args.auto_find_batch_size:
         return "auto_find_batch_size answers such errors itself"
-    if store.num_processes() > 1:
-        return "there is more than one process, and no step is repeated in one of them alone"
     if getattr(args, "deepspeed", None) or trainer.is_fsdp_enabled:
         return "the model is sharded by an engine"
     if args.torch_compile:
@@ -67,7 +70,35 @@ def why_not(trainer: Any, args: TrainingArguments) -> str | None:
     generating = next((name for name in _GENERATING if name in names), None)
     if generating is not None:
         return f"{generating} generates its inputs, which are not made again"
-    return None
+    return why_not_alone(trainer, planning) if store.num_processes() > 1 else None
+
+
+class EndingSteps:
+    """Runs training steps of a Trainer that are not run again.
+
+    Args:
+        trainer: whose steps they are.
+        why: they are not.
+    """
+
+    def __init__(self, trainer: Any, why: str) -> None:
+        self._trainer = trainer
+        self._why = why
+
+    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Raise `OutOfMemoryError` where memory runs out."""
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.caught(error)
+        step = int(self._trainer.state.global_step) + 1
+        inputs = describe_inputs(kwargs["inputs"] if "inputs" in kwargs else args[1])
+        raise OutOfMemoryError(
+            f"Out of memory in the {failure.part} of step {step}, with {inputs}. {failure.figures.describe()} The step "
+            f"is not run again: {self._why}."
+        ) from failure.error
 
 
 class Recovery:
@@ -80,6 +111,7 @@ class Recovery:
         planning: of policy `auto`, which knows leaner plans.
         is_exact: forbid plans that add sums in another order.
         quiet_steps: see `Ladder`.
+        why_not: no step is run again, but what ends the run ends all of its processes.
     """
 
     def __init__(
@@ -91,27 +123,38 @@ class Recovery:
         *,
         is_exact: bool,
         quiet_steps: int,
+        why_not: str | None = None,
     ) -> None:
         self._run = run
         self._announce = announce
         self._planning = planning
-        self._is_exact = is_exact
         self._quiet_steps = quiet_steps
         self._call = train_call()
         ladder = Ladder(run.applied.plan, quiet_steps)
+        # Where micro-batches run under several plans, all have to give the same bits.
+        self._is_exact = is_exact or store.num_processes() > 1
         self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
-        self._steps = TrainingSteps(trainer, run.model, self._escalation, self._start_micro_batch_again)
+        self._end = None if store.num_processes() == 1 else _clean_end(trainer, run, self.save)
+        data_parallel = None
+        if self._end is not None and why_not is None:
+            data_parallel = DataParallel(trainer.model_wrapped)
+        self._steps = TrainingSteps(
+            trainer, run.model, self._escalation, self._start_micro_batch_again, (run.clock,), data_parallel
+        )
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = Evaluation(trainer)
         self._parts: dict[str, Part] = {
-            "training_step": self._steps,
-            "step": self._optimizer_steps,
-            "prediction_step": self._evaluation,
+            "training_step": self._steps if why_not is None else EndingSteps(trainer, why_not)
         }
+        owners = {"training_step": trainer}
+        if why_not is None:
+            self._parts |= {"step": self._optimizer_steps, "prediction_step": self._evaluation}
+            owners |= {"step": trainer.optimizer, "prediction_step": trainer}
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
-        owners = {"training_step": trainer, "step": trainer.optimizer, "prediction_step": trainer}
         self._undos = [set_method(self, owner, name) for name, owner in owners.items()]
+        if data_parallel is not None:
+            self._undos.append(data_parallel.remove)
 
     # --- What the methods of the Trainer find. ---
 
@@ -129,6 +172,12 @@ class Recovery:
         """Run a method of the Trainer. See `instance_methods.Runner`."""
         try:
             return self._parts[name].run(method, args, kwargs)
+        except OutOfMemoryError as error:
+            self.stop()
+            if self._end is None:
+                raise
+            is_as_before = name == "training_step" and self._steps.undo()
+            raise self._end.ended(error, is_as_before_step=is_as_before) from error.__cause__
         except BaseException:
             # It ends training, and no event tells of that.
             self.stop()
@@ -161,18 +210,16 @@ class Recovery:
         return rung_after(plan, failure, self._run.applied, self._run.model, self._planning, is_exact=self._is_exact)
 
     def _put_in_force(self, rung: Rung) -> None:
-        self._run.change_plan(rung.plan)
+        self._run.change_plan(rung.plan, is_alone=True)
         # What is proven of a plan is so in the first step under it, which is this one.
         self._run.applied.value_proof.begin_step()
         if self._planning is not None:
             self._planning.adopt(rung.plan)
         self._announce(rung.plan)
 
-    def _start_micro_batch_again(self, number: int) -> None:
+    def _start_micro_batch_again(self) -> None:
         if self._planning is not None:
             self._planning.start_micro_batch_again()
-        if number == 0:
-            self._run.restart_step()
 
     # --- Checkpoints. ---
 
@@ -197,17 +244,34 @@ class Recovery:
         if not is_same:
             logger.info("%s is of a run under another plan, and is left aside.", path)
             return
-        self._run.change_plan(self._escalation.ladder.rung.plan)
+        self._run.change_plan(self._escalation.ladder.rung.plan, is_alone=True)
         if self._planning is not None:
             self._planning.adopt(self._escalation.ladder.rung.plan)
         logger.info("The run that is resumed had run out of memory: its leaner plan is in force from the beginning.")
 
 
-def begin(trainer: Any, args: TrainingArguments, make: Callable[[], Recovery]) -> Recovery | None:
-    """Return the recovery of a run that begins, or None where there is none, and say so."""
-    why = why_not(trainer, args)
-    if why is None:
-        return make()
-    if args.process_index == 0:
+def begin(
+    trainer: Any, args: TrainingArguments, planning: RunPlanner | None, make: Callable[[str | None], Recovery]
+) -> Recovery | None:
+    """Return the recovery of a run that begins, or None where there is none, and say so.
+
+    Args:
+        trainer: that trains; None where it was not found.
+        args: the Trainer's.
+        planning: of policy `auto`, or None.
+        make: makes it, given why no step is run again.
+    """
+    why = why_not(trainer, args, planning)
+    if why is not None and args.process_index == 0:
         logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
-    return None
+    ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
+    return make(why) if why is None or (ends_others and not args.auto_find_batch_size) else None
+
+
+def _clean_end(trainer: Any, run: TrainingRun, save: Callable[[Path], None]) -> CleanEnd:
+    def write_more(folder: Path) -> None:
+        write_plan(run.applied.plan, folder)
+        save(folder)
+
+    is_whole = isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)
+    return CleanEnd(trainer, run.report_error, write_more, is_whole=is_whole)

@@ -6,13 +6,14 @@ with the same inputs and the same random numbers: to the bit what that plan woul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
@@ -26,16 +27,26 @@ class TrainingSteps:
         trainer: whose steps they are.
         model: that it trains.
         escalation: puts leaner plans in force.
-        start_again: called before a micro-batch of the window, given by its number, runs again.
+        start_again: called before a micro-batch runs again.
+        counters: what else counts in a micro-batch, in its attributes.
+        data_parallel: what this process sends to others, where there are some.
     """
 
     def __init__(
-        self, trainer: Any, model: nn.Module, escalation: Escalation, start_again: Callable[[int], None]
+        self,
+        trainer: Any,
+        model: nn.Module,
+        escalation: Escalation,
+        start_again: Callable[[], None],
+        counters: Sequence[object],
+        data_parallel: DataParallel | None = None,
     ) -> None:
         self._trainer = trainer
         self._escalation = escalation
         self._start_again = start_again
-        self._buffers = Buffers(model)
+        self._counters = counters
+        self._data_parallel = data_parallel
+        self._buffers = Buffers(model, are_sent=data_parallel is not None)
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._on_devices = one_of_each_device(model)
         self._window: Window | None = None
@@ -44,6 +55,18 @@ class TrainingSteps:
         """A window of micro-batches begins."""
         self._escalation.begin_step()
         self._window = Window(self._trainable)
+        if self._data_parallel is not None:
+            self._data_parallel.begin_window()
+
+    def undo(self) -> bool:
+        """Bring back what the step began with, for it to be saved. Returns whether that is so."""
+        window = self._window
+        if window is None or not window.micro_batches or window.has_written_weights:
+            return False
+        window.undo()
+        window.micro_batches[0].attributes.restore()
+        window.micro_batches[0].randomness.restore()
+        return True
 
     def end_step(self) -> None:
         """The weights have changed: the window cannot be undone any longer, and need not be."""
@@ -66,19 +89,26 @@ class TrainingSteps:
         returned, failure = escalation.attempt(partial(method, *args, **kwargs))
         if failure is not None:
             failed = self._failed(micro_batch, failure)
-            returned = escalation.recover(failed, window.fault, partial(self._replay, method, window))
+            returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, method, window))
         self._buffers.learn(micro_batch.buffers)
         return returned
 
+    def _fault(self, window: Window) -> str | None:
+        fault = window.fault()
+        return self._data_parallel.fault(window) if fault is None and self._data_parallel is not None else fault
+
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatch:
-        trainer = self._trainer
+        trainer, others = self._trainer, self._data_parallel
+        if others is not None:
+            others.begin_micro_batch()
         return MicroBatch(
             args,
             kwargs,
             Randomness.now(self._on_devices),
-            Attributes(trainer, trainer.state),
+            Attributes(trainer, trainer.state, *self._counters),
             self._buffers.now(),
             trainer.accelerator.gradient_state.sync_gradients,
+            others is not None and others.syncs,
         )
 
     def _failed(self, micro_batch: MicroBatch, failure: Failure) -> Failed:
@@ -86,17 +116,21 @@ class TrainingSteps:
         return Failed(failure, step, micro_batch.size, describe_inputs(micro_batch.inputs))
 
     def _replay(self, method: Method, window: Window) -> tuple[Any, Failed | None]:
-        """Run the window's micro-batches again, until one fails."""
-        window.undo()
-        gradient_state = self._trainer.accelerator.gradient_state
+        """Run the window's micro-batches again, or the last one, until one fails."""
+        gradient_state, others = self._trainer.accelerator.gradient_state, self._data_parallel
         syncs = gradient_state.sync_gradients
+        first = 0 if others is None else others.begin_replay()
+        if first == 0:
+            window.undo()
         returned: Any = None
         try:
-            for number, micro_batch in enumerate(window.micro_batches):
+            for micro_batch in window.micro_batches[first:]:
                 micro_batch.attributes.restore()
                 micro_batch.randomness.restore()
                 gradient_state._set_sync_gradients(micro_batch.syncs_gradients)
-                self._start_again(number)
+                if others is not None:
+                    others.begin_again(syncs=micro_batch.sends_gradients)
+                self._start_again()
                 args, kwargs = micro_batch.arguments()
                 returned, failure = self._escalation.attempt(partial(method, *args, **kwargs))
                 if failure is not None:

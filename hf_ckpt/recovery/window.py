@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,15 +63,24 @@ class Buffers:
 
     Before the first micro-batch all of them but very large ones are copied to the host. What has changed after it is
     known to change: that is cloned before each micro-batch from then on, and the rest is held by reference.
+
+    Args:
+        model: whose buffers.
+        are_sent: DistributedDataParallel writes to them, with the values that they have: only values tell, then, and
+            the first copies stay.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, are_sent: bool = False) -> None:
+        self._are_sent = are_sent
+        self._first: SavedBuffers | None = None
         # Walking all modules in each micro-batch would take longer than all else.
         self._holders = [(id(module), module._buffers) for module in model.modules() if module._buffers]
         self._changing: set[_Key] | None = None
 
     def now(self) -> SavedBuffers:
         """Return the buffers as they are."""
+        if self._are_sent and self._first is not None:
+            return self._first
         is_first = self._changing is None
         saved = SavedBuffers()
         for module, buffers in self._holders:
@@ -83,7 +93,9 @@ class Buffers:
 
     def learn(self, saved: SavedBuffers) -> None:
         """Find out, after the first micro-batch, which buffers it has changed."""
-        if self._changing is None:
+        if self._are_sent:
+            self._first = saved
+        elif self._changing is None:
             changed = saved.changed()
             # Kernels of normalization write running statistics past the versions of tensors.
             modules = {module for module, _ in changed}
@@ -105,7 +117,13 @@ class _SavedBuffer:
         holder, name = self.place
         if holder.get(name) is not self.tensor or self.tensor._version != self.version:
             return True
-        return self.copy is not None and not torch.equal(self.copy.to(self.tensor.device), self.tensor)
+        return self.copy is not None and self.has_other_values
+
+    @property
+    def has_other_values(self) -> bool:
+        if self.copy is None:
+            return self.tensor._version != self.version
+        return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
 
 
 class SavedBuffers:
@@ -130,6 +148,10 @@ class SavedBuffers:
         """Return the keys of what has changed since."""
         return {key for key, each in self._saved.items() if each.is_changed}
 
+    def with_other_values(self) -> list[str]:
+        """Return the names of those that have other values than they had, or of which there is no copy to tell."""
+        return [each.place[1] for each in self._saved.values() if each.has_other_values]
+
     def lost(self) -> list[str]:
         """Return the names of those that were written to and of which there is no copy."""
         return [each.place[1] for each in self._saved.values() if each.copy is None and _is_written(each)]
@@ -149,6 +171,42 @@ def _is_written(each: _SavedBuffer) -> bool:
     return each.tensor._version != each.version
 
 
+# --- Gradients. ---
+
+
+class Gradients:
+    """Which gradients are there. They are not kept alive: whoever lets go of them frees them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._seen = [
+            None if parameter.grad is None else (weakref.ref(parameter.grad), parameter.grad._version)
+            for parameter in parameters
+        ]
+
+    def are_written(self) -> bool:
+        """Whether one that was there has been written to, and is there still."""
+        return any(is_same and version != gradient._version for gradient, is_same, version in self._now())
+
+    def is_changed(self) -> bool:
+        """Whether any is another one, or has been written to."""
+        num_before = sum(seen is not None for seen in self._seen)
+        now = list(self._now())
+        return len(now) != num_before or any(not same or version != each._version for each, same, version in now)
+
+    def drop_new(self) -> None:
+        """Let go of those that were not there."""
+        for seen, parameter in zip(self._seen, self._parameters, strict=True):
+            if seen is None or seen[0]() is not parameter.grad:
+                parameter.grad = None
+
+    def _now(self) -> Iterator[tuple[Tensor, bool, int]]:
+        """Yield the gradients that are there, whether each was there before, and its version then."""
+        for seen, parameter in zip(self._seen, self._parameters, strict=True):
+            if parameter.grad is not None:
+                yield parameter.grad, seen is not None and seen[0]() is parameter.grad, seen[1] if seen else -1
+
+
 # --- The window. ---
 
 
@@ -162,6 +220,9 @@ class MicroBatch:
     attributes: Attributes
     buffers: SavedBuffers
     syncs_gradients: bool
+    """As accelerate counts micro-batches."""
+    sends_gradients: bool
+    """To other processes."""
     size: int = 0
     versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
@@ -232,11 +293,16 @@ class Window:
         # Waits for the device, which the Trainer's own zero_grad(), to None, makes needless.
         self._has_gradients = any(bool(p.grad.any()) for p in self._zeros if p.grad is not None)
 
+    @property
+    def has_written_weights(self) -> bool:
+        """Whether weights have changed since its first micro-batch."""
+        return [parameter._version for parameter in self._parameters] != self._versions
+
     def fault(self) -> str | None:
         """Return why the window cannot be undone; None if it can."""
         if self._has_gradients:
             return "there were gradients before its first micro-batch, which nothing keeps"
-        if [parameter._version for parameter in self._parameters] != self._versions:
+        if self.has_written_weights:
             return "weights have changed since its first micro-batch (an optimizer that steps in backward?)"
         for micro_batch in self.micro_batches:
             if written := micro_batch.changed_inputs:
@@ -251,4 +317,5 @@ class Window:
             parameter.grad = None
         for parameter in self._zeros:
             parameter.grad = torch.zeros_like(parameter)
-        self.micro_batches[0].buffers.restore()
+        if self.micro_batches:
+            self.micro_batches[0].buffers.restore()

@@ -52,10 +52,6 @@ class StepClock:
         self._tokens_in_step = 0
         self._started = time.perf_counter()
 
-    def restart_step(self) -> None:
-        """The micro-batches of a step run again, in the time of the same step."""
-        self._tokens_in_step = 0
-
     def end_step(self) -> None:
         """A step ends."""
         if self._started is None:

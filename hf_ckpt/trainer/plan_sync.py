@@ -28,21 +28,28 @@ def apply_on_all_ranks(
     all where ranks were given different policies, or different plans are in force.
     """
     if num_processes() == 1:
-        return apply(model, policy, prove=prove, **structure)
+        return apply_here(model, policy, structure, prove)
     plan = _plan_of_rank_0(model, policy, structure)
     applied: list[Applied] = []
 
-    def apply_here() -> str:
+    def apply_mine() -> str:
         applied.append(apply(model, plan, prove=prove, **structure))
         return applied[0].plan.digest()
 
     try:
-        _check_equal(gather_results(apply_here, "applying the policy"), "plan is in force")
+        _check_equal(gather_results(apply_mine, "applying the policy"), "plan is in force")
     except BaseException:
         for handle in applied:
             handle.remove()
         raise
     return applied[0]
+
+
+def apply_here(
+    model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove = "first_step"
+) -> Applied:
+    """Put a policy in force on this rank's model alone. See `apply_on_all_ranks`."""
+    return apply(model, policy, prove=prove, **structure)
 
 
 def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
-from hf_ckpt.trainer.plan_sync import apply_on_all_ranks
+from hf_ckpt.trainer.plan_sync import apply_here, apply_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,9 @@ class TrainingRun:
         self._proven: list[Plan] = []
         self._use_cache = UseCache(model)
         self._is_use_cache_ours = True
-        self._clock = StepClock(model)
+        self.clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
-        for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self._clock.restore):
+        for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self.clock.restore):
             self.applied.on_remove(undo)
         is_on = choose_input_gradients(model, self.applied.stacks, input_require_grads)
         if is_on is not None:
@@ -66,16 +67,18 @@ class TrainingRun:
         if self._call is not None:
             self.applied.remove_on_use_after(self._call, self.model, self._leave_use_cache)
 
-    def change_plan(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan, *, is_alone: bool = False) -> None:
         """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes.
 
-        A plan under which a step of this run has been proven is not proven again, unless each n-th step is.
+        With `is_alone` other processes know nothing of it. A plan under which a step of this run has been proven is not
+        proven again, unless each n-th step is.
         """
         is_proven = self._prove == "first_step" and plan in self._proven
         undos = self.applied.remove_keeping_undos()
         try:
             prove: Prove = "off" if is_proven else self._prove
-            self.applied = apply_on_all_ranks(self.model, plan, self._structure, prove)
+            change = apply_here if is_alone else apply_on_all_ranks
+            self.applied = change(self.model, plan, self._structure, prove)
         except BaseException:
             for undo in undos:
                 undo()
@@ -90,10 +93,10 @@ class TrainingRun:
             self._first_step = None
             self._is_checked_again = True
 
-    def report_failures(self) -> None:
-        """Let the other processes know when a forward raises in this one."""
+    def report_failures(self, is_handled: Callable[[BaseException], bool] | None = None) -> None:
+        """Let the other processes know when a forward raises in this one, but for what is handled here."""
         if self._watchdog is not None:
-            self.applied.on_remove(watchdog.report_failures(self._watchdog, self.model))
+            self.applied.on_remove(watchdog.report_failures(self._watchdog, self.model, is_handled))
 
     def report_error(self, error: BaseException) -> None:
         """Let the other processes know that this one stops, and why."""
@@ -116,11 +119,7 @@ class TrainingRun:
         if self._first_step is not None:
             self._first_step.start()
         self.applied.value_proof.begin_step()
-        self._clock.start_step()
-
-    def restart_step(self) -> None:
-        """The step's micro-batches run again, from the first one."""
-        self._clock.restart_step()
+        self.clock.start_step()
 
     def faults_of_step(self, *, is_compiled: bool) -> list[str]:
         """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
@@ -158,7 +157,7 @@ class TrainingRun:
 
     def end_step(self) -> None:
         """Give the cache back for what comes between steps."""
-        self._clock.end_step()
+        self.clock.end_step()
         self._use_cache.restore()
 
     def figures(self, predicted_bytes: int | None) -> dict[str, float]:
@@ -171,7 +170,7 @@ class TrainingRun:
         figures.update(offload_figures(stats))
         if predicted_bytes:
             figures["predicted_peak_gib"] = predicted_bytes / GIB
-        if (speed := self._clock.tokens_per_sec()) is not None:
+        if (speed := self.clock.tokens_per_sec()) is not None:
             figures["tokens_per_sec"] = speed
         return {f"ckpt/{name}": value for name, value in figures.items()}
 

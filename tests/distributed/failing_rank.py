@@ -18,9 +18,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -28,11 +30,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.cli import finetune
 from hf_ckpt.distributed import store, watchdog
+from tests.distributed import runs
 from tests.training import During, llama, trainer
 
 LIMIT_S = 90
 """After so many seconds a process is given up."""
 LINGERS_S = 10
+BOTH = -1
+ENGINES = ("ddp", "fsdp2", "fsdp2 that saves")
 
 
 def raise_in_forward(model: nn.Module) -> None:
@@ -71,6 +76,36 @@ def wait_for_connection() -> None:
     (mine,) = watchdog._running
     while not mine.watches(1):
         time.sleep(0.05)
+
+
+def run_out_of_memory(engine: str, victim: int) -> None:
+    """Train; when most of its gradients are there, memory of the victim runs out for good."""
+    folder = Path(os.environ["FOLDER"])
+    callbacks = [During("on_step_end", save_weights, step=2)]
+    if int(os.environ["RANK"]) == victim or victim == BOTH:
+        callbacks.append(During("on_step_begin", lambda _: wait_for_connection(), step=1))
+        callbacks.append(During("on_step_begin", fail_in_backward, step=2))
+    saving = {"save_strategy": "steps", "save_steps": 1} if engine == "fsdp2 that saves" else {}
+    callback = HFCkptCallback("none", on_oom="escalate")
+    # With it the whole process uses one engine.
+    with runs.fresh_accelerate():
+        asked = runs.engine_arguments(engine.partition(" ")[0])
+        trainer(llama(), folder / "run", callback, *callbacks, max_steps=50, **saving, **asked).train()
+
+
+def fail_in_backward(model: nn.Module) -> None:
+    """Let the backward end when the first layer's gradients come, which are the last but that of the embeddings."""
+    weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
+    weight.register_post_accumulate_grad_hook(_out_of_memory)
+
+
+def _out_of_memory(*args: Any) -> NoReturn:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def save_weights(model: nn.Module) -> None:
+    """Leave what the weights are, in this process, in a file."""
+    torch.save(runs.whole(model), Path(os.environ["FOLDER"]) / f"weights {os.environ['RANK']}.pt")
 
 
 def stop_for(seconds: float) -> None:
@@ -187,7 +222,7 @@ def serve() -> tuple[str, int] | None:
 def _become(rank: int, port: int, folder: Path) -> None:
     """Be a process of a run that was started by hand; leave in the folder what it says."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": str(folder)})
     for name, stream in ((os.devnull, 0), (folder / f"stdout {rank}", 1), (folder / f"stderr {rank}", 2)):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), stream)
 
@@ -215,6 +250,7 @@ if __name__ == "__main__":
         "is killed before training": be_killed_before_training,
         "is killed in the command": be_killed_in_the_command,
         "is slow": be_slow,
+        **{f"is out of memory under {engine}": partial(run_out_of_memory, engine) for engine in ENGINES},
     }
     if what is not None and what[0] in others:
         others[what[0]](what[1])

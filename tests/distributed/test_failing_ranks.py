@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.training import changed, llama, trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -59,6 +63,69 @@ def test_other_process_ends_and_says_why(
     assert ends[other][0] != 0
     # Whoever waits for a process that lingers is done for before that.
     assert ends[other][1] - ends[victim][1] < (0 if fault.endswith("lingers") else LIMIT_S)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_out_of_memory_under_ddp_ends_all_with_a_checkpoint_of_the_step_before(
+    starter: subprocess.Popen[str], tmp_path: Path, victim: int
+) -> None:
+    said = ended_out_of_memory(starter, tmp_path, "ddp", victim)
+    folder = tmp_path / "run" / "checkpoint-2"
+    assert "its backward had begun to send gradients to the other processes, which cannot be taken back" in said
+    assert f"All processes end. Nothing is lost: {folder} holds the state before this step." in said
+    weights = torch.load(tmp_path / "weights 0.pt")
+    saved = LlamaForCausalLM.from_pretrained(folder)
+    assert changed(weights, dict(saved.named_parameters())) == []
+    # It is whole: one process goes on from it.
+    run = trainer(llama(), tmp_path / "run", max_steps=3)
+    run.train(resume_from_checkpoint=str(folder))
+    assert [entry["step"] for entry in run.state.log_history if "loss" in entry] == [1, 2, 3]
+
+
+def test_of_two_that_run_out_of_memory_one_writes_and_the_other_waits(
+    starter: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    print(json.dumps(["is out of memory under ddp", -1, str(tmp_path)]), file=starter.stdin, flush=True)
+    ends = json.loads(starter.stdout.readline())
+    folder = tmp_path / "run" / "checkpoint-2"
+    said = [(tmp_path / f"stderr {rank}").read_text() for rank in range(2)]
+    assert [status for status, _ in ends] == [1, 1], said
+    assert all(f"Nothing is lost: {folder} holds the state before this step." in each for each in said)
+    # Of the random states there is one: that of the process that wrote.
+    assert len(list(folder.glob("rng_state_*"))) == 1
+    assert [each.name for each in (tmp_path / "run").iterdir() if each.name.startswith("checkpoint")] == [
+        "checkpoint-2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [
+        ("fsdp2", "There is no checkpoint to go on from: 2 steps are lost."),
+        ("fsdp2 that saves", "The newest complete checkpoint is {folder}/checkpoint-2: 0 steps are lost."),
+    ],
+)
+def test_out_of_memory_under_sharding_ends_all_and_names_the_last_checkpoint(
+    starter: subprocess.Popen[str], tmp_path: Path, engine: str, where: str
+) -> None:
+    said = ended_out_of_memory(starter, tmp_path, engine, 1)
+    assert "The step is not run again: the model is sharded by an engine. All processes end." in said
+    assert where.format(folder=tmp_path / "run") in said
+    warned = (tmp_path / "stderr 0").read_text()
+    assert ("Out of memory ends this run, whose processes share the model" in warned) is (engine == "fsdp2")
+
+
+def ended_out_of_memory(starter: subprocess.Popen[str], folder: Path, engine: str, victim: int) -> str:
+    """Let a process run out of memory; return what the other one says of it."""
+    print(json.dumps([f"is out of memory under {engine}", victim, str(folder)]), file=starter.stdin, flush=True)
+    ends = json.loads(starter.stdout.readline())
+    own, other = ((folder / f"stderr {rank}").read_text() for rank in (victim, 1 - victim))
+    assert [status for status, _ in ends] == [1, 1], own
+    assert abs(ends[0][1] - ends[1][1]) < LIMIT_S
+    message = f"Process {victim}: Out of memory in the backward of step 3, with input_ids (2, 8), labels (2, 8)."
+    assert f"OutOfMemoryError: {message}" in own
+    assert f"Process {victim} has stopped: {message}" in other
+    return other
 
 
 def test_process_that_is_slow_or_stopped_is_left_alone(starter: subprocess.Popen[str], tmp_path: Path) -> None:

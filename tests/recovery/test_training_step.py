@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
+from torch.nn.parallel import DistributedDataParallel
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
@@ -235,9 +237,9 @@ def test_a_trainer_of_trl_reports_what_it_does_without_a_failure(kind: str, tmp_
 def test_in_several_processes_and_under_engines_the_reason_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def why(trainer: Any, **changes: Any) -> str:
+    def why(trainer: Any, planning: Any = None, **changes: Any) -> str:
         args = SimpleNamespace(**{"auto_find_batch_size": False, "deepspeed": None, "torch_compile": False, **changes})
-        return recovery.why_not(trainer, args) or "in force"  # type: ignore[arg-type]
+        return recovery.why_not(trainer, args, planning) or "in force"  # type: ignore[arg-type]
 
     trainer = SimpleNamespace(is_fsdp_enabled=False, optimizer=object())
     assert why(trainer) == "in force"
@@ -248,7 +250,28 @@ def test_in_several_processes_and_under_engines_the_reason_is_known(
     assert "sharded by an engine" in why(SimpleNamespace(is_fsdp_enabled=True, optimizer=object()))
     assert "compiled" in why(trainer, torch_compile=True)
     monkeypatch.setattr(recovery.store, "num_processes", lambda: 2)
-    assert "more than one process" in why(trainer)
+    assert "several processes share the model" in why(trainer)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapper = DistributedDataParallel(nn.Linear(2, 2))
+        assert why(plain_trainer(wrapper)) == "in force"
+        assert "compute_loss_func may send" in why(plain_trainer(wrapper, compute_loss_func=print))
+        assert "PhasedTrainer.training_step and PhasedTrainer.compute_loss may send" in why(
+            plain_trainer(wrapper, PhasedTrainer)
+        )
+        assert "compare their batches" in why(plain_trainer(wrapper), SimpleNamespace(compares_batches=True))
+    finally:
+        dist.destroy_process_group()
+
+
+def plain_trainer(wrapper: nn.Module, kind: type[Trainer] = Trainer, **attributes: Any) -> Trainer:
+    """A Trainer that was not made: only what decides is there."""
+    trainer = kind.__new__(kind)
+    vars(trainer).update(
+        {"is_fsdp_enabled": False, "optimizer": object(), "model_wrapped": wrapper, "compute_loss_func": None}
+    )
+    vars(trainer).update(attributes)
+    return trainer
 
 
 def test_a_trainer_that_is_not_found_can_be_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
