@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from hf_ckpt import Plan
+from hf_ckpt.cli.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +61,16 @@ def run(cache: Path, *words: str, path: str = "") -> Done:
     return Done(ended.returncode, ended.stdout, "\n".join(said), loaded)
 
 
+def run_here(cache: Path, *words: str) -> Done:
+    """Run a command in this process, which has loaded everything: for an answer that is made."""
+    assert not kept_files(cache)
+    out, err = io.StringIO(), io.StringIO()
+    own = mock.patch.dict(os.environ, {"HF_CKPT_CACHE": str(cache)})
+    with own, contextlib.chdir(ROOT), redirect_stdout(out), redirect_stderr(err):
+        code = main([words[0], *ASKED, *words[1:]])
+    return Done(code, out.getvalue(), err.getvalue().rstrip("\n"), "torch")
+
+
 def kept_files(cache: Path) -> dict[str, tuple[int, bytes]]:
     """Return the answers in a cache: when each was used, and what it is."""
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in cache.rglob("*") if path.is_file()}
@@ -65,7 +80,9 @@ def kept_files(cache: Path) -> dict[str, tuple[int, bytes]]:
 def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """Return a cache with one plan, and what was printed when it was made."""
     cache = tmp_path_factory.mktemp("answered")
-    return cache, run(cache, "plan")
+    first = run(cache, "plan")
+    assert "torch" in first.loaded
+    return cache, first
 
 
 @pytest.fixture
@@ -87,9 +104,8 @@ def planned(answered: tuple[Path, Done], tmp_path: Path) -> tuple[Path, Done]:
     ids=["too large", "grid", "max-length", "plan"],
 )
 def test_second_answer_is_the_first_one_without_torch(words: list[str], code: int, tmp_path: Path) -> None:
-    first = run(tmp_path, *words)
+    first = run_here(tmp_path, *words)
     assert first.code == code
-    assert "torch" in first.loaded
     second = run(tmp_path, *words)
     assert second == Done(code, first.out, "", "")
     # JSON comes from the same answer.
@@ -104,7 +120,7 @@ def test_second_answer_is_the_first_one_without_torch(words: list[str], code: in
 
 
 def test_text_comes_from_the_answer_that_json_was_printed_of(tmp_path: Path) -> None:
-    first = run(tmp_path, "estimate", "--quick", "--json")
+    first = run_here(tmp_path, "estimate", "--quick", "--json")
     rows = json.loads(first.out)["rows"]
     text = run(tmp_path, "estimate", "--quick", "-v")
     assert (text.code, text.err, text.loaded) == (first.code, "From cache.", "")
@@ -135,8 +151,7 @@ def test_plan_is_written_of_a_kept_answer_too(planned: tuple[Path, Done], tmp_pa
 
 
 def test_that_nothing_fits_is_kept_too(tmp_path: Path) -> None:
-    first, second = (run(tmp_path, "plan", "--memory-budget", "1MiB") for _ in range(2))
-    assert "torch" in first.loaded
+    first, second = (each(tmp_path, "plan", "--memory-budget", "1MiB") for each in (run_here, run))
     assert (first.code, second.code, second.out, second.loaded) == (1, 1, "", "")
     assert second.err.startswith("No plan fits memory_budget=1.0 MiB.")
     assert first.err.endswith(second.err)
