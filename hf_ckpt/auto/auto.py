@@ -16,6 +16,7 @@ from hf_ckpt.auto.coverage import check_call, check_run
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner
+from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import PolicyError, UnsupportedError
@@ -33,6 +34,9 @@ from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradien
 from hf_ckpt.units import Budget
 
 logger = logging.getLogger(__name__)
+
+_SMALL_LENGTH = 16
+"""Tokens of the rows that a user's loss is tried with where no batch is known."""
 
 
 class Auto:
@@ -97,13 +101,11 @@ class Auto:
         made, trainer = innermost_optimizer(optimizer), running_trainer()
         collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
         sharding = sharding_of(args, model)
-        loss = trl_loss(trainer, args, model, sharding, dataset, collator)
+        loss = trl_loss(trainer, args, model, sharding, dataset, collator) or users_loss(trainer, sharding)
         optimizer_name = args.optim if made is None else type(made).__name__
         coverage = check_run(trainer, args, model, optimizer_name, loss)
         shape = self._shape_of(model)
         given = given_optimizer(optimizer, args, model, sharding)
-        if given is not None and given.copied is not None:
-            coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
         device = this_device() if args.device.type == "cuda" else CPU
         num_rows = state.train_batch_size or args.train_batch_size
 
@@ -131,6 +133,14 @@ class Auto:
             step = step_of(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
             return any_step.anew(step)
 
+        if isinstance(loss, UsersLoss):
+            small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
+            if fault := _fault(simulator, batches[0] if batches else small, args.ddp_timeout):
+                logger.info("The Trainer's own loss is not simulated: %s", fault)
+                loss = None
+                coverage = check_run(trainer, args, model, optimizer_name)
+        if given is not None and given.copied is not None:
+            coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
         planning = RunPlanner(
             make_plan(shape, Policy.parse("none"), **self._structure),
             simulator,
@@ -173,6 +183,22 @@ class _RunLimits:
     """The largest ones; empty where no bound is known."""
     host_bytes: int | None
     """Of host memory that are free; None where that is not known."""
+
+
+def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, timeout_s: float) -> str:
+    """Return why a step with the user's loss cannot be simulated, the same on all ranks; empty where it can."""
+
+    def tried() -> str:
+        if batch is None:
+            return "what its batches are made of is not known."
+        try:
+            simulator(batch).memory(None)
+        # It is the user's code, given tensors without values.
+        except Exception as error:  # noqa: BLE001
+            return str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
+        return ""
+
+    return store.broadcast_result(tried, timeout_s, "simulating the loss")
 
 
 def _largest_batches(

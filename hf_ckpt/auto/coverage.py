@@ -88,7 +88,7 @@ def check_run(
     """
     # What no plan can govern is not to be tried with another policy.
     check_model(model)
-    _check_arguments(args)
+    _check_arguments(args, simulated=() if loss is None else ("label_smoothing_factor",))
     _check_engine(trainer, args, model)
     check_not_compiled(model)
     _check_backward(args, model)
@@ -97,8 +97,7 @@ def check_run(
     counted = (f"{other.attribute} ({_shown(other)})" for other in others if is_counted[other.name])
     left_out = list(_small_models(model, (other for other in others if not is_counted[other.name])))
     left_out += _generation(trainer, args)
-    if loss is None:
-        left_out += _loss_of_its_own(trainer)
+    left_out += _steps_of_its_own(trainer, loss)
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
     engine += " of tensor parallelism" if has_shared(model) and not fsdp.is_sharded(model) else ""
     own = () if loss is None else (f"{type(trainer).__name__}.compute_loss",)
@@ -119,9 +118,9 @@ def check_call(model: nn.Module, names: Iterable[str]) -> None:
         raise refuse(f"{what} cannot be called so: {error}") from None
 
 
-def _check_arguments(args: TrainingArguments) -> None:
+def _check_arguments(args: TrainingArguments, simulated: tuple[str, ...]) -> None:
     for name, (without, reason) in NOT_SIMULATED.items():
-        if getattr(args, name, None):
+        if name not in simulated and getattr(args, name, None):
             raise UnsupportedError(
                 f'Policy "auto" simulates the step, and {name}={getattr(args, name)} cannot be simulated: {reason}. '
                 f"Use {name}={without}, or another policy."
@@ -232,17 +231,33 @@ def _shown(other: OtherModel) -> str:
     return f"{type(other.module).__name__}, {format_bytes(other.num_bytes)}"
 
 
-def _loss_of_its_own(trainer: Any) -> Iterator[str]:
-    """Yield what replaces the model's loss, or the step around it."""
+def _steps_of_its_own(trainer: Any, loss: OwnLoss | None) -> Iterator[str]:
+    """Yield what replaces the model's loss and is not simulated, or the step around it."""
     if trainer is None:
         return
+    if loss is None:
+        yield from losses_of_its_own(trainer)
+    owner = _users(trainer, "training_step")
+    if owner is not None and (loss is not None or _users(trainer, "compute_loss") is None):
+        yield _BESIDES.format(f"{owner.__name__}.training_step")
+
+
+def losses_of_its_own(trainer: Any) -> Iterator[str]:
+    """Yield what a Trainer has in the place of the model's loss, as it is named where it is not counted."""
     if getattr(trainer, "compute_loss_func", None) is not None:
         yield "compute_loss_func, in whose place the model's own loss was simulated"
-    for name in ("compute_loss", "training_step"):
-        owner = next((each for each in type(trainer).__mro__ if name in vars(each)), None)
-        if owner is not None and not owner.__module__.startswith("transformers."):
-            yield f"what {owner.__name__}.{name} does besides the model's own forward and loss, which were simulated"
-            return
+    owner = _users(trainer, "compute_loss")
+    if owner is not None:
+        yield _BESIDES.format(f"{owner.__name__}.compute_loss")
+
+
+_BESIDES = "what {} does besides the model's own forward and loss, which were simulated"
+
+
+def _users(trainer: Any, name: str) -> type | None:
+    """Return the class that has overridden a method of transformers' trainers; None where none has."""
+    owner = next((each for each in type(trainer).__mro__ if name in vars(each)), None)
+    return None if owner is None or owner.__module__.startswith("transformers.") else owner
 
 
 def _generation(trainer: Any, args: TrainingArguments) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_ckpt.auto.batch_bounds import Batch
-from hf_ckpt.auto.coverage import refuse
+from hf_ckpt.auto.batch_bounds import Batch, largest_batch
+from hf_ckpt.auto.coverage import losses_of_its_own, refuse
 from hf_ckpt.auto.trl_kernels import use_cuda_kernels
 from hf_ckpt.simulation.constant_folding import has_values
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Sharding, Step, make_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,43 @@ class TrainerLoss:
         return partial(_compute, _stand_in(self.trainer, model, others), model)
 
 
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the model's own forward takes."""
+
+    rows_per_example: int = 1
+    takes_more_than_text: bool = True
+
+    def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
+        """See `largest_batch`."""
+        return largest_batch(dataset, collator, num_examples, max_length)
+
+    def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
+        """See `hf_ckpt.simulation.step.make_inputs`."""
+        return make_inputs(replace(step, loss=None), model)
+
+
+class UsersLoss(TrainerLoss):
+    """A loss that a user has put in the place of the model's, or label smoothing: whatever the batch is made of."""
+
+    def of(self, batch: Batch) -> TrainerLoss:
+        """See `TrainerLoss`."""
+        return self
+
+
+def users_loss(trainer: Any, sharding: Sharding) -> UsersLoss | None:
+    """Return what a Trainer computes in the place of the model's own loss; None of any other, and of those of trl."""
+    if trainer is None or sharding.engine not in ("none", "ddp"):
+        return None
+    is_trls = any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+    is_replaced = getattr(trainer, "label_smoother", None) is not None or any(losses_of_its_own(trainer))
+    return UsersLoss(trainer, ModelInputs(), {}) if is_replaced and not is_trls else None
+
+
 def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and has_values(labels) and _is_told_items(stand_in):
+        options["num_items_in_batch"] = (labels != _IGNORED).sum()
     try:
         with _NumbersUnknown(), warnings.catch_warnings():
             # Said again by the Trainer itself.
@@ -106,10 +142,23 @@ def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options:
         ) from error
 
 
+_IGNORED = -100
+"""The label of a token that is no item."""
+
+
+def _is_told_items(trainer: Any) -> bool:
+    """Whether the Trainer counts the labelled tokens of a step for its loss; trl's losses need no such number."""
+    return (
+        getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None
+    )
+
+
 def _stand_in(trainer: Any, model: nn.Module, others: Mapping[str, nn.Module]) -> Any:
     made = object.__new__(type(trainer))
     vars(made).update({name: _copied(value) for name, value in vars(trainer).items()})
     vars(made).update({"model": model, "model_wrapped": model, "accelerator": _Alone(trainer.accelerator), **others})
+    # A loss may log by itself, which reporters would hear of.
+    vars(made)["log"] = _say_nothing
     return made
 
 
@@ -122,6 +171,10 @@ def _copied(value: Any) -> Any:
         copied.update({key: _copied(each) for key, each in value.items()})
         return copied
     return value
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in the place of `Trainer.log`."""
 
 
 class _Alone:

@@ -6,18 +6,18 @@ trl is not imported: its trainers are known by the modules of their classes, its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, largest_batch
+from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.auto.coverage import refuse
-from hf_ckpt.auto.trainer_loss import TrainerLoss
+from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.simulation.fake_model import meta_copy
-from hf_ckpt.simulation.step import Sharding, Step, make_inputs
+from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.trainer.other_models import tensors_of
 
 _TOKEN = 5
@@ -92,22 +92,15 @@ def _others(trainer: Any, model: nn.Module) -> dict[str, nn.Module]:
 # --- Batches. ---
 
 
-@dataclass(frozen=True)
-class _Texts:
+class _Texts(ModelInputs):
     """What SFT trains on: rows as any language model reads them, always with a mask unless they are packed."""
-
-    rows_per_example: int = 1
-    takes_more_than_text: bool = True
 
     @classmethod
     def of(cls, trainer: Any, dataset: Any, collator: Any) -> _Texts:
         return cls()
 
-    def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
-        return largest_batch(dataset, collator, num_examples, max_length)
-
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
-        inputs = make_inputs(replace(step, loss=None), model)
+        inputs = super().make(step, model)
         if not step.is_packed:
             inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
         return inputs

@@ -309,7 +309,7 @@ def test_apply_refuses_auto_because_no_step_is_known() -> None:
     [
         (None, {}, PolicyError, "has no memory_budget, and this machine's CPU shares its memory"),
         ("900TB", {}, PolicyError, 'memory_budget is "900TB", but this machine\'s CPU has'),
-        ("1GB", {"label_smoothing_factor": 0.1}, UnsupportedError, "Use label_smoothing_factor=0, or another policy."),
+        ("1GB", {"neftune_noise_alpha": 5}, UnsupportedError, "Use neftune_noise_alpha=null, or another policy."),
     ],
 )
 def test_run_that_cannot_be_planned_is_refused(

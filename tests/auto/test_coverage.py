@@ -323,32 +323,16 @@ def test_model_that_takes_a_dictionary_is_refused(tmp_path: Path) -> None:
     assert "OfFeatures.forward cannot be called so: missing a required argument: 'features'." in told
 
 
-def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return outputs.logits.float().square().mean()
-
-
-def test_loss_of_the_user_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run, _ = trainer(llama(num_hidden_layers=1), tmp_path, compute_loss_func=own_loss)
-    run.train()
-    assert coverage(caplog) == (
-        "Counted: input_ids, labels; LlamaForCausalLM; AdamW; one process. Not counted: compute_loss_func, in whose "
-        "place the model's own loss was simulated.",
-        logging.WARNING,
-    )
-
-
-class Weighted(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        return 2 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+class Watched(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs)
 
 
 def test_step_of_a_trainer_of_the_user_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(llama(num_hidden_layers=1), tmp_path, kind=Weighted)[0].train()
+    trainer(llama(num_hidden_layers=1), tmp_path, kind=Watched)[0].train()
     told, level = coverage(caplog)
     assert told.endswith(
-        "Not counted: what Weighted.compute_loss does besides the model's own forward and loss, which were simulated."
+        "Not counted: what Watched.training_step does besides the model's own forward and loss, which were simulated."
     )
     assert level == logging.WARNING
 
