@@ -5,8 +5,9 @@ Colours are those of Okabe and Ito (2008), which people with any kind of colour 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from html import escape as escape
 from itertools import chain
 
 from hf_ckpt.units import format_bytes
@@ -14,6 +15,7 @@ from hf_ckpt.units import format_bytes
 _STYLE = "font-family:system-ui,sans-serif;font-size:13px"
 _CELL, _HIGH = 18, 16
 _MOST_POINTS = 400
+_AMOUNT = re.compile(r"[\d,.]+( [KMGT]?i?B)?")
 
 
 def element(tag: str, *children: str, **attributes: object) -> str:
@@ -30,15 +32,15 @@ def paragraph(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Return rows of text as a table; what follows the first column is aligned to the right where it is a number."""
+    """Return rows of text as a table; amounts are aligned to the right."""
     lines = [element("tr", *(element("th", escape(cell), scope="col") for cell in header))] if header else []
     lines += [element("tr", *(_cell(cell) for cell in row)) for row in rows]
     return element("table", *lines)
 
 
 def _cell(text: str) -> str:
-    is_number = text[:1].isdigit()
-    return element("td", escape(text), **({"style": "text-align:right;white-space:nowrap"} if is_number else {}))
+    is_amount = _AMOUNT.fullmatch(text) is not None
+    return element("td", escape(text), **({"style": "text-align:right;white-space:nowrap"} if is_amount else {}))
 
 
 def notebook(*parts: str) -> str:
@@ -95,11 +97,16 @@ def _swatch(colour: str) -> str:
 
 
 def areas(
-    seconds: Sequence[float], columns: Mapping[str, Sequence[int]], colours: Mapping[str, str], *, label: str
+    seconds: Sequence[float],
+    columns: Mapping[str, Sequence[int]],
+    colours: Mapping[str, str],
+    *,
+    label: str,
+    over: str,
 ) -> str:
-    """Return bytes over time, one area a column, the first one lowest, with the time and the peak at the axes.
+    """Return bytes over time, one area a column, the first one lowest, with the peak written above.
 
-    `seconds`: of each entry; their numbers count where it is empty.
+    `seconds`: of each entry; their numbers count where it is empty. `over`: written below.
     """
     width, height, left, low = 640.0, 240.0, 4.0, 20.0
     totals = [sum(each) for each in zip(*columns.values(), strict=True)]
@@ -117,9 +124,7 @@ def areas(
         below = above
     said = f"peak {format_bytes(peak)}"
     drawn.append(element("text", said, x=left, y=14, fill="currentColor", font_size=13))
-    if has_times:
-        over = f"one step, {end:.3g} s"
-        drawn.append(element("text", over, x=left, y=height - 4, fill="currentColor", font_size=13))
+    drawn.append(element("text", escape(over), x=left, y=height - 4, fill="currentColor", font_size=13))
     return svg(width, height, *drawn, label=f"{label}: {said}")
 
 

@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from unittest import mock
@@ -20,6 +21,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_CKPT_CACHE"] = os.devnull
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -66,7 +69,10 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Skip tests marked `gpu` where there is no CUDA device, and those marked `browser` where there is no chromium."""
+    for item in items:
+        if item.get_closest_marker("browser") and not any(map(shutil.which, CHROMIUM)):
+            item.add_marker(pytest.mark.skip(reason="needs an installed chromium"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -42,7 +42,7 @@ _VARIABLES = (
 _NO_VARIABLES = ("HF_CKPT_CACHE",)
 _SECRET = ("TOKEN", "SECRET", "PASSWORD")
 # What is asked of the answer, or was read into the recipe.
-_NOT_ASKED = ("words", "recipe", "overrides", "json", "verbose", "no_cache", "out", "plot")
+_NOT_ASKED = ("words", "recipe", "overrides", "json", "verbose", "no_cache", "out", "plot", "html")
 _MOST_BYTES = 2**20
 """Up to this size files count by their content, above it by size and date: configs, plans and code are smaller."""
 
@@ -52,7 +52,7 @@ def remembered(
 ) -> tuple[dict[str, Any], bool]:
     """Return the document that a command answers with, and whether it was kept from an earlier time.
 
-    A picture needs more than the document: with `--plot` nothing is read, as with `--no-cache`.
+    A picture or a page needs more than the document: with `--plot` or `--html` nothing is read, as with `--no-cache`.
 
     Args:
         command: its name.
@@ -65,7 +65,9 @@ def remembered(
     """
     # Libraries write into the environment when they are imported.
     environment = dict(os.environ)
-    is_wanted = not options.no_cache and getattr(options, "plot", None) is None
+    is_wanted = (
+        not options.no_cache and getattr(options, "plot", None) is None and getattr(options, "html", None) is None
+    )
     key = answer_key(command, recipe, options, environment) if is_wanted else None
     if key is not None and (kept := answer_store.read(key)) is not None:
         return _given(kept), True

@@ -169,6 +169,19 @@ def add_cache_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_html_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--html` to the parser of a command whose answer can be written as a page."""
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write the answer as one page to share, with pictures"
+    )
+
+
+def check_html(path: Path | None) -> None:
+    """Refuse a page that could not be written, before the answer is worked out."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise RecipeError(f"--html {path}: there is no folder {path.absolute().parent}.")
+
+
 def launch_of(options: argparse.Namespace) -> Launch:
     """Return how the recipe is launched."""
     from hf_ckpt.estimate.launch_sharding import Launch

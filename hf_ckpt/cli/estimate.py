@@ -14,7 +14,9 @@ from hf_ckpt.cli.common import (
     Command,
     add_cache_option,
     add_exact_option,
+    add_html_option,
     add_launch_options,
+    check_html,
     check_launch,
     launch_of,
     leaving_at_ctrl_c,
@@ -25,6 +27,7 @@ from hf_ckpt.cli.common import (
 )
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.progress import Progress
+from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
 
 if TYPE_CHECKING:
@@ -75,6 +78,7 @@ examples:
         metavar="FILE.png",
         help="draw memory over the step; FILE-frontier.png and FILE-checkpoints.png come along",
     )
+    add_html_option(parser)
     add_cache_option(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--grid", action="store_true", help="peaks over row lengths and micro-batches")
@@ -88,6 +92,9 @@ def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
     recipe = read_recipe_or_model(options)
     check_launch(options)
+    check_html(options.html)
+    if options.html is not None and (options.grid or options.max_length or options.max_batch):
+        raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
     # Needs YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered
 
@@ -111,6 +118,11 @@ def _run(options: argparse.Namespace) -> int:
             with quiet():
                 for found in drawn:
                     _plot(found, options.plot, progress)
+        if options.html is not None:
+            with quiet():
+                for found in drawn:
+                    _write_page(found, document, options)
+            progress.clear()
     return HOLDS if _is_well(document, options) else FAILS
 
 
@@ -182,6 +194,31 @@ def _plot(found: Estimate, path: Path, progress: Progress) -> None:
     for written in draw_all(found, path, progress.say):
         progress.clear()
         say(f"Wrote {written}")
+
+
+def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write what was found for the first device."""
+    from hf_ckpt.cli.inspection import ledger
+    from hf_ckpt.estimate.page import Page
+    from hf_ckpt.estimate.predict import Predictor
+
+    device, steps = found.devices[0], found.steps()
+    decides = found.decides if found.decides in steps else next(iter(steps))
+    facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
+    page = Page(
+        title=f"hf-ckpt estimate {found.subject.title}",
+        verdict=tables.verdict(document),
+        device=device,
+        facts=[*facts, *tables.facts_of(document["devices"][0])],
+        steps=steps,
+        decides=decides,
+        chain=Predictor(found.subject, device).chain,
+        ledger=ledger(steps[decides]),
+        words=options.words,
+        fits={row["name"]: row["fits"][device.name] for row in document["rows"] if device.name in row.get("fits", {})},
+    )
+    page.write(options.html)
+    say(f"Wrote {options.html}")
 
 
 ESTIMATE = Command(_parser, _run, "will it fit, and how fast: every mode's peak and step time; no GPU, no weights")

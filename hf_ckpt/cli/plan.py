@@ -12,7 +12,9 @@ from hf_ckpt.cli.common import (
     Command,
     add_cache_option,
     add_exact_option,
+    add_html_option,
     add_launch_options,
+    check_html,
     check_launch,
     launch_of,
     leaving_at_ctrl_c,
@@ -58,6 +60,7 @@ examples:
         "--out", type=Path, metavar="FILE.json", help="write the plan, for checkpointing.policy=FILE.json"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the frontier of peak against step time")
+    add_html_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version")
     add_cache_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="say whether the answer was kept from before")
@@ -71,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_folder(options.out)
     check_launch(options)
+    check_html(options.html)
     # Needs YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered
 
@@ -94,10 +98,14 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
         device, assumed = plan.device_for(recipe, options.device, budget)
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
     with quiet():
-        found = plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=options.plot is not None)
+        with_fixed = options.plot is not None or options.html is not None
+        found = plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=with_fixed)
         if options.plot is not None:
             _plot(found, options.plot)
-    return plan.as_json(found)
+        document = plan.as_json(found)
+        if options.html is not None:
+            _write_page(found, document, options)
+    return document
 
 
 def _check_folder(path: Path | None) -> None:
@@ -114,6 +122,28 @@ def _plot(found: PlannedRecipe, path: Path) -> None:
 
     draw_planned(found.chain, found.steps(), path, subject=found.subject, device=found.device)
     say(f"Wrote {path}")
+
+
+def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argparse.Namespace) -> None:
+    from hf_ckpt.cli.inspection import ledger
+    from hf_ckpt.estimate.page import Page
+    from hf_ckpt.policy.policy import AUTO
+
+    facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
+    page = Page(
+        title=f"hf-ckpt plan {found.subject.title}",
+        verdict=tables.verdict_on_plan(document),
+        device=found.device,
+        facts=[*facts, *tables.facts_of(document["card"])],
+        steps=found.steps(),
+        decides=AUTO,
+        chain=found.chain,
+        ledger=ledger(found.memory),
+        words=options.words,
+        fits={AUTO: document["verdict"]["fits"]},
+    )
+    page.write(options.html)
+    say(f"Wrote {options.html}")
 
 
 PLAN = Command(_parser, _run, "the fastest plan that fits a memory budget, as JSON that a recipe can name")

@@ -379,12 +379,13 @@ def plan_text(document: Document) -> str:
         *([f"Host memory {format_bytes(document['host_bytes'])}"] if document["host_bytes"] else []),
         wrapped(f"Step {format_seconds(seconds['total'])}: {', '.join(parts)}", hang="  "),
         *([wrapped(f"Exactness: {exactness['text']}", hang="  ")] if exactness is not None else []),
-        wrapped(_verdict_on_plan(document), hang="  "),
+        wrapped(verdict_on_plan(document), hang="  "),
     ]
     return "\n".join(lines)
 
 
-def _verdict_on_plan(document: Document) -> str:
+def verdict_on_plan(document: Document) -> str:
+    """Return whether a plan fits, in one line."""
     found, card = document["verdict"], document["card"]
     words = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}[found["fits"]]
     peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
