@@ -36,6 +36,7 @@ ORDER = (
     "recovery",
     "own_loop",
     "callback",
+    "integrations",
     "recipe",
     "loading",
     "estimate",
@@ -47,7 +48,9 @@ ORDER = (
 PURE_PYTHON = {"errors", "units", "markup", "policy"}
 # The only ones that know YAML, data sets and tokenizers.
 RECIPES = {"recipe", "loading", "estimate", "finetune", "verify", "cli", "__main__"}
-CORE = set(ORDER) - RECIPES
+# Read other trainers' interfaces where those are installed.
+GUARDED = {"integrations"}
+CORE = set(ORDER) - RECIPES - GUARDED
 # Simulates bitsandbytes' layers and optimizers where they are installed, and draws.
 WITH_OPTIONAL = {"simulation"}
 
