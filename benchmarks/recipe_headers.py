@@ -22,7 +22,7 @@ from hf_ckpt.recipe.shipped import HEADER_ITEM, header
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
 from hf_ckpt.units import format_bytes
 
-CARDS = {24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
+CARDS = {16: "t4", 24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
 """The card that stands for each size that `Hardware` names, in GB."""
 
 _TOLD_FROM = 2**30

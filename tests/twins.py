@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.1-8B-Instruct": {"model_type": "llama", **_SIZES},
+    "meta-llama/Llama-3.2-3B": {"model_type": "llama", **_SIZES},
     "Qwen/Qwen3-8B-Base": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-32B": {"model_type": "qwen3", **_SIZES},
     "google/gemma-3-4b-it": {"model_type": "gemma3", **_GEMMA3},

@@ -41,12 +41,14 @@ CHANGED = {
     *("training.gradient_accumulation_steps", "training.logging_steps", "training.eval_steps", "training.save_steps"),
     # Without a GPU, policy auto has to be told what it may use.
     "checkpointing.memory_budget",
+    # float16 needs a GPU, which scales its gradients.
+    *("training.fp16", "training.bf16", "model.dtype", "quantization.bnb_4bit_compute_dtype"),
 }
 NUM_STEPS = 2
 # Where rules name layers of the hub's model, its twin has as many.
 NUM_LAYERS = {"llama7b_lora": 32, "llama7b_lora_ddp": 32}
 # Of a twin that policy auto plans for; all of it fits, so that planning takes one simulation.
-BUDGETS = {"llama3_8b_qlora_longctx": "64MiB"}
+BUDGETS = {"llama3_8b_qlora_longctx": "64MiB", "llama32_3b_qlora_t4": "64MiB"}
 
 PLANS = {
     "gemma3_4b_lora": [
@@ -57,6 +59,7 @@ PLANS = {
         "  5            full",
         "  6            ffn",
     ],
+    "llama32_3b_qlora_t4": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_dpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama3_8b_qlora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama3_8b_qlora_longctx": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
@@ -118,6 +121,9 @@ def overrides(stem: str, folder: Path) -> Iterator[str]:
     yield f"training.output_dir={folder}"
     if stem in BUDGETS:
         yield f"checkpointing.memory_budget={BUDGETS[stem]}"
+    if recipe.training.get("fp16"):
+        yield from ("training.fp16=false", "training.bf16=true", "model.dtype=bfloat16")
+        yield "quantization.bnb_4bit_compute_dtype=bfloat16"
     yield f"training.max_steps={NUM_STEPS}"
     yield from ("training.use_cpu=true", "training.gradient_accumulation_steps=2", "training.logging_steps=1")
     for key in ("eval_steps", "save_steps"):

@@ -926,6 +926,7 @@ def test_keys_of_a_config_are_those_of_its_class(model_type: str) -> None:
 def test_recipes_ship() -> None:
     assert [path.stem for path in SHIPPED] == [
         "gemma3_4b_lora",
+        "llama32_3b_qlora_t4",
         "llama3_8b_dpo_lora",
         "llama3_8b_qlora",
         "llama3_8b_qlora_longctx",
