@@ -61,7 +61,8 @@ def test_documents_are_all_that_users_read() -> None:
 def test_known_figures_are_seen() -> None:
     # A rule that sees none would let everything through.
     assert check(ROOT / "docs" / "long_context.md").num_figures >= 100
-    assert check(ROOT / "README.md").num_figures >= 20
+    assert check(ROOT / "README.md").num_figures >= 15
+    assert check(ROOT / "docs" / "policies.md").num_figures >= 30
 
 
 @pytest.mark.parametrize(
