@@ -20,11 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.units import format_bytes
+
+_SELF = Path("/proc/self")
+"""What Linux tells of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +411,11 @@ class MemoryReader:
 
     def __init__(self, device: torch.device) -> None:
         self._place = device
+        if device.type == "cpu" and not (_SELF / "status").is_file():
+            raise UnsupportedError(
+                "A step on the CPU is measured by the memory of its process, which this system does not tell "
+                f"(there is no {_SELF}/status). Measure on a GPU or on Linux, or predict the step: hf-ckpt estimate."
+            )
 
     def now(self) -> int:
         """Return the bytes in use."""
@@ -424,13 +433,11 @@ class MemoryReader:
         """Let the peak be what is in use now."""
         if self._place.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._place)
-        elif sys.platform == "linux":
+        else:
             # Resets the highest resident size (man 5 proc).
-            Path("/proc/self/clear_refs").write_text("5")
+            (_SELF / "clear_refs").write_text("5")
 
 
 def _resident_bytes(field: str) -> int:
-    if sys.platform != "linux":
-        return 0
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = (_SELF / "status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from hf_ckpt.regions.offload import OffloadStats
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import Shapes, parameter_shapes
 from hf_ckpt.trainer.input_gradients import input_embeddings
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -88,9 +91,11 @@ def peak_memory(stats: Sequence[OffloadStats] = ()) -> dict[str, float]:
     if torch.accelerator.is_available():
         peaks = [torch.accelerator.max_memory_allocated(), *(each.peak_before_reset_bytes for each in stats)]
         return {"peak_allocated_gib": max(peaks) / GIB}
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:
+        logger.info("The peak memory of the process is not known: this system does not tell it (no module resource).")
         return {}
-    import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
     return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}

@@ -331,8 +331,11 @@ def check_path(path: str) -> None:
     Raises:
         PolicyError: they cannot.
     """
-    if os.name != "posix":
-        raise PolicyError("offload to disk was asked for, but this system has no file locks (flock). Offload to cpu.")
+    try:
+        import fcntl  # noqa: F401  # asked for only
+    except ImportError:
+        message = "offload to disk was asked for, but this system has no file locks (fcntl). Offload to cpu."
+        raise PolicyError(message) from None
     home = os.path.expanduser(path)
     if not os.path.isdir(home):
         raise PolicyError(
