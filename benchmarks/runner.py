@@ -32,6 +32,7 @@ SUITES = {
     "budgets": "benchmarks.budgets",
     "simulation_cost": "benchmarks.simulation_cost",
     "answer_time": "benchmarks.answer_time",
+    "recovery_sweep": "benchmarks.recovery_sweep",
     "published": "benchmarks.published.measure",
     "published_page": "benchmarks.published.page",
     "longctx": "benchmarks.longctx",

@@ -6,16 +6,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from tests.training import LENGTH, llama
+from tests.training import LENGTH, VOCAB, llama
+
+
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    """A tiny mixture of experts with dropout, always the same one."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, **changes}
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **sizes,
+            vocab_size=VOCAB,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            attention_dropout=0.1,
+            output_router_logits=True,
+        )
+    )
 
 
 class WithBatchNorm(nn.Module):
     """A Llama behind a vision-like stem with running statistics, and a counter that forwards write to."""
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: Any) -> None:
         super().__init__()
-        self.llama = llama()
+        torch.manual_seed(0)
+        self.llama = llama(**changes)
         self.norm = nn.BatchNorm1d(LENGTH)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.config = self.llama.config

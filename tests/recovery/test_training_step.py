@@ -19,33 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery import recovery
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
-from tests.recovery.models import WithBatchNorm
-from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
+from tests.recovery.models import WithBatchNorm, mixtral
+from tests.training import LENGTH, During, arguments, changed, llama, lora, losses, rows, weights
 
 NUM_STEPS = 5
 MOST_BETWEEN = 6
-
-
-def mixtral() -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
-    return MixtralForCausalLM(
-        MixtralConfig(
-            **sizes,
-            vocab_size=VOCAB,
-            num_key_value_heads=2,
-            num_local_experts=2,
-            attention_dropout=0.1,
-            output_router_logits=True,
-        )
-    )
 
 
 def batch_norm() -> WithBatchNorm:
