@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,33 @@ def test_a_resumed_run_begins_on_the_rung(tmp_path: Path, limit: int, caplog: py
     other = HFCkptCallback("attention", on_oom="escalate", prove="off", strict_resume=True)
     streamed(tmp_path, other, settings=saving, resume_from_checkpoint=str(checkpoint))
     assert any(f"{RUNGS_FILE} is of a run under another plan" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_run_that_was_killed_while_it_climbed_resumes(tmp_path: Path, limit: int) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1}
+
+    class Killed(HFCkptCallback):
+        """Is killed when the leaner plan has been put in force, and written, and the step has not yet run again."""
+
+        def _announce_plan(self, *args: Any) -> None:
+            super()._announce_plan(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            streamed(tmp_path, Killed("none", on_oom="escalate", prove="off"), limit=limit, settings=saving)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    # The fourth row is the first long one.
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{at}" for at in (1, 2, 3)]
+    assert Plan.from_file(tmp_path / PLAN_FILE).count(Mode.FULL) > 0
+    callback = HFCkptCallback("none", on_oom="escalate", prove="off")
+    resumed = streamed(tmp_path, callback, limit=limit, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected = streamed(tmp_path / "whole", HFCkptCallback("none"))
+    assert callback.report()["ckpt/oom_recovered"] == 1
+    assert changed(weights(expected.model), weights(resumed.model)) == []
 
 
 # --- Where it is in force. ---
