@@ -33,6 +33,7 @@ SUITES = {
     "simulation_cost": "benchmarks.simulation_cost",
     "answer_time": "benchmarks.answer_time",
     "recovery_sweep": "benchmarks.recovery_sweep",
+    "recovery_stream": "benchmarks.recovery_stream",
     "published": "benchmarks.published.measure",
     "published_page": "benchmarks.published.page",
     "longctx": "benchmarks.longctx",

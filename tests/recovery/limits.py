@@ -112,7 +112,7 @@ class Limit(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, alive)
         if self.num_bytes is not None and alive > self.num_bytes:
             self.raised += 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory in {function}: {alive} of {self.num_bytes} bytes.")
+            raise torch.OutOfMemoryError(f"CUDA out of memory. In {function}: {alive} of {self.num_bytes} bytes.")
         return output
 
     def alive_bytes(self) -> int:
