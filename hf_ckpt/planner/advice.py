@@ -16,7 +16,7 @@ from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.step_memory import Category, StepMemory
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.units import as_budget, format_bytes
 
 LENGTH_MULTIPLE = 64
@@ -168,7 +168,11 @@ class _FittingChanges:
     def other_optimizers(self, smallest: StepMemory) -> Iterator[_FittingChange]:
         """Yield the first optimizer that fits, of those with less state on the device."""
         optim = self._step.optim or ""
-        if not smallest.by_category.get(Category.OPTIMIZER) or not optim.startswith("adamw") or "8bit" in optim:
+        state_bytes = smallest.by_category.get(Category.OPTIMIZER, 0)
+        if not state_bytes or not optim.startswith("adamw") or "8bit" in optim:
+            return
+        # Forward and backward are the same under any optimizer.
+        if smallest.peak_at.phase is not Phase.OPTIMIZER and smallest.peak_bytes - state_bytes > self._budget:
             return
         steps = {name: replace(self._step, optim=name) for name in _SMALLER_OPTIMIZERS}
         changes = [Change({"optim": name}, partial(self._peak_of, step)) for name, step in steps.items()]

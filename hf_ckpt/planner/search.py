@@ -156,6 +156,8 @@ class _Chains:
     # By the id of a chain, which is kept as well so that no other one gets it, and by what was added to it.
     _grown: dict[tuple[int, str], tuple[Chain, ChainPlanner | None]] = field(default_factory=dict)
     _gapped: dict[int, tuple[Chain, tuple[ChainPlanner, ...]]] = field(default_factory=dict)
+    _fixed: dict[int, tuple[Chain, tuple[Choice, ...]]] = field(default_factory=dict)
+    _best_cases: dict[tuple[bool, bool], ChainPlanner] = field(default_factory=dict)
 
     @cached_property
     def template(self) -> Plan:
@@ -191,6 +193,19 @@ class _Chains:
             chains = with_gaps(planner.chain, self.simulator.device, offload)
             self._gapped[key] = planner.chain, tuple(map(ChainPlanner, chains))
         yield from self._gapped[key][1]
+
+    def fixed(self, chain: Chain) -> tuple[Choice, ...]:
+        """Return the fixed policies as choices. See `fixed_choices`."""
+        if id(chain) not in self._fixed:
+            self._fixed[id(chain)] = chain, fixed_choices(chain)
+        return self._fixed[id(chain)][1]
+
+    def best_case(self, *, tiles: bool, head: bool) -> ChainPlanner:
+        """Return the planner of the best that tiles and a chunked head could bring. See the function."""
+        key = tiles, head
+        if key not in self._best_cases:
+            self._best_cases[key] = ChainPlanner(best_case(self.base.chain, tiles=tiles, head=head))
+        return self._best_cases[key]
 
 
 class _Search:
@@ -228,8 +243,8 @@ class _Search:
     def smallest_within(self) -> Planned | None:
         """Return the plan with the smallest peak if that fits; None where it does not, or cannot by far."""
         self._extend_with_all()
-        least = min(planner.smallest_peak().peak_bytes for planner in self._planners)
-        if least > self._budget * (1 + _FAR):
+        most = self._budget * (1 + _FAR)
+        if not any(planner.may_fit(most) and planner.smallest_peak().peak_bytes <= most for planner in self._planners):
             return None
         smallest = self.smallest()
         return smallest if smallest.memory.peak_bytes <= self._budget else None
@@ -238,7 +253,8 @@ class _Search:
         """Return the plan with the smallest peak of all that are allowed."""
         self._extend_with_all()
         choices = [(planner.chain, planner.smallest_peak()) for planner in self._planners]
-        choices += [(planner.chain, choice) for planner in self._planners for choice in fixed_choices(planner.chain)]
+        for chain, _ in choices.copy():
+            choices += [(chain, choice) for choice in self._chains.fixed(chain)]
         choices.sort(key=lambda found: found[1].peak_bytes)
         # The chain may have taken one for a little smaller than it is.
         most = choices[0][1].peak_bytes * (1 + _WRONG_BY)
@@ -266,7 +282,8 @@ class _Search:
         return [self._change(option, chain) for option, chain in grown if self._may_fit(chain)]
 
     def _may_fit(self, chain: Chain) -> bool:
-        return smallest_peak(chain).peak_bytes <= self._budget * (1 + _WRONG_BY)
+        planner, most = ChainPlanner(chain), self._budget * (1 + _WRONG_BY)
+        return planner.may_fit(most) and planner.smallest_peak().peak_bytes <= most
 
     def _forbidden(
         self, chain: Chain, granted: Allowed
@@ -321,19 +338,22 @@ class _Search:
                 self._planners.append(planner)
 
     def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
-        best = ChainPlanner(best_case(self._planners[0].chain, tiles=tiles, head=head))
+        best = self._chains.best_case(tiles=tiles, head=head)
         return self._promise(best) < _seconds_of(found) * _WORTH
 
     def _promise(self, planner: ChainPlanner) -> float:
         """Return the time of what a planner would choose; infinite where nothing fits."""
+        most = int(self._budget * (1 + _WRONG_BY))
+        if not planner.may_fit(most):
+            return math.inf
         try:
-            return planner.choose(int(self._budget * (1 + _WRONG_BY))).seconds
+            return planner.choose(most).seconds
         except BudgetError:
             return math.inf
 
     def _among_fixed(self, chain: Chain, found: Planned | None) -> Planned | None:
         num_tries = 0
-        for choice in fixed_choices(chain):
+        for choice in self._chains.fixed(chain):
             # The chain may have taken one for a little too large.
             may_fit = choice.peak_bytes <= self._budget * (1 + _WRONG_BY)
             if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
@@ -345,12 +365,13 @@ class _Search:
 
     def _in(self, planner: ChainPlanner) -> Planned | None:
         """Return the fastest plan of a chain: between one that fits and one that does not, fewer bytes each time."""
+        most = self._budget * (1 + _FAR)
+        if not planner.may_fit(most) or planner.peaks[0] > most:
+            return None
         best: Planned | None = None
         # Places in the planner's peaks: of a plan that fits, and of one that does not.
         fits, fails, limit = -1, len(planner.peaks), math.inf
         place = _place_of(planner, self._budget)
-        if planner.peaks[0] > self._budget * (1 + _FAR):
-            return None
         for _ in range(_MAX_TRIES):
             place = min(max(place, fits + 1), fails - 1)
             if place <= fits or (best is not None and planner.peaks[place] > limit):
