@@ -38,29 +38,60 @@ class LayerReuse:
     """For each layer of each stack: its segment, if any."""
     representatives: tuple[Mapping[int, int], ...]
     """For each stack: the layer that represents another, both by `layer_idx`."""
+    left_out: tuple[Mapping[int, int], ...]
+    """The same for layers that are not even copied. What torch reserves depends on the order of the weights, and that
+    on which layers are copied: it is the same whether segments are cut or not."""
+    kinds: tuple[Sequence[Hashable], ...] | None = None
+    """Of `kinds_of`, for each layer of each stack, where segments are cut: some of a segment's layers are skipped."""
 
     @classmethod
-    def choose(cls, stacks: tuple[Stack, ...], plan: Plan | None, signature_of: SignatureFunction) -> LayerReuse:
+    def choose(
+        cls, stacks: tuple[Stack, ...], plan: Plan | None, signature_of: SignatureFunction, *, cuts: bool = False
+    ) -> LayerReuse:
         """Choose the layers that need no tracing under a plan. Raises `CannotReuseError`.
 
-        `signature_of`: see `layer_signature`.
+        `signature_of`: see `layer_signature`. `cuts`: whether to trace parts of segments; else each is traced whole, or
+        not at all.
         """
-        segments, representatives = [], []
+        segments, representatives, left_out, all_kinds = [], [], [], []
         for number, stack in enumerate(stacks):
             if isinstance(stack.home, nn.ModuleDict):
                 raise CannotReuseError(f"the layers of {stack.path} have names instead of numbers")
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments.append(tuple(entry.segment for entry in entries))
-            representatives.append(choose_traced(kinds_of(stack, entries, signature_of), segments[-1])[0])
-        return cls(stacks, tuple(segments), tuple(representatives))
+            all_kinds.append(kinds_of(stack, entries, signature_of))
+            left_out.append(choose_traced(all_kinds[-1], segments[-1])[0])
+            representatives.append(choose_traced(all_kinds[-1], ())[0] if cuts else left_out[-1])
+            if not left_out[-1].keys() <= representatives[-1].keys():
+                raise CannotReuseError("a part of a segment that would be traced is of one that need not be copied")
+        return cls(stacks, tuple(segments), tuple(representatives), tuple(left_out), tuple(all_kinds) if cuts else None)
 
     def plan_for_traced(self, plan: Plan) -> Plan:
         """Return the plan with the skipped layers left as they are."""
         stacks = []
-        for stack, skipped in zip(plan.stacks, self.representatives, strict=True):
-            layers = tuple(LayerPlan() if idx in skipped else entry for idx, entry in enumerate(stack.layers))
+        for number, stack in enumerate(plan.stacks):
+            skipped, segments = self.representatives[number], self._traced_segments(number)
+            layers = tuple(
+                LayerPlan() if idx in skipped else replace(entry, segment=segments[idx])
+                for idx, entry in enumerate(stack.layers)
+            )
             stacks.append(replace(stack, layers=layers))
         return replace(plan, stacks=tuple(stacks))
+
+    def _traced_segments(self, number: int) -> list[int | None]:
+        """Return the segments of the traced layers, and, for a skipped one, that of the traced one before it.
+
+        Over a gap a segment goes on until a traced layer begins another one.
+        """
+        segments = self.segments[number]
+        found: list[int | None] = []
+        current: int | None = None
+        for idx, segment in enumerate(segments):
+            if idx not in self.representatives[number]:
+                begins = segment is not None and (idx == 0 or segments[idx - 1] != segment)
+                current = segment if begins or segment is None else current
+            found.append(current)
+        return found
 
     def pairs(self) -> Iterator[tuple[int, Layer, Layer]]:
         """Yield the number of the stack, each skipped layer and the traced one that represents it."""
@@ -69,8 +100,13 @@ class LayerReuse:
                 yield number, stack.layers[idx], stack.layers[traced]
 
     def stand_ins(self) -> dict[nn.Module, nn.Module]:
-        """Return, for each skipped layer, the traced one; as `fake_copy` takes them."""
-        return {skipped.outer: traced.outer for _, skipped, traced in self.pairs()}
+        """Return, for each layer that is not copied, the traced one; as `fake_copy` takes them."""
+        pairs = zip(self.stacks, self.left_out, strict=True)
+        return {
+            stack.layers[idx].outer: stack.layers[traced].outer
+            for stack, left_out in pairs
+            for idx, traced in left_out.items()
+        }
 
     def skip_layers(self, fake: FakeCopy, names: Mapping[nn.Parameter, str], tracker: Tracker) -> None:
         """Let the layers of a copy that others represent pass on what they are given.
@@ -79,10 +115,13 @@ class LayerReuse:
         """
         tracker.marks_recomputation = any(segment is not None for of_stack in self.segments for segment in of_stack)
         recorded: dict[nn.Module, _RecordedCalls] = {}
+        within = [set(self._within_segments(number)) for number in range(len(self.stacks))]
+        tracker.without_backward = {(number, idx) for number, of_stack in enumerate(within) for idx in of_stack}
         for number, skipped, traced in self.pairs():
             if traced.outer not in recorded:
                 recorded[traced.outer] = _RecordedCalls(fake.copy_of(traced.outer), tracker)
-            call = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker)
+            is_within = skipped.layer_idx in within[number]
+            call = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker, is_within)
             fake.copy_of(skipped.outer).forward = partial(_skip, call)
             pairs = zip(
                 traced.outer.named_parameters(remove_duplicate=False),
@@ -94,10 +133,20 @@ class LayerReuse:
                     hook = partial(tracker.record_copied_gradient, names[other])
                     fake.copy_of(parameter).register_post_accumulate_grad_hook(hook)
 
+    def _within_segments(self, number: int) -> Iterator[int]:
+        """Yield the skipped layers between traced ones of one segment."""
+        segments = self._traced_segments(number)
+        ahead: int | None = None
+        for idx in reversed(range(len(segments))):
+            if idx not in self.representatives[number]:
+                ahead = segments[idx]
+            elif ahead is not None and segments[idx] == ahead:
+                yield idx
+
     def expanded(self, tape: Tape) -> Tape:
         """Return the tape as it would be with every layer traced. Raises `CannotReuseError`."""
         paths = tuple(stack.path for stack in self.stacks)
-        return expand(tape, paths, self.segments, self.representatives)
+        return expand(tape, paths, self.segments, self.representatives, self.kinds)
 
 
 SignatureFunction = Callable[[Layer], Hashable]
@@ -125,9 +174,11 @@ def choose_traced(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> 
     """Return the representative of each layer that is not traced, and the layers that are traced; all by `layer_idx`.
 
     A layer represents another where both, and the neighbours of both, are alike. The one before it is traced too, and
-    the one after it unless all three are alike. Over a gap traced layers meet what is like their own neighbours. A
-    segment is traced whole, or not at all, and its layers represent those at the same place in segments as long.
+    the one after it unless all three are alike. Over a gap traced layers meet what is like their own neighbours. Of the
+    given segments, each is traced whole, or not at all, and its layers represent those at the same place in segments as
+    long.
     """
+    segments = segments or (None,) * len(kinds)
     around = [None, *kinds, None]
     keys = list(zip(around, around[1:], around[2:], _places_in_segments(segments), strict=False))
     first: dict[Hashable, int] = {}
@@ -159,8 +210,10 @@ def _in_segments(segments: Sequence[int | None], traced: set[int]) -> set[int]:
 def _over_gap(kinds: Sequence[Hashable], traced: set[int]) -> set[int]:
     """Return a layer to trace too: over its gap others meet than met before the gap was made."""
     for before, after in itertools.pairwise(sorted(traced)):
-        if after - before > 1 and (kinds[before] != kinds[after - 1] or kinds[after] != kinds[before + 1]):
+        if after - before > 1 and kinds[before] != kinds[after - 1]:
             return {before + 1}
+        if after - before > 1 and kinds[after] != kinds[before + 1]:
+            return {after - 1}
     return set()
 
 
@@ -256,6 +309,8 @@ class _SkippedLayer:
     stack: int
     recorded: _RecordedCalls
     tracker: Tracker
+    is_within_segment: bool
+    """Whether the traced layers before and after it share a segment: that goes on with the tensor itself only."""
 
     def call(self, args: Any, kwargs: Any) -> Any:
         hidden, like = _hidden(args, kwargs), self.recorded.current
@@ -266,7 +321,9 @@ class _SkippedLayer:
             for event in self.tracker.tape.events[like.start : like.end]:
                 if event.seconds or event.num_flops:
                     self.tracker.record_cost(event)
-        output = _BackwardMark.apply(hidden, self) if torch.is_grad_enabled() else hidden  # type: ignore[no-untyped-call]
+        output = hidden
+        if torch.is_grad_enabled() and not self.is_within_segment:
+            output = _BackwardMark.apply(hidden, self)  # type: ignore[no-untyped-call]
         if like.form is True:
             return output
         return tuple(output if is_tensor else None for is_tensor in cast(list[bool], like.form))

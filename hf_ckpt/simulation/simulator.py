@@ -196,7 +196,7 @@ class StepSimulator:
             return self._known.traced(self._key(plan), partial(self._trace_with_reuse, plan))
         if traces_all or changed_by is not None:
             return self._trace(
-                plan, explains=explains, reuses_layers=False, reuses_slices=False, changed_by=changed_by or nullcontext
+                plan, explains=explains, reuse=None, reuses_slices=False, changed_by=changed_by or nullcontext
             )
         return self._trace_with_reuse(plan, explains=explains)
 
@@ -258,18 +258,20 @@ class StepSimulator:
         return self.step, None if plan is None or _does_nothing(plan) else _as_it_runs(plan)
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
+        plan = None if plan is None else resolve_fractions(plan)
         traced = partial(self._trace, plan, explains=explains, reuses_slices=True, changed_by=nullcontext)
-        try:
-            return traced(reuses_layers=True)
-        except CannotReuseError:
-            return traced(reuses_layers=False)
+        for cuts in (True, False) if _has_segments(plan) else (False,):
+            try:
+                return traced(reuse=LayerReuse.choose(self.stacks, plan, self._signature_of, cuts=cuts))
+            except CannotReuseError:
+                continue
+        return traced(reuse=None)
 
     def _trace(
-        self, plan: Plan | None, *, explains: bool, reuses_layers: bool, reuses_slices: bool, changed_by: Change
+        self, plan: Plan | None, *, explains: bool, reuse: LayerReuse | None, reuses_slices: bool, changed_by: Change
     ) -> TracedStep:
         step, device = self.step, self.device
         plan = None if plan is None else resolve_fractions(plan)
-        reuse = LayerReuse.choose(self.stacks, plan, self._signature_of) if reuses_layers else None
         fake = self._copied(reuse)
         fake.model.train()
         _turn_cache_off(fake.model)
@@ -430,6 +432,10 @@ def _does_nothing(plan: Plan) -> bool:
     """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
     entries = {layer for stack in _as_it_runs(plan).stacks for layer in stack.layers}
     return entries <= {LayerPlan()} and plan.head is HeadMode.PLAIN
+
+
+def _has_segments(plan: Plan | None) -> bool:
+    return plan is not None and any(layer.segment is not None for stack in plan.stacks for layer in stack.layers)
 
 
 def _as_it_runs(plan: Plan) -> Plan:

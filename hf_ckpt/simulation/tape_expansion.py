@@ -6,7 +6,8 @@ whole segment. Otherwise `CannotReuseError` is raised, and every layer has to be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +38,7 @@ def expand(
     paths: Sequence[str],
     segments: Sequence[Sequence[int | None]],
     representatives: Sequence[Mapping[int, int]],
+    kinds: Sequence[Sequence[Hashable]] | None = None,
 ) -> Tape:
     """Return the tape as it would be with every layer traced. Raises `CannotReuseError`.
 
@@ -45,8 +47,13 @@ def expand(
         paths: of the stacks of layers.
         segments: for each stack and layer, the segment that it belongs to, if any.
         representatives: for each stack, the traced layer for each one that was skipped.
+        kinds: for each stack and layer, what is equal for layers that do the same, where parts of segments were traced;
+            None where they were traced whole.
     """
-    stacks = [_Stack(*of_stack) for of_stack in zip(range(len(paths)), paths, segments, representatives, strict=True)]
+    stacks = [
+        _Stack(number, *of_stack, None if kinds is None else kinds[number])
+        for number, of_stack in enumerate(zip(paths, segments, representatives, strict=True))
+    ]
     return _Expansion(tape, stacks).run()
 
 
@@ -56,6 +63,41 @@ class _Stack:
     path: str
     segments: Sequence[int | None]
     representatives: Mapping[int, int]
+    kinds: Sequence[Hashable] | None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether parts of segments were traced."""
+        return self.kinds is not None and any(segment is not None for segment in self.segments)
+
+    def in_backward(self) -> Iterator[tuple[Phase, int]]:
+        """Yield the layers as they run backward, and again where a segment does."""
+        for layer in reversed(range(len(self.segments))):
+            yield Phase.BACKWARD, layer
+            segment = self.segments[layer]
+            if segment is not None and segment not in self.segments[layer + 1 :]:
+                yield from ((Phase.RECOMPUTATION, each) for each in range(self.segments.index(segment), layer + 1))
+
+    def kinds_of(self, layer: int) -> Hashable:
+        """Return what is equal for layers that do the same; where parts of segments were traced."""
+        assert self.kinds is not None, "`has_parts` was asked"
+        return self.kinds[layer]
+
+    def traced_behind(self, layer: int) -> list[int]:
+        """Return the traced layers behind a traced one until one begins another segment."""
+        found = []
+        for idx in range(layer + 1, len(self.segments)):
+            if idx not in self.representatives:
+                if self.segments[idx] is None or self.segments[idx] != self.segments[idx - 1]:
+                    break
+                found.append(idx)
+        return found
+
+    def far_behind(self, layer: int) -> list[int]:
+        """Return the layers of the same segment that come later, but for the next one."""
+        segment = self.segments[layer]
+        far = range(layer + 2, len(self.segments))
+        return [] if segment is None else [each for each in far if self.segments[each] == segment]
 
     def ranks(self) -> IntColumn:
         """Return the place of each traced layer among them; -1 for skipped ones."""
@@ -82,6 +124,21 @@ class _Copied:
     """For each event: which neighbour made its storage, counted in layers from this one."""
     slots: IntColumn
     """Its storage, among those that a layer makes; -1 for none."""
+    far: _FarFrees | None = None
+    """What it lets go of for its whole segment."""
+
+
+@dataclass(frozen=True)
+class _FarFrees:
+    """What the first layer of a segment lets go of that far ones of the segment have made, all in one place."""
+
+    at: int
+    """Where among the events of the section: they are taken out there."""
+    row: int
+    """Of the tape that was traced."""
+    of_kinds: Mapping[Hashable, tuple[tuple[int, int], ...]]
+    """For each kind of far layer, the slots of its storages, and a traced storage of each. Shared by the first layers
+    that are alike: few of their segments were traced with layers of each kind."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +175,8 @@ class _Expansion:
         self._looks = [-1] * len(self._storages)
         self._looks_of = np.empty(0, dtype=np.int64)
         self._copied: dict[_Section, _Copied] = {}
+        # By phase, micro-batch, stack and kind of layer: see `_FarFrees.of_kinds`.
+        self._far_frees: dict[Hashable, dict[Hashable, tuple[tuple[int, int], ...]]] = {}
         self._freed_outside = set[tuple[int, int, int]]()
 
     def run(self) -> Tape:
@@ -125,11 +184,13 @@ class _Expansion:
             self._copy_storages(stack)
         self._looks_of = np.array(self._looks, dtype=np.int64)
         outside = [rows for section, rows in self._sections if section is None]
+        for section, rows in self._rows.items():
+            self._without_far_frees(section, rows)
         if outside:
             freed = np.concatenate(outside)
             storages = self._traced.storage[freed[self._traced.change[freed] == FREED]]
             self._freed_outside = set(map(tuple, self._owner[:, storages].T.tolist()))
-        parts = [part for section, rows in self._sections for part in self._expanded(section, rows)]
+        parts = [part for section, rows in self._arranged() for part in self._expanded(section, rows)]
         rows, place, storage, note = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "place", "storage", "note")
         )
@@ -217,6 +278,28 @@ class _Expansion:
             self._owner[2, storages] = slots
         return made
 
+    def _arranged(self) -> Iterator[tuple[_Section | None, IntColumn]]:
+        """Yield the sections in their order: where parts of segments were traced, as all layers would run backward."""
+        for backward, run in itertools.groupby(self._sections, lambda found: self._backward_of_parts(found[0])):
+            if backward is None:
+                yield from run
+                continue
+            micro_batch, number = backward
+            rows = dict(run)
+            for phase, layer in self._stacks[number].in_backward():
+                section = phase, micro_batch, number, layer
+                if section not in rows and layer not in self._stacks[number].representatives:
+                    raise CannotReuseError("a segment has no backward like that of an equal one")
+                yield section, rows.pop(section, np.empty(0, dtype=np.int64))
+            if rows:
+                raise CannotReuseError("layers run backward in another order than forward")
+
+    def _backward_of_parts(self, section: _Section | None) -> tuple[int, int] | None:
+        """Return micro-batch and stack of a backward in which parts of segments were traced."""
+        if section is None or section[0] is Phase.FORWARD or not self._stacks[section[2]].has_parts:
+            return None
+        return section[1], section[2]
+
     # --- What skipped layers would make. ---
 
     def _copy_storages(self, stack: _Stack) -> None:
@@ -279,7 +362,8 @@ class _Expansion:
         yield self._part(rows[(columns.seconds[rows] > 0) | (columns.num_flops[rows] > 0)])
         yield self._copied_part(section)
         segment = stack.segments[layer]
-        if phase is Phase.BACKWARD and segment is not None and segment not in stack.segments[layer + 1 :]:
+        is_last = segment is not None and segment not in stack.segments[layer + 1 :]
+        if phase is Phase.BACKWARD and is_last and not stack.has_parts:
             yield from self._recomputed_segment(section)
 
     def _recomputed_segment(self, section: _Section) -> Iterator[_Part]:
@@ -297,6 +381,7 @@ class _Expansion:
     def _traced_part(self, section: _Section, rows: IntColumn) -> _Part:
         """Return the events of a traced layer. Storages from beyond a gap are replaced by those of real neighbours."""
         _, _, number, layer = section
+        rows, far = self._without_far_frees(section, rows)
         storages = self._traced.storage[rows].copy()
         (freed,) = np.nonzero(self._traced.change[rows] == FREED)
         stack, owner, slot = self._owner[:, storages[freed]]
@@ -309,7 +394,8 @@ class _Expansion:
         if (abs(steps) > 1).any():
             raise CannotReuseError("a layer lets go of what a far one has made")
         storages[freed] = self._of_neighbours(number, storages[freed], layer + steps, slot)
-        return self._part(rows, storages)
+        part = self._part(rows, storages)
+        return part if far is None else self._with_far_frees(part, far, number, layer)
 
     def _copied_part(self, section: _Section) -> _Part:
         """Return the events of a skipped layer."""
@@ -330,7 +416,8 @@ class _Expansion:
                 note[at] = len(self._notes)
                 self._notes.append(replace(each, layer_idx=each.layer_idx + shift))
         place = self._places.moved(columns.place[copied.rows], stack.path, shift)
-        return _Part(copied.rows, place, storages, note)
+        part = _Part(copied.rows, place, storages, note)
+        return part if copied.far is None else self._with_far_frees(part, copied.far, number, layer, shift)
 
     def _as_copied(self, section: _Section) -> _Copied:
         """Return what a skipped layer repeats of a traced one's section."""
@@ -342,18 +429,68 @@ class _Expansion:
         rows = self._rows.get(section, rows)
         if rows is None:
             raise CannotReuseError("a layer has no backward like that of an equal one")
+        rows, far_frees = self._without_far_frees(section, rows)
         storages = self._traced.storage[rows]
         stack, owner, slot = np.where(storages >= 0, self._owner[:, storages], -1)
         if ((storages >= 0) & (stack != number)).any():
             raise CannotReuseError("a layer lets go of what is not its own")
         ranks = self._ranks[number]
         steps = np.where(storages >= 0, ranks[owner] - ranks[representative], 0)
-        segments = self._stacks[number].segments
-        far = owner[abs(steps) > 1].tolist()
-        if any(segments[representative] is None or segments[each] != segments[representative] for each in far):
+        stack, far = self._stacks[number], owner[abs(steps) > 1].tolist()
+        segment = None if stack.has_parts else stack.segments[representative]
+        if far and (segment is None or any(stack.segments[each] != segment for each in far)):
             raise CannotReuseError("a layer lets go of what a far one has made")
-        copied = self._copied[section] = _Copied(rows, steps, slot)
+        copied = self._copied[section] = _Copied(rows, steps, slot, far_frees)
         return copied
+
+    # --- What a layer lets go of for its whole segment, of which parts were traced. ---
+
+    def _without_far_frees(self, section: _Section, rows: IntColumn) -> tuple[IntColumn, _FarFrees | None]:
+        """Take that out of a traced layer's section."""
+        _, _, number, layer = section
+        stack, storages, ranks = self._stacks[number], self._traced.storage[rows], self._ranks[number]
+        if not stack.has_parts or stack.segments[layer] is None:
+            return rows, None
+        of_stack, owner, slot = np.where(storages >= 0, self._owner[:, storages], -1)
+        is_far = (of_stack == number) & (owner >= 0) & (ranks[owner] - ranks[layer] > 1)
+        if not is_far.any():
+            return rows, None
+        (at,) = np.nonzero(is_far)
+        around = rows[at[0] : at[-1] + 1]
+        is_one_place = len(np.unique(self._traced.place[around])) == 1
+        if not is_one_place or (self._traced.change[around] != FREED).any():
+            raise CannotReuseError("a layer lets go of what far ones have made, at several times")
+        of_kinds = self._far_frees.setdefault((*section[:3], stack.kinds_of(layer)), {})
+        for other in stack.traced_behind(layer)[1:]:
+            of_other = is_far & (owner == other)
+            found = tuple(sorted(zip(slot[of_other].tolist(), storages[of_other].tolist(), strict=True)))
+            known = of_kinds.setdefault(stack.kinds_of(other), found)
+            if [each for each, _ in known] != [each for each, _ in found]:
+                raise CannotReuseError("a layer lets go of other things of equal far ones")
+        if (owner[is_far] > stack.traced_behind(layer)[-1]).any():
+            raise CannotReuseError("a layer lets go of what another segment has made")
+        return rows[~is_far], _FarFrees(int(at[0]), int(rows[at[0]]), of_kinds)
+
+    def _with_far_frees(self, part: _Part, far: _FarFrees, number: int, layer: int, shift: int = 0) -> _Part:
+        """Put it into the section of that layer, or of one that it represents."""
+        stack = self._stacks[number]
+        try:
+            others = [(other, stack.kinds_of(other)) for other in stack.far_behind(layer)]
+            frees = [(other, *free) for other, kind in others for free in far.of_kinds[kind]]
+        except KeyError:
+            raise CannotReuseError("segments of equal layers differ") from None
+        layers, slots, like = np.array(frees, dtype=np.int64).reshape(-1, 3).T
+        storages = self._of_neighbours(number, like, layers, slots)
+        row = np.array([far.row])
+        place = self._places.moved(self._traced.place[row], stack.path, shift)
+        return _Part(
+            np.insert(part.rows, far.at, np.repeat(row, len(layers))),
+            np.insert(part.place, far.at, np.repeat(place, len(layers))),
+            np.insert(part.storage, far.at, storages),
+            np.insert(part.note, far.at, np.full(len(layers), -1)),
+        )
+
+    # --- Where storages are. ---
 
     def _of_neighbours(self, number: int, storages: IntColumn, layers: IntColumn, slots: IntColumn) -> IntColumn:
         """Return the storages that are to layers what `storages` are to their owners."""

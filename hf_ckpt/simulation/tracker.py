@@ -64,6 +64,11 @@ class Tracker(SimulationMode):
         """Whether operators that run take time."""
         self.marks_recomputation = False
         """Whether there are marks where a layer runs again in backward, for `layer_reuse`."""
+        self.without_backward: set[tuple[int, int]] = set()
+        """Stack and number of layers whose backward has no mark: they only pass on what they get, for `layer_reuse`."""
+        self.stack_numbers: dict[str, int] = {}
+        """By path."""
+        self._marked = (-1, -1)
         self._rounding = rounding
         self._costs = costs
         self._run = run
@@ -191,6 +196,7 @@ class Tracker(SimulationMode):
     def mark(self, mark: Mark) -> None:
         """Write a mark, with the current micro-batch. Layers of a reference have none: they run no backward."""
         if not self.is_reference:
+            self._marked = mark.stack, mark.layer_idx
             self._append(Event(self._current_place(), mark=replace(mark, micro_batch=self._micro_batch)))
 
     def record_cost(self, event: Event) -> None:
@@ -234,6 +240,11 @@ class Tracker(SimulationMode):
 
     def enter_module(self, place: Place) -> None:
         """Note that a module's forward begins, for the first time or again."""
+        if self.marks_recomputation and place.layer_idx is not None and is_in_backward():
+            layer = self.stack_numbers[place.stack], place.layer_idx
+            if layer != self._marked:
+                # In a segment the layer itself is not called: since transformers 5.23 its hooks run around the segment.
+                self.mark(Mark(Phase.RECOMPUTATION, *layer, 0))
         self._inner.append(place)
 
     def leave_module(self) -> None:
@@ -417,6 +428,7 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
         places = _places(model, stacks)
         parts = set(_parts(stacks))
         for number, stack in enumerate(stacks):
+            tracker.stack_numbers[stack.path] = number
             for layer in stack.layers:
                 handles.extend(_track_layer(layer, number, places[layer.module], tracker))
         for module, place in places.items():
@@ -523,6 +535,8 @@ def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.
         return
     if mark is not None:
         tracker.mark(Mark(Phase.FORWARD, mark.stack, mark.layer_idx, 0, is_end=True))
+        if (mark.stack, mark.layer_idx) in tracker.without_backward:
+            return
     if not torch.is_grad_enabled():
         return
     # The first output is the hidden states; where there are others, their backward may come later.

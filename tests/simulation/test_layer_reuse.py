@@ -31,6 +31,10 @@ MIXED = [
     {"layers": "1:13", "mode": "full", "segment_size": 2, "nested": True},
     {"layers": "13", "mode": "attention"},
 ]
+SHRINKING = [
+    {"layers": f"{start}:{stop}", "mode": "full", "segment_size": stop - start, "nested": True}
+    for start, stop in ((0, 6), (6, 11), (11, 15), (15, 18))
+]
 SMALL = {"to": "cpu", "min_bytes": 1}
 BETWEEN = [{"layers": "2:8", "mode": "full", "offload": SMALL}]
 # Model type, layers, policy and its options, and how many layers need no tracing.
@@ -46,9 +50,10 @@ CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "llama-full-offload": ("llama", 9, "full", {"offload": SMALL}, 4),
     "qwen3-moe-selective-attention-offload": ("qwen3_moe", 9, "selective_attention", {"offload": SMALL}, 4),
     "llama-offload-between": ("llama", 10, BETWEEN, {}, 3),
-    "llama-segments": ("llama", 16, "full", {"segment_size": 4}, 4),
+    "llama-segments": ("llama", 16, "full", {"segment_size": 4}, 8),
     "llama-segments-and-a-rest": ("llama", 14, "full", {"segment_size": 3}, 6),
-    "gemma3-segments-nested": ("gemma3_text", 20, "full", {"segment_size": 4, "nested": True}, 8),
+    "llama-segments-of-all-lengths": ("llama", 18, SHRINKING, {}, 4),
+    "gemma3-segments-nested": ("gemma3_text", 20, "full", {"segment_size": 4, "nested": True}, 12),
     "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 4),
 }
 
@@ -69,8 +74,8 @@ def counted_copies() -> Iterator[list[int]]:
     """Count the layers that need no tracing, in each try."""
     counts: list[int] = []
 
-    def chosen(stacks: Any, plan: Any, signature_of: Any) -> LayerReuse:
-        copies = LayerReuse.choose(stacks, plan, signature_of)
+    def chosen(stacks: Any, plan: Any, signature_of: Any, **options: Any) -> LayerReuse:
+        copies = LayerReuse.choose(stacks, plan, signature_of, **options)
         counts.append(sum(map(len, copies.representatives)))
         return copies
 
@@ -102,6 +107,14 @@ def test_adapters_and_micro_batches_are_traced_once() -> None:
     with counted_copies() as counts:
         once, whole = both(get_peft_model(model("llama", 7), settings), "full", step)
     assert counts == [4]
+    assert_equal(once, whole)
+
+
+def test_a_segment_lets_go_of_the_proof_of_layers_that_are_not_traced() -> None:
+    policy = [{"layers": "0:7", "mode": "full", "segment_size": 7}, {"layers": "7:13", "mode": "full"}]
+    with counted_copies() as counts:
+        once, whole = both(model("llama", 13), policy, replace(STEP, is_proven=True))
+    assert counts == [5]
     assert_equal(once, whole)
 
 
