@@ -22,7 +22,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation.fake_model import FakeCopy
 from hf_ckpt.simulation.step_memory import Phase
-from hf_ckpt.simulation.tape import Mark, Tape
+from hf_ckpt.simulation.tape import Mark, Tape, moved_path
 from hf_ckpt.simulation.tape_expansion import CannotReuseError, expand
 from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
@@ -123,15 +123,24 @@ class LayerReuse:
             is_within = skipped.layer_idx in within[number]
             call = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker, is_within)
             fake.copy_of(skipped.outer).forward = partial(_skip, call)
-            pairs = zip(
-                traced.outer.named_parameters(remove_duplicate=False),
-                skipped.outer.named_parameters(remove_duplicate=False),
-                strict=True,
-            )
-            for (_, parameter), (_, other) in pairs:
-                if parameter.requires_grad:
-                    hook = partial(tracker.record_copied_gradient, names[other])
-                    fake.copy_of(parameter).register_post_accumulate_grad_hook(hook)
+        for parameter, copies in self._copied_gradients(names).items():
+            hook = partial(_record_copied_gradients, tracker, copies)
+            fake.copy_of(parameter).register_post_accumulate_grad_hook(hook)
+
+    def _copied_gradients(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, list[str]]:
+        """Return, by trained parameter of a traced layer, those of the layers that it represents."""
+        trained: dict[nn.Module, list[nn.Parameter]] = {}
+        copies: dict[nn.Parameter, list[str]] = {}
+        for number, skipped, traced in self.pairs():
+            if traced.outer not in trained:
+                trained[traced.outer] = [each for each in traced.outer.parameters() if each.requires_grad]
+            path, shift = self.stacks[number].path, skipped.layer_idx - traced.layer_idx
+            for parameter in trained[traced.outer]:
+                name = moved_path(names[parameter], path, shift)
+                if name == names[parameter]:
+                    raise CannotReuseError(f"{name} does not lie in {path}")
+                copies.setdefault(parameter, []).append(name)
+        return copies
 
     def _within_segments(self, number: int) -> Iterator[int]:
         """Yield the skipped layers between traced ones of one segment."""
@@ -345,6 +354,11 @@ class _BackwardMark(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.skipped.run_backward()
         return gradient, None
+
+
+def _record_copied_gradients(tracker: Tracker, names: Sequence[str], parameter: Tensor) -> None:
+    for name in names:
+        tracker.record_copied_gradient(name, parameter)
 
 
 def _skip(skipped: _SkippedLayer, *args: Any, **kwargs: Any) -> Any:

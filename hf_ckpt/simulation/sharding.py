@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,9 @@ def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
     return {parameter: key for module, key in ends if module is not None for parameter in module.parameters()}
 
 
-def one_rank_tape(tape: Tape, weights: Mapping[str, Weight], step: Step, device: Device) -> Tape:
+def one_rank_tape(tape: Tape, model: nn.Module, stacks: Sequence[Stack], step: Step, device: Device) -> Tape:
     """Return one rank's tape, made of that of the whole model, whose storages name their parameters."""
     if step.sharding.world_size == 1 or step.sharding.engine in ("none", "tp"):
         return tape
     make = ZeroTape if step.sharding.engine.startswith("zero") else RankTape
-    return make(tape, weights, step, device).tape()
+    return make(tape, weights_of(model, stacks, step), step, device).tape()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,8 +30,7 @@ from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_l
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
-from hf_ckpt.simulation.rank_tape import Weight
-from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape, weights_of
+from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, prepare_loss, run_step
@@ -233,7 +232,7 @@ class StepSimulator:
             num_bytes = _run_batch(fake.model.eval(), self.step, tracker, others, is_cuda=self.device.is_cuda)
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
-        return one_rank_tape(tape, self._weights(), self.step, self.device), num_bytes
+        return one_rank_tape(tape, self.model, self.stacks, self.step, self.device), num_bytes
 
     def _copied(self, reuse: LayerReuse | None) -> FakeCopy:
         return fake_copy(
@@ -301,7 +300,7 @@ class StepSimulator:
             host_bytes += each.host_bytes
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
-        tape = one_rank_tape(tape, self._weights(), step, device)
+        tape = one_rank_tape(tape, self.model, self.stacks, step, device)
         queue_operators(tape, device, plan, limits_units=step.sharding.engine == "fsdp1")
         add_copy_waits(tape, device)
         add_workspaces(tape, device)
@@ -349,10 +348,14 @@ class StepSimulator:
             entered.enter_context(emulate_cuda(self.step, self.device))
             yield
 
-    def _record_left_out(self, layers: Iterable[nn.Module], fake: FakeCopy, tracker: Tracker) -> None:
+    def _record_left_out(self, layers: Collection[nn.Module], fake: FakeCopy, tracker: Tracker) -> None:
         """Count the weights of layers that the copy does not have."""
         names = self._names()
-        tensors = {id(each): each for layer in layers for _, each in parameters_and_buffers(layer)}
+        known = self._known.tensors
+        for layer in layers:
+            if layer not in known:
+                known[layer] = tuple(each for _, each in parameters_and_buffers(layer))
+        tensors = {id(each): each for layer in layers for each in known[layer]}
         for tensor in tensors.values():
             if isinstance(tensor, nn.Parameter):
                 tracker.record_weight_apart(names[tensor], tensor, compute_dtype(self.step, tensor))
@@ -387,9 +390,6 @@ class StepSimulator:
             self._known.names.update((parameter, name) for name, parameter in self.model.named_parameters())
         return self._known.names
 
-    def _weights(self) -> dict[str, Weight]:
-        return weights_of(self.model, self.stacks, self.step)
-
 
 _Key = tuple[Step, Plan | None]
 
@@ -412,6 +412,8 @@ class _Known:
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
     """By layer."""
+    tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
+    """What a layer holds on the device, by layer."""
 
     def traced(self, key: _Key, trace: Callable[[], TracedStep]) -> TracedStep:
         """Return the traced step of a plan, and keep it for a while."""
