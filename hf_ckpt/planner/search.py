@@ -264,7 +264,7 @@ class _Search:
 
     def further(self, granted: Allowed) -> list[Change]:
         """Return what could be chosen if the user allowed more, each option by itself and all together."""
-        base = min((planner.chain for planner in self._planners), key=lambda chain: smallest_peak(chain).peak_bytes)
+        base = min(self._planners, key=lambda planner: planner.smallest_peak().peak_bytes).chain
         sent = offloaded(base, self._chains.simulator.device, self._allowed.offload_option or Offload())
         if not self._may_fit(best_case(sent, tiles=True, head=True)):
             return []

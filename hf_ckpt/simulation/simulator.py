@@ -404,7 +404,7 @@ class _Known:
     memories: dict[_Key, StepMemory] = field(default_factory=dict)
     """Of `memory`."""
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
-    """The last ones: the planner reads those of the modes layer by layer."""
+    """The last ones, and those of the modes: the planner reads them layer by layer."""
     places: Places = field(default_factory=Places)
     """Of all traces: most are in each of them."""
     optimizers: dict[tuple[Step, frozenset[str]], OptimizerStep] = field(default_factory=dict)
@@ -421,7 +421,9 @@ class _Known:
         with no_cycles_collected():
             self.traces[key] = found or trace()
         while len(self.traces) > 1 and sum(len(each.tape.columns) for each in self.traces.values()) > _MAX_EVENTS:
-            del self.traces[next(iter(self.traces))]
+            *others, _ = self.traces
+            # Those with one entry for all layers are what the planner reads.
+            del self.traces[next((other for other in others if not _is_uniform(other[1])), others[0])]
         return self.traces[key]
 
 
@@ -434,6 +436,10 @@ def _does_nothing(plan: Plan) -> bool:
     """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
     entries = {layer for stack in _as_it_runs(plan).stacks for layer in stack.layers}
     return entries <= {LayerPlan()} and plan.head is HeadMode.PLAIN
+
+
+def _is_uniform(plan: Plan | None) -> bool:
+    return plan is None or len({layer for stack in plan.stacks for layer in stack.layers}) == 1
 
 
 def _has_segments(plan: Plan | None) -> bool:
