@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,14 +42,20 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
-_LEANER = 0.1
-"""Share by which a leaner plan is to need less, where the one in force ran out of memory."""
-
 _SHORTER = "Evaluate shorter rows, or raise the budget."
 
 _PlanMessage = tuple[str, int, str, int, float]
 """A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, where that lies, and what it is compared with:
 the bytes of a step without a plan, and its time as a share of that one's; 0 where the plan was there before."""
+
+
+@dataclass(frozen=True)
+class LeanerPlan:
+    """A plan in the place of one that ran out of memory."""
+
+    plan: Plan
+    time_ratio: float | None
+    """Predicted time of a step over that under the other plan; None where none is predicted."""
 
 
 class RunPlanner:
@@ -178,23 +184,24 @@ class RunPlanner:
         fitting.extend(batch for batch in dict.fromkeys(known) if batch not in fitting)
         self.plan = plan
 
-    def leaner_plan(self, *, is_exact: bool) -> Plan | None:
-        """Return the plan for a tenth less than what the plan in force is predicted to need; None if there is none."""
+    def leaner_plan(self, share: float, *, is_exact: bool) -> LeanerPlan | None:
+        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none."""
         if self.batch is None:
             return None
-        plan: Plan | None = _undisturbed(partial(self._leaner_plan, is_exact), self.batch)
-        return plan
+        found: LeanerPlan | None = _undisturbed(partial(self._leaner_plan, share, is_exact), self.batch)
+        return found
 
-    def _leaner_plan(self, is_exact: bool, batch: Batch) -> Plan | None:
+    def _leaner_plan(self, share: float, is_exact: bool, batch: Batch) -> LeanerPlan | None:
         allowed = self._allowed.bitwise if is_exact else self._allowed
         simulator = self._simulator(batch)
-        budget = int((1 - _LEANER) * simulator.memory(self.plan).peak_bytes)
+        before = simulator.memory(self.plan)
         planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self._host_bytes))
         try:
-            plan = restore_user_cap(planner.plan_for(budget).plan, self._allowed)
+            found = planner.plan_for(int((1 - share) * before.peak_bytes))
         except BudgetError:
             return None
-        return None if plan == self.plan else plan
+        plan, seconds = restore_user_cap(found.plan, self._allowed), before.time.total
+        return None if plan == self.plan else LeanerPlan(plan, found.memory.time.total / seconds if seconds else None)
 
     def start_micro_batch_again(self) -> None:
         """A micro-batch whose forward may have run is run again."""

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_USUAL_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.1, 0.02, 0.5
+"""Of what a plan is predicted to need, that a leaner one is to do without: where nothing says how much, and bounds."""
+_MARGIN = 1.1
+
 NextRung = Callable[[Plan, Failure], Rung | None]
 """Returns the rung after a plan that failed."""
 
@@ -168,9 +172,13 @@ def rung_after(
 ) -> Rung | None:
     """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes."""
     if planning is not None and not failure.is_of_host:
-        leaner = planning.leaner_plan(is_exact=is_exact)
+        missing = failure.figures.missing_share
+        # What was missing when it ran out is the least that was: later in the step more may be needed.
+        share = _USUAL_SHARE if missing is None else min(max(_LEAST_SHARE, _MARGIN * missing), _MOST_SHARE)
+        leaner = planning.leaner_plan(share, is_exact=is_exact)
         if leaner is not None:
-            return Rung(leaner, "the plan for a tenth less memory", is_exact=is_exact)
+            time = "" if leaner.time_ratio is None else f", predicted to take {leaner.time_ratio:.2f} of the time"
+            return Rung(leaner.plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
     return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
 
 

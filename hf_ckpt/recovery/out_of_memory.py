@@ -49,6 +49,7 @@ class Figures:
     capacity: int | None = None
     allocated: int | None = None  # What tensors have.
     unused: int | None = None  # What the allocator holds beside that.
+    free: int | None = None  # What nobody holds.
 
     @classmethod
     def of(cls, message: str) -> Figures:
@@ -58,7 +59,17 @@ class Figures:
             capacity=_amount(rf"total capacity of {_AMOUNT}", message),
             allocated=_amount(rf"{_AMOUNT} is allocated by PyTorch", message),
             unused=_amount(rf"{_AMOUNT} is reserved by PyTorch but unallocated", message),
+            free=_amount(rf"of which {_AMOUNT} is free", message),
         )
+
+    @property
+    def missing_share(self) -> float | None:
+        """Share of what was needed when memory ran out that was not there; None where the allocator did not say."""
+        if self.wanted is None or self.allocated is None or self.free is None:
+            return None
+        needed = self.allocated + self.wanted
+        there = self.allocated + self.free + (self.unused or 0)
+        return max(0.0, 1 - there / needed) if needed else None
 
     @property
     def is_fragmented(self) -> bool:

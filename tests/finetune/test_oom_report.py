@@ -182,7 +182,7 @@ def test_causes(failure: Failure, peak: int, expected: list[str]) -> None:
 
 def test_message_of_another_allocator_gives_no_figures() -> None:
     assert Figures.of("out of memory") == Figures()
-    assert Figures.of(MESSAGE) == Figures(2 * GIB, int(23.5 * GIB), 20 * GIB, GIB // 2)
+    assert Figures.of(MESSAGE) == Figures(2 * GIB, int(23.5 * GIB), 20 * GIB, GIB // 2, int(1.25 * GIB))
     assert Failure(Part.ELSEWHERE, Figures(), RunWatch()).head() == (
         "Out of memory in the run, outside of its steps. The allocator gave no figures."
     )

@@ -102,6 +102,7 @@ class Limit(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        before = self.alive_bytes()
         output = function(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(output):
@@ -112,7 +113,11 @@ class Limit(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, alive)
         if self.num_bytes is not None and alive > self.num_bytes:
             self.raised += 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory. In {function}: {alive} of {self.num_bytes} bytes.")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {alive - before} bytes. GPU 0 has a total capacity of "
+                f"{self.num_bytes} bytes of which {self.num_bytes - before} bytes is free. Of the allocated memory "
+                f"{before} bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+            )
         return output
 
     def alive_bytes(self) -> int:

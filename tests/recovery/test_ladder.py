@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from hf_ckpt import HFCkptCallback, Plan, apply
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.recovery.escalation import rung_after
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.recovery import RUNGS_FILE
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.saved_files import PLAN_FILE
@@ -59,6 +62,36 @@ def test_without_memory_of_the_host_nothing_is_offloaded() -> None:
     assert rungs(llama(), policy)[:1] == []
     (found,) = rungs(llama(), policy, drops_offload=True)
     assert all(entry.offload is None for entry in found.plan.stacks[0].layers)
+
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate {wanted} MiB. GPU 0 has a total capacity of 1.00 GiB of which {free} MiB is "
+    "free. Of the allocated memory {allocated} MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "share"),
+    [
+        # 100 of 1,000 are missing, and a tenth of that more.
+        (CUDA.format(allocated=800, wanted=200, free=100), 0.11),
+        (CUDA.format(allocated=990, wanted=10, free=9), 0.02),
+        (CUDA.format(allocated=100, wanted=900, free=100), 0.5),
+        ("CUDA error: out of memory", 0.1),
+    ],
+)
+def test_the_planner_is_asked_for_what_was_missing(message: str, share: float) -> None:
+    model = llama()
+    asked: list[float] = []
+    planning: Any = SimpleNamespace(leaner_plan=lambda share, **options: asked.append(share))
+    with apply(model, "none") as applied:
+        failure = Failure.caught(torch.OutOfMemoryError(message))
+        rung = rung_after(applied.plan, failure, applied, model, planning, is_exact=True)
+    assert asked == [pytest.approx(share)]
+    # The planner has found none.
+    assert rung is not None
+    assert rung.change == "1 more layer recomputed in full"
 
 
 def test_what_failed_for_a_size_is_not_tried_again_for_batches_as_large() -> None:
