@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
+from hf_ckpt.cli.completion import completion
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.finetune_launcher import FINETUNE
 from hf_ckpt.cli.init import INIT
@@ -34,6 +35,7 @@ _COMMANDS = {
     "inspect": INSPECT,
     "profile": PROFILE,
 }
+_COMMANDS["completion"] = completion(dict(_COMMANDS))
 # What not every command needs, by the extra that brings it.
 _EXTRAS = {"datasets": "finetune", "bitsandbytes": "qlora", "matplotlib": "plot"}
 
