@@ -3,10 +3,11 @@
 Each step of a run fails once, at the operator after the one that failed in the step before: before that operator has
 run, and in a second run after it has written. Then the plan without recomputation is put back in force, so that each
 failure climbs to the first rung. Losses, and the weights after each step, are held bit by bit against a run that has
-recomputed all layers from the beginning. In the optimizer's step each operator has a run of its own, which either gives
-the same weights or has to end before it saves anything.
+recomputed all layers from the beginning. With `--optimizer` each operator of the optimizer's step has a run of its own,
+which either gives the same weights or has to end.
 
     python -m benchmarks recovery_sweep
+    python -m benchmarks recovery_sweep --optimizer
     python -m benchmarks recovery_sweep --stride 97 --case llama    # a look
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.journal import Entry, Journal
@@ -101,11 +102,13 @@ def trained(
         args = TrainingArguments(**arguments(Path(folder), **settings))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         steps = Steps(mode, counts_optimizer=counts_optimizer)
-        run = PhasedTrainer(
+        # Elsewhere than in the optimizer's step nothing is to be counted, then.
+        kind = Trainer if counts_optimizer else PhasedTrainer
+        run = kind(
             model=model, args=args, train_dataset=rows(64), optimizers=(optimizer, None), callbacks=[ours, kept, steps]
         )
         run.remove_callback(PrinterCallback)
-        run.mode = mode
+        vars(run)["mode"] = mode
         with mode:
             run.train()
     return kept.weights, losses(run)
@@ -164,21 +167,17 @@ def swept_optimizer(case: Case, moment: str, stride: int) -> Entry:
 # --- Entries and the result. ---
 
 
-def collect(journal: Journal, names: list[str], stride: int) -> None:
-    """Sweep over the cases, and over the optimizer's step of the first."""
+def collect(journal: Journal, names: list[str], stride: int, *, of_optimizer: bool) -> None:
+    """Sweep over forward and backward of the cases, or over the optimizer's step of the first."""
     # What torch and transformers have made is not searched in each of thousands of recoveries.
     gc.collect()
     gc.freeze()
     logging.getLogger("hf_ckpt").setLevel(logging.ERROR)
     for moment in MOMENTS:
-        for name in names:
-            measure = partial(swept, CASES[name], moment, stride)
-            journal.entry(f"{name}/{moment}", measure, limit_s=_ENTRY_LIMIT_S)
+        for name in [_OPTIMIZER] if of_optimizer else names:
+            measure = partial(swept_optimizer, CASES["llama"]) if of_optimizer else partial(swept, CASES[name])
+            journal.entry(f"{name}/{moment}", partial(measure, moment, stride), limit_s=_ENTRY_LIMIT_S)
             _show(f"{name}/{moment}", journal)
-    for moment in MOMENTS:
-        measure = partial(swept_optimizer, CASES["llama"], moment, stride)
-        journal.entry(f"{_OPTIMIZER}/{moment}", measure, limit_s=_ENTRY_LIMIT_S)
-        _show(f"{_OPTIMIZER}/{moment}", journal)
 
 
 def _show(key: str, journal: Journal) -> None:
@@ -198,6 +197,7 @@ def assemble(journal: Journal, stride: int) -> dict[str, Any]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
     parser.add_argument("--case", choices=CASES, action="append", help="one of the models; all if left out")
+    parser.add_argument("--optimizer", action="store_true", help="the optimizer's step, in place of the rest")
     parser.add_argument("--stride", type=int, default=1, help="look at each so many-th operator only")
     parser.add_argument("--seconds", type=float, help="after which no entry begins; the same command goes on")
     add_out(parser)
@@ -205,11 +205,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(asked: Namespace) -> int:
     """Sweep and write one JSON; the exit code says whether anything differed."""
-    out = asked.out or RESULTS / "recovery_sweep.json"
+    out = asked.out or RESULTS / f"recovery_sweep{'_optimizer' * asked.optimizer}.json"
     names = asked.case or list(CASES)
     result = carry_out(
         out,
-        partial(collect, names=names, stride=asked.stride),
+        partial(collect, names=names, stride=asked.stride, of_optimizer=asked.optimizer),
         partial(assemble, stride=asked.stride),
         asked.seconds,
     )
