@@ -209,9 +209,10 @@ def test_a_run_that_was_killed_while_it_climbed_resumes(tmp_path: Path, limit: i
     class Killed(HFCkptCallback):
         """Is killed when the leaner plan has been put in force, and written, and the step has not yet run again."""
 
-        def _announce_plan(self, *args: Any) -> None:
-            super()._announce_plan(*args)
-            os.kill(os.getpid(), signal.SIGKILL)
+        def _announce_plan(self, args: Any, state: Any, plan: Plan) -> None:
+            super()._announce_plan(args, state, plan)
+            if state.global_step:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
     if not child:
