@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -308,7 +308,8 @@ def find_config(recipe: Recipe) -> Found:
     name = section["name_or_path"]
     if Path(name).expanduser().is_dir():
         config = _load(section, local_files_only=True)
-        return Found(config, f"the folder {name}", section, has_weights=holds_weights(Path(name).expanduser()))
+        has_weights = holds_weights(Path(name).expanduser())
+        return Found(config, _beside_known(f"the folder {name}", name, config), section, has_weights=has_weights)
     return _of_hub(section)
 
 
@@ -330,18 +331,49 @@ def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
 def _of_hub(section: Mapping[str, Any]) -> Found:
     name = section["name_or_path"]
     try:
-        return Found(_load(section, local_files_only=True), "the cache of the hub", section, has_weights=True)
+        config = _load(section, local_files_only=True)
+        return Found(config, _beside_known("the cache of the hub", name, config), section, has_weights=True)
     except RecipeError as error:
         refusal = error
     if _is_reachable():
         try:
-            return Found(_load(section, local_files_only=False), "the hub", section, has_weights=True)
+            config = _load(section, local_files_only=False)
+            return Found(config, _beside_known("the hub", name, config), section, has_weights=True)
         except RecipeError as error:
             refusal = error
-    if (config := known_config(name)) is not None:
+    if (known := known_config(name)) is not None:
         why = f"{name} is neither cached nor to be had from the hub"
-        return Found(config, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
+        return Found(known, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
     raise refusal
+
+
+def _beside_known(source: str, name: str, config: PreTrainedConfig) -> str:
+    """Return where a config was found, and in what it differs from the shape that comes with the package, if it does.
+
+    A folder is held against the model whose name it bears.
+    """
+    ids = [hub_id for hub_id in known_configs() if name == hub_id or Path(name).name == hub_id.rpartition("/")[2]]
+    known = known_config(ids[0]) if ids else None
+    if known is None:
+        return source
+    differences = list(_differences(known_configs()[ids[0]], known.to_dict(), config.to_dict()))
+    if not differences:
+        return source
+    return (
+        f"{source}, which is taken; the shape of {ids[0]} that hf_ckpt knows has other values: {', '.join(differences)}"
+    )
+
+
+def _differences(
+    fields: Mapping[str, Any], known: Mapping[str, Any], found: Mapping[str, Any], above: str = ""
+) -> Iterator[str]:
+    """Yield what a config has otherwise, as `num_hidden_layers 30, not 32`; `fields` are those that are compared."""
+    for name in sorted(fields.keys() - {"dtype"}):
+        one, other = known.get(name), found.get(name)
+        if isinstance(fields[name], Mapping) and isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _differences(fields[name], one, other, f"{above}{name}.")
+        elif one != other:
+            yield f"{above}{name} {other}, not {one}"
 
 
 def known_config(hub_id: str) -> PreTrainedConfig | None:

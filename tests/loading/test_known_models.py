@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_ckpt.loading.known_models import FOLDER, documents, known_configs
-from hf_ckpt.loading.model import known_config
+from hf_ckpt.loading.model import find_config, known_config
+from hf_ckpt.recipe.for_model import Training
 
 DOCUMENTS = documents()
 AT_A_COMMIT = re.compile(r"[\w-]+/[\w-]+, [\w./-]+ at [0-9a-f]{40}")
@@ -36,3 +38,27 @@ def test_every_id_is_known_once() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.json")) == sorted(
         document["ids"][0].replace("/", "--") for document in DOCUMENTS
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        (
+            {"num_hidden_layers": 12},
+            ", which is taken; the shape of meta-llama/Llama-3.2-1B that hf_ckpt knows has other values: "
+            "num_hidden_layers 12, not 16",
+        ),
+    ],
+)
+def test_a_folder_of_its_name_wins_over_the_shape_and_a_difference_is_said(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    config = known_config("meta-llama/Llama-3.2-1B")
+    assert config is not None
+    config.update(changes)
+    folder = tmp_path / "Llama-3.2-1B"
+    config.save_pretrained(folder)
+    found = find_config(Training().recipe_for(str(folder), ()))
+    assert found.source == f"the folder {folder}{said}"
+    assert found.config.num_hidden_layers == changes.get("num_hidden_layers", 16)
