@@ -377,11 +377,14 @@ def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
     training |= {"push_to_hub": False, "report_to": "none", "save_strategy": "no"}
     training["per_device_train_batch_size"] = min(_MAX_ROWS, int(training.get("per_device_train_batch_size", 8)))
     notes.extend(_without_engine(training))
-    model = dict(recipe.model)
+    model, quantization = dict(recipe.model), dict(recipe.quantization or {})
     if not torch.accelerator.is_available():
         notes.extend(_on_cpu(training))
         notes.extend(_attention_on_cpu(model))
-    return replace(recipe, training=training, model=model), notes
+        if recipe.training.get("fp16"):
+            # Autocast to one half type fails on tensors of the other.
+            notes.extend(_without_float16(model, quantization))
+    return replace(recipe, training=training, model=model, quantization=quantization or None), notes
 
 
 def is_distributed() -> bool:
@@ -407,6 +410,13 @@ def _on_cpu(training: dict[str, Any]) -> Iterator[str]:
     if training.get("fp16"):
         training |= {"fp16": False, "bf16": True}
         yield "training.bf16 in place of training.fp16, whose scaled gradients need a GPU"
+
+
+def _without_float16(*sections: dict[str, Any]) -> Iterator[str]:
+    for section in sections:
+        for key in [key for key, value in section.items() if value == "float16"]:
+            section[key] = "bfloat16"
+            yield f"{key} bfloat16 in place of float16"
 
 
 def _attention_on_cpu(model: dict[str, Any]) -> Iterator[str]:
