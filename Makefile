@@ -18,8 +18,8 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 # More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup finetune test-fast test test-distributed test-oldest check lint types figures figures-check bench bench-gpu \
-    bench-predicted bench-pages format clean
+.PHONY: help setup finetune test-fast test test-distributed test-browser test-oldest check lint types figures figures-check \
+    bench bench-gpu bench-predicted bench-pages format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make test         set up .venv, then format, lint, types and all tests of the package'
 	@echo 'make check        format, lint, types, and the tests of documents, benchmarks and their pages'
 	@echo 'make test-distributed  the part of `make test` that needs two processes'
+	@echo 'make test-browser  the pages that commands write, in an installed chromium'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the tests on the oldest supported versions'
 	@echo 'make figures      predict anew what the shipped recipes need: their headers, and what documents quote of them'
 	@echo 'make figures-check  which of these figures the code has moved'
@@ -84,8 +85,8 @@ finetune: $(if $(wildcard .venv/.installed),.venv/.installed,.venv/.finetune)
 
 # --- Tests and checks. `make test check test-oldest` is everything, as .ci/run has it. ---
 
-test-fast test test-distributed check test-oldest: export HF_HUB_OFFLINE = 1
-test-fast test test-distributed check test-oldest: export TOKENIZERS_PARALLELISM = false
+test-fast test test-distributed test-browser check test-oldest: export HF_HUB_OFFLINE = 1
+test-fast test test-distributed test-browser check test-oldest: export TOKENIZERS_PARALLELISM = false
 
 # What is about prose and benchmarks rather than about the package.
 CHECKS = tests/docs tests/benchmarks
@@ -93,12 +94,16 @@ CHECKS = tests/docs tests/benchmarks
 test-fast: .venv/.installed
 	.venv/bin/python -m pytest -m 'not slow' $(addprefix --ignore ,$(CHECKS) tests/distributed tests/gpu) $(PYTEST_ARGS)
 
+# Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
 test: lint types
-	.venv/bin/python -m pytest $(addprefix --ignore ,$(CHECKS)) $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m 'not browser' $(addprefix --ignore ,$(CHECKS)) $(PYTEST_ARGS)
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
 # --standalone: on a port that is free.
 two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m pytest tests/distributed
+
+test-browser: .venv/.installed
+	.venv/bin/python -m pytest -m browser
 
 test-distributed: .venv/.installed
 	$(two_processes) $(DISTRIBUTED_ARGS)
