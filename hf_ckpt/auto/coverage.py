@@ -238,7 +238,8 @@ def _steps_of_its_own(trainer: Any, loss: OwnLoss | None) -> Iterator[str]:
     if loss is None:
         yield from losses_of_its_own(trainer)
     owner = _users(trainer, "training_step")
-    if owner is not None and (loss is not None or _users(trainer, "compute_loss") is None):
+    is_trls = owner is not None and owner.__module__.startswith("trl.")
+    if owner is not None and not is_trls and (loss is not None or _users(trainer, "compute_loss") is None):
         yield _BESIDES.format(f"{owner.__name__}.training_step")
 
 

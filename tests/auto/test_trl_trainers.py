@@ -21,6 +21,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, find_device
+from hf_ckpt.simulation.layer_reuse import LayerReuse
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
@@ -171,7 +172,8 @@ def test_layers_that_are_alike_are_traced_once_for_the_reference_too(tmp_path: P
     for mode in ("none", "full"):
         plan = simulator.plan_of(Policy.parse(mode))
         # Raises where a layer is called in another way than the one like it.
-        simulator._trace(plan, explains=False, reuses_layers=True, reuses_slices=True, changed_by=nullcontext)
+        reuse = LayerReuse.choose(simulator.stacks, plan, simulator._signature_of)
+        simulator._trace(plan, explains=False, reuse=reuse, reuses_slices=True, changed_by=nullcontext)
         quick, whole = simulator.simulate(plan), simulator.simulate(plan, traces_all=True)
         assert quick.peak_bytes == whole.peak_bytes
         assert quick.num_flops == whole.num_flops

@@ -69,6 +69,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lora": {
             "model": {"name_or_path": str(folder / "base"), "base_recipe": "base.yaml"},
             "data": {"max_examples": 180, "max_length": 128},
+            # Less than shorter rows need without a plan.
+            "checkpointing": {"memory_budget": "44MiB"},
             "training": short,
         },
     }.items():
