@@ -80,6 +80,7 @@ class HFCkptCallback(TrainerCallback):
         exact: with `"auto"`, whether the plan must be bitwise. `"prefer"`, the default: if such a plan fits. True: or
             the run is refused. False: the fastest plan, which may run the head in chunks and layers in tiles, and is
             then within 1e-6 in float32. What `head` and `tiles` say goes first.
+        fallback: with `"auto"`, the mode of all layers where a run cannot be planned for; without one it is refused.
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
@@ -146,7 +147,11 @@ class HFCkptCallback(TrainerCallback):
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
             from hf_ckpt.auto.auto import Auto
 
-            self._auto = Auto(budget, options["max_length"], self._structure, allowed, is_proven=is_proven)
+            self._auto = Auto(
+                *(budget, options["max_length"], self._structure, allowed),
+                is_proven=is_proven,
+                fallback=options["fallback"],
+            )
         else:
             _check_no_budget(policy, select(options, AutoOptions))
             self._policy = parse(policy, **policy_options)
@@ -305,7 +310,7 @@ class HFCkptCallback(TrainerCallback):
         if self._auto is None:
             assert self._policy is not None, "one of the two is there"
             return None, self._policy, self._input_require_grads
-        planning = self._auto.begin(
+        planning = self._planning = self._auto.begin_or_fall_back(
             given["model"],
             args,
             state,
@@ -313,7 +318,9 @@ class HFCkptCallback(TrainerCallback):
             optimizer=given.get("optimizer"),
             input_gradients=self._input_require_grads,
         )
-        self._planning = planning
+        if planning is None:
+            assert self._auto.fallback is not None, "it stands in"
+            return None, self._auto.fallback, self._input_require_grads
         return planning, planning.plan, planning.input_gradients
 
     def _put_in_force(self, run: TrainingRun, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:

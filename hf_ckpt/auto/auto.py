@@ -15,11 +15,11 @@ from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
 from hf_ckpt.auto.coverage import check_call, check_run
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
-from hf_ckpt.auto.replan import RunPlanner
+from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.distributed import fsdp, store
-from hf_ckpt.errors import PolicyError, UnsupportedError
+from hf_ckpt.errors import OtherProcessError, PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.leftover import running_trainer
 from hf_ckpt.policy.allowances import Allowed
@@ -48,6 +48,7 @@ class Auto:
         structure: `layers`, `attention` and `ffn` of `apply`.
         allowed: what a plan may hold besides modes.
         is_proven: whether the first step under each plan is proven, and has to stay within the budget too.
+        fallback: the mode of all layers where a run cannot be planned for; None refuses it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Auto:
         allowed: Allowed,
         *,
         is_proven: bool,
+        fallback: str | None = None,
     ) -> None:
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise PolicyError(f"max_length is {max_length}. Write the tokens of the longest example, padding included.")
@@ -66,11 +68,27 @@ class Auto:
         self._structure = structure
         self._allowed = allowed
         self._is_proven = is_proven
+        self.fallback = None if fallback is None else Policy.parse(fallback)
         self._before_sharding: nn.Module | None = None
 
     def keep_shape(self, model: nn.Module) -> None:
         """Keep the shape of a model before an engine shards it."""
         self._before_sharding = meta_copy(model)
+
+    def begin_or_fall_back(self, *given: Any, **further: Any) -> RunPlanner | None:
+        """Return what `begin` returns, or None where a run is refused and there is a fallback.
+
+        Raises:
+            BudgetError, PolicyError, OtherProcessError: as `begin` does. That nothing fits is no reason to fall back.
+            UnsupportedError: the step cannot be simulated, and there is no fallback.
+        """
+        try:
+            return self.begin(*given, **further)
+        except (UnsupportedError, OtherProcessError) as error:
+            if self.fallback is None or not _is_refused(error):
+                raise
+            say_fallback(error)
+            return None
 
     def begin(
         self,
@@ -152,6 +170,7 @@ class Auto:
             timeout_s=args.ddp_timeout,
             is_bounded=bool(batches),
             rows_per_example=rows_per_example,
+            fallback=None if self.fallback is None else make_plan(shape, self.fallback, **self._structure),
         )
         planning.input_gradients = is_on
         planning.start_all(batches)
@@ -171,6 +190,12 @@ class Auto:
                 "Trainer afterwards. Pass it to the Trainer: Trainer(..., callbacks=[HFCkptCallback(...)])."
             )
         return shape
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether the run cannot be planned for, here or in another process, which has told this one that it failed."""
+    is_refusal = isinstance(error, UnsupportedError)
+    return is_refusal if store.num_processes() == 1 else any(store.all_gather(is_refusal, "falling back"))
 
 
 @dataclass(frozen=True)

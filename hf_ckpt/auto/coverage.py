@@ -304,6 +304,11 @@ class InputCheck:
         if batch.tensors:
             check_call(model, batch.names)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an earlier forward of the micro-batch keeps what the plan in force says."""
+        return self._num_forwards > 1
+
     def forget_micro_batch(self) -> None:
         """Take the micro-batch for one that has not begun."""
         self._num_forwards = 0

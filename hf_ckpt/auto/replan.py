@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.auto.batch_bounds import Batch, describe_batch
 from hf_ckpt.auto.coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
-from hf_ckpt.errors import BudgetError
+from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.planner.advice import inexact_parts
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.planner.search import StepPlanner
@@ -73,6 +73,7 @@ class RunPlanner:
         timeout_s: how long other processes wait for rank 0 to plan, in seconds.
         is_bounded: whether the largest batch is known.
         rows_per_example: rows that the model sees of each example.
+        fallback: the plan in the place of one for a batch that is refused; None raises.
 
     Attributes:
         plan: what is to be in force now.
@@ -94,6 +95,7 @@ class RunPlanner:
         timeout_s: float,
         is_bounded: bool,
         rows_per_example: int = 1,
+        fallback: Plan | None = None,
     ) -> None:
         self.plan = plan
         self._simulator = simulator
@@ -105,6 +107,8 @@ class RunPlanner:
         self._timeout_s = timeout_s
         self._is_bounded = is_bounded
         self._rows_per_example = rows_per_example
+        self._fallback = fallback
+        self._has_given_up = False
         self.predicted_bytes = 0
         self.batch: Batch | None = None
         self.input_gradients: bool | None = None
@@ -123,6 +127,8 @@ class RunPlanner:
     def describe(self) -> str:
         """Return what the plan is predicted to need of the budget, in words."""
         budget = format_bytes(self.budget_bytes)
+        if self._has_given_up:
+            return "not predicted"
         if self.batch is None:
             return f"how large batches are is not known: planned for as they come, within {budget}"
         if self._comparison:
@@ -209,29 +215,44 @@ class RunPlanner:
 
     def end_micro_batch(self) -> None:
         """Raise `UnsupportedError` if the model's forward, which was planned for, did not run in a micro-batch."""
-        self._inputs.end_micro_batch()
+        if not self._has_given_up:
+            self._inputs.end_micro_batch()
 
-    def before_step(self, batch: Batch, read: Callable[[], Batch | None]) -> bool:
-        """Plan anew if this rank's batch is larger than what the plan was made for. Returns whether the plan changed.
+    def before_forward(self, batch: Batch | None, read: Callable[[], Batch | None], check: Callable[[], None]) -> None:
+        """Change the plan if it was not made for a batch as large. No layer has run yet.
 
         Args:
-            batch: to be held against others.
+            batch: this rank's, to be held against others; None is refused by `check`.
             read: returns it to be simulated, with the values of whole numbers.
+            check: raises where the forward is not the one that is simulated.
 
         Raises:
             BudgetError: no plan fits the batch.
+            UnsupportedError: it cannot be planned for, and there is no plan to fall back on.
         """
+        if self._has_given_up:
+            return
+        try:
+            check()
+            assert batch is not None, "a forward without one is refused"
+            self._plan_for_larger(batch, read)
+        except UnsupportedError as error:
+            # Other ranks may not know of it, and half of a micro-batch may be kept under the plan in force.
+            if self._fallback is None or store.num_processes() > 1 or self._inputs.is_under_way:
+                raise
+            say_fallback(error)
+            self.plan, self.batch, self.predicted_bytes, self._has_given_up = self._fallback, None, 0, True
+
+    def _plan_for_larger(self, batch: Batch, read: Callable[[], Batch | None]) -> None:
         if store.num_processes() > 1 and not self.compares_batches:
             # The other ranks do not know of this batch, and all train under one plan.
             self._warn_of(batch)
-            return False
-        before = self.plan
+            return
         for each in self._new_batches(batch, read):
             try:
                 self.start(each)
             except BudgetError as error:
                 raise BudgetError(f"A batch came with {each.describe()}. {error}") from error
-        return self.plan != before
 
     @property
     def compares_batches(self) -> bool:
@@ -283,7 +304,7 @@ class RunPlanner:
     def check_evaluation(self, batch: Batch, read: Callable[[], Batch | None] | None = None) -> None:
         """Warn if a batch of evaluation needs more than the budget. Each batch that is no larger counts as checked.
 
-        `read`: see `before_step`.
+        `read`: see `before_forward`.
         """
         if any(known.holds(batch) for known in self._evaluated):
             return
@@ -364,6 +385,11 @@ class RunPlanner:
         return self._plans[batch]
 
 
+def say_fallback(error: Exception) -> None:
+    """Say that a run goes on under its fallback, and why it has no plan."""
+    logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
+
+
 def _before_forward(
     planning: RunPlanner, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: Any = None
 ) -> None:
@@ -373,9 +399,9 @@ def _before_forward(
     describe = partial(describe_batch, model, args, kwargs)
     batch = describe(reads=False)
     if model.training and torch.is_grad_enabled():
-        planning._inputs.check(model, batch, args, kwargs)
-        assert batch is not None, "a forward without one is refused"
-        if planning.before_step(batch, describe):
+        before = planning.plan
+        planning.before_forward(batch, describe, partial(planning._inputs.check, model, batch, args, kwargs))
+        if planning.plan != before:
             put_in_force(planning.plan)
     elif batch is not None and not model.training and "labels" in kwargs:
         # Without labels it is a generation, one token after the other.

@@ -67,6 +67,7 @@ class AutoOptions(TypedDict, total=False):
     memory_budget: str | float | None
     max_length: int | None
     exact: bool | Literal["prefer"] | None
+    fallback: str | None
 
 
 class RunOptions(TypedDict, total=False):

@@ -16,7 +16,7 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
-from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode
+from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode, Policy
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import beside
@@ -427,13 +427,14 @@ def _can_be_read(draft: Draft, name: str, value: object) -> bool:
 def _check_auto(draft: Draft, options: list[str]) -> None:
     for name in options:
         draft.refuse(f"checkpointing.{name}", "given beside policy: auto, which chooses for each layer. Remove it.")
-    budget = draft.get("checkpointing.memory_budget")
-    if budget is None:
-        return
-    try:
-        parse_budget(budget)
-    except PolicyError as error:
-        draft.refuse("checkpointing.memory_budget", str(error))
+    for name, read in (("memory_budget", parse_budget), ("fallback", Policy.parse)):
+        value = draft.get(f"checkpointing.{name}")
+        if value is None:
+            continue
+        try:
+            read(value)
+        except PolicyError as error:
+            draft.refuse(f"checkpointing.{name}", str(error))
 
 
 def _check_allowances(draft: Draft, readable: Mapping[str, object]) -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.errors import BudgetError, HFCkptError, OtherProcessError
+from hf_ckpt.auto.replan import RunPlanner
+from hf_ckpt.errors import BudgetError, HFCkptError, OtherProcessError, UnsupportedError
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU, GIB
 from hf_ckpt.simulation.simulator import simulate_step
@@ -83,6 +84,23 @@ def test_budget_that_nothing_fits_ends_both_ranks() -> None:
         train(full_fine_tune("llama"), "ddp", HFCkptCallback("auto", memory_budget="10kB"))
     assert type(raised.value) is (BudgetError if dist.get_rank() == 0 else OtherProcessError)
     assert "No plan fits memory_budget=9.8 KiB." in str(raised.value)
+
+
+def refuse_on_rank_0(*given: Any) -> None:
+    if dist.get_rank() == 0:
+        raise UnsupportedError("not here")
+
+
+@pytest.mark.parametrize("is_everywhere", [False, True], ids=["rank 0", "all ranks"])
+def test_both_ranks_fall_back_where_one_cannot_plan(is_everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_everywhere:
+        monkeypatch.setattr(RunPlanner, "_decide", refuse_on_rank_0)
+    callback = HFCkptCallback("auto", memory_budget="1GiB", fallback="full")
+    got = train(full_fine_tune("llama"), "ddp", callback, neftune_noise_alpha=5.0 if is_everywhere else None)
+    assert callback.plan is not None
+    assert callback.plan.count(Mode.FULL) == len(callback.plan.stacks[0].layers)
+    if not is_everywhere:
+        assert got.losses == train(full_fine_tune("llama"), "ddp").losses
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2"])

@@ -127,6 +127,10 @@ BROKEN = [
     broken(
         text_of() + "model: {name_or_path: other/model}\n", ":4: model: given twice, first at recipe.yaml:1. Keep one."
     ),
+    broken(
+        text_of(checkpointing="{policy: full, fallback: full}"), "checkpointing.fallback", "belongs to policy: auto"
+    ),
+    broken(text_of(checkpointing="{policy: auto, fallback: ful}"), "checkpointing.fallback", 'Did you mean "full"?'),
     broken(training("run_name: "), "training.run_name: has no value. Write null"),
     broken(training(r'run_name: "a\0"'), "training.run_name: holds a null character"),
     # What would take long to read, or for ever.
