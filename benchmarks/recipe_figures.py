@@ -1,6 +1,7 @@
 """What the shipped recipes are predicted to need: their headers, what documents quote of them, and exact figures.
 
     python -m benchmarks.recipe_figures            # write all of it anew; simulates for a quarter of an hour or more
+    python -m benchmarks.recipe_figures --recipe qwen3_8b_lora    # the header of one recipe, and all exact figures
     python -m benchmarks.recipe_figures --check    # one step of each recipe: which figures the code has moved
 
 The exact figures are what a check holds the code against: a header rounds, and a search for the longest row takes long.
@@ -23,7 +24,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.recipe_headers import needs_of, on_hardware, with_needs
+from benchmarks.recipe_headers import needs_of, on_hardware, plans_on_cards, with_cards, with_needs
 from benchmarks.runner import RESULTS, main
 from hf_ckpt.cli.main import main as hf_ckpt
 from hf_ckpt.estimate.limits import leanest_plans
@@ -96,11 +97,17 @@ def of_versions(recorded: Mapping[str, Any]) -> dict[str, str]:
 def write(say: Callable[[str], None] = print) -> None:
     """Write headers, the estimate with its pictures, and the exact figures."""
     for path in shipped():
-        needs = needs_of(path)
-        path.write_text(with_needs(path.read_text(encoding="utf-8"), needs), encoding="utf-8")
-        say(f"{path.stem}: {needs.describe()}")
+        write_header(path, say)
     write_estimate()
     write_figures()
+
+
+def write_header(path: Path, say: Callable[[str], None] = print) -> None:
+    """Write what a recipe's header says of its needs."""
+    needs, cards = needs_of(path), plans_on_cards(on_hardware(path))
+    text = with_needs(path.read_text(encoding="utf-8"), needs)
+    path.write_text(with_cards(text, cards), encoding="utf-8")
+    say("\n  ".join([f"{path.stem}: {needs.describe()}", *cards]))
 
 
 def write_estimate() -> None:
@@ -156,13 +163,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="say what the code has moved, and write nothing")
     what.add_argument("--exact", action="store_true", help="write the exact figures only: neither headers nor estimate")
+    what.add_argument("--recipe", action="append", metavar="NAME", help="a header to write; may be given several times")
 
 
 def run(options: Namespace) -> int:
     """Write, or check."""
     if options.check:
         return min(1, check())
-    write_figures() if options.exact else write()
+    for name in options.recipe or ():
+        write_header(RECIPES / f"{name}.yaml")
+    write_figures() if options.exact or options.recipe else write()
     return 0
 
 

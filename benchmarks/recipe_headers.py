@@ -1,22 +1,24 @@
-"""The line of a shipped recipe's header that says what it needs: predicted, and written by a command.
+"""The lines of a shipped recipe's header that say what it needs: predicted, and written by a command.
 
 The header's own words say for what: the memory of the GPUs that `Hardware` names, and the configuration of accelerate
-that `Launch` names.
+that `Launch` names. A recipe that leaves the plan to the planner says too what that chooses on cards of usual sizes.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate.estimate import budget_of
+from hf_ckpt.errors import BudgetError, RecipeError
+from hf_ckpt.estimate.estimate import budget_of, own_budget, planned_on
 from hf_ckpt.estimate.launch_sharding import Launch
 from hf_ckpt.estimate.limits import longest_row, longest_row_of_all
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import is_auto, subject_of
+from hf_ckpt.estimate.subject import Subject, is_auto, subject_of
+from hf_ckpt.estimate.tables import format_seconds
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.recipe.shipped import HEADER_ITEM, header
 from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
@@ -28,7 +30,10 @@ CARDS = {16: "t4", 24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}
 _TOLD_FROM = 2**30
 """Bytes of host memory that are worth a word: paged optimizers take some MiB in any case."""
 
-_KEY = "Memory"
+FITTED = {16: "rtx4080", 24: "rtx4090", 48: "a6000", 80: "a100-80gb"}
+"""The cards that a recipe under policy `auto` is planned for, which compute in bfloat16, by their size in GB."""
+
+_KEY, _CARDS = "Memory", "Cards"
 _WIDTH = 120
 
 
@@ -83,6 +88,25 @@ def needs_of(path: Path) -> Needs:
     return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
 
 
+def plans_on_cards(predictor: Predictor) -> list[str]:
+    """Return what the planner chooses on each size of card, a line each; none where the recipe names plan or budget."""
+    subject = predictor.subject
+    is_for_one = predictor.device.is_cuda and subject.step.sharding.world_size == 1
+    if not (is_for_one and is_auto(subject.recipe) and own_budget(subject) is None):
+        return []
+    return [f"{size} GB ({name}): {_planned(subject, find_device(name))}" for size, name in FITTED.items()]
+
+
+def _planned(subject: Subject, device: Device) -> str:
+    predictor = Predictor(subject, device)
+    try:
+        planned, _ = planned_on(predictor, device, say=lambda _: None)
+    except BudgetError:
+        return "no plan fits"
+    memory = planned.memory
+    return f"{planned.plan.describe()}; {format_bytes(memory.peak_bytes)}, {format_seconds(memory.time.total)} a step"
+
+
 def on_hardware(path: Path) -> Predictor:
     """Return what predicts a recipe's steps on the hardware that its header names. See `needs_of`."""
     said = header(path.read_text(encoding="utf-8"))
@@ -92,15 +116,31 @@ def on_hardware(path: Path) -> Predictor:
 
 def with_needs(text: str, needs: Needs) -> str:
     """Return a recipe's text with the line in its header, in the place of an earlier one or below `Hardware`."""
-    label = f"# {_KEY}:".ljust(12)
-    line = textwrap.fill(
-        needs.describe(), _WIDTH, initial_indent=label, subsequent_indent="#".ljust(12), break_on_hyphens=False
-    )
+    return _with_item(text, _KEY, [needs.describe()], below="Hardware")
+
+
+def with_cards(text: str, lines: Sequence[str]) -> str:
+    """Return a recipe's text with the lines of `plans_on_cards` below what it needs, or without any."""
+    return _with_item(text, _CARDS, lines, below=_KEY)
+
+
+def _with_item(text: str, key: str, lines: Sequence[str], below: str) -> str:
+    filled = [
+        textwrap.fill(
+            line,
+            _WIDTH,
+            initial_indent=(f"# {key}:" if idx == 0 else "#").ljust(12),
+            subsequent_indent="#".ljust(12),
+            break_on_hyphens=False,
+        )
+        for idx, line in enumerate(lines)
+    ]
     items = {found["key"]: found for found in HEADER_ITEM.finditer(text)}
-    if _KEY in items:
-        return text[: items[_KEY].start()] + line + text[items[_KEY].end() :]
-    end = items["Hardware"].end()
-    return f"{text[:end]}\n{line}{text[end:]}"
+    if key in items:
+        text = text[: items[key].start()].rstrip("\n") + text[items[key].end() :]
+        items = {found["key"]: found for found in HEADER_ITEM.finditer(text)}
+    end = items[below].end()
+    return text[:end] + "".join(f"\n{each}" for each in filled) + text[end:]
 
 
 def written_needs(text: str) -> str | None:

@@ -16,7 +16,7 @@ from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.simulation.devices import Device, Reserve, context, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
-from hf_ckpt.units import Budget
+from hf_ckpt.units import Budget, format_bytes
 
 RECIPE = "recipe"
 """Names of the rows of the recipe's own plan and of the planner's."""
@@ -194,10 +194,25 @@ def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row
 
 def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     """Return the planner's choice for a device; it chooses by the times of the predictor's device."""
-    say(f"Planning for {device.name} ...")
+    say(_first_verdict(predictor, device))
     try:
         planned, _ = planned_on(predictor, device, say)
     except BudgetError as error:
         return Row(AUTO, None, str(error), device)
     reserved = predictor.reserved(planned.plan, with_expandable=True)
     return Row(AUTO, planned.memory, device=device, exactness=planned.exactness, reserved=reserved)
+
+
+def _first_verdict(predictor: Predictor, device: Device) -> str:
+    """Return what is known before plans are compared: where `full`, which the planner may choose, fits, a plan does."""
+    planning = f"Planning for {device.name} ..."
+    try:
+        full = predictor.memory(predictor.subject.resolve(Mode.FULL))
+    except HFCkptError:
+        return planning
+    if full.peak_bytes > budget_of(predictor.subject, device):
+        return planning
+    of = format_bytes(device.memory_bytes)
+    return (
+        f"Fits on {device.name}: full needs {format_bytes(full.peak_bytes)} of {of}. Planning for what is fastest ..."
+    )

@@ -1,7 +1,8 @@
 """The text of a recipe: YAML files, `extends` and overrides, read into values that know where they were written.
 
-Knows nothing of what the keys mean. Whatever the text is, it is read or refused within a second: size, depth, number of
-values and number of mistakes have limits, far above what a recipe needs.
+Knows nothing of what the keys mean, but that a policy takes along what was said for another one. Whatever the text is,
+it is read or refused within a second: size, depth, number of values and number of mistakes have limits, far above what
+a recipe needs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import yaml
 
 from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recipe import shipped
+from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.field_types import show
 
 _MOST_VALUES = 5_000
@@ -220,7 +223,7 @@ def _read_extended(path: Path, extending: tuple[Path, ...], mistakes: Mistakes) 
     elif not is_file:
         mistakes.add_unread_file(base.place, f"extends = {show(base.value)}: {there_is_no(target)}")
     else:
-        return _merge(_read_extended(target, chain, mistakes), document)
+        return _laid_on(_read_extended(target, chain, mistakes), document)
     return document
 
 
@@ -382,6 +385,23 @@ class _Walk:
         self._mistakes.add_unread(self._place.at(node.start_mark), path, text)
 
 
+def _laid_on(base: Entry, over: Entry) -> Entry:
+    """Return one recipe with another laid on it, whose policy takes along what belonged to policy `auto` only."""
+    section, policy = base.value.get("checkpointing"), _policy_of(over)
+    if policy is not None and policy.value != AUTO and section is not None and isinstance(section.value, dict):
+        kept = {key: entry for key, entry in section.value.items() if key not in OF_AUTO}
+        base = replace(base, value={**base.value, "checkpointing": replace(section, value=kept)})
+    return _merge(base, over)
+
+
+def _policy_of(document: Entry) -> Entry | None:
+    section = document.value.get("checkpointing")
+    found: Entry | None = (
+        section.value.get("policy") if section is not None and isinstance(section.value, dict) else None
+    )
+    return found
+
+
 def _merge(base: Entry, over: Entry) -> Entry:
     """Return `base` with `over` laid on it: mappings key by key, anything else whole."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
@@ -414,7 +434,7 @@ def _override(document: Entry, override: str, mistakes: Mistakes) -> Entry:
         return document
     for key in reversed(keys):
         value = Entry({key: value}, place)
-    return _merge(document, value)
+    return _laid_on(document, value)
 
 
 def _list_on_the_way(document: Entry, keys: list[str]) -> str | None:

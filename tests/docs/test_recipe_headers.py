@@ -1,4 +1,4 @@
-"""Headers of shipped recipes: what each is predicted to need stands there, written by scripts/recipe_headers.py."""
+"""Headers of shipped recipes: what each is predicted to need stands there, written by benchmarks/recipe_figures.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipe_headers import Needs, needs_of, with_needs, written_needs
-from hf_ckpt import RecipeError
+from benchmarks.recipe_headers import FITTED, Needs, needs_of, with_cards, with_needs, written_needs
+from hf_ckpt import RecipeError, load_recipe
+from hf_ckpt.recipe.shipped import header
 from hf_ckpt.simulation.devices import CPU, find_device
 from tests.small_recipes import can_be_loaded
 
@@ -63,6 +64,26 @@ def test_line_is_written_below_the_hardware_and_in_place_of_an_earlier_one() -> 
     other = replace(needs, longest=4096, is_bound=True)
     assert with_needs(text, other) == with_needs(HEADER, other)
     assert with_needs(with_needs(text, other), needs) == text
+
+
+def test_cards_are_written_below_the_needs_and_taken_away_again() -> None:
+    needs = with_needs(HEADER, Needs(find_device("rtx4090"), 18 * 2**30, 3712, is_bound=False))
+    text = with_cards(needs, ["16 GB (rtx4080): no plan fits", "24 GB (rtx4090): layers: 32 none; 20 GiB, 1 s a step"])
+    assert text.splitlines()[5:8] == [
+        "# Cards:    16 GB (rtx4080): no plan fits",
+        "#           24 GB (rtx4090): layers: 32 none; 20 GiB, 1 s a step",
+        "# Launch:   accelerate launch scripts/finetune.py recipes/small.yaml",
+    ]
+    assert with_cards(text, []) == needs
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_header_of_a_recipe_for_any_card_says_what_each_runs(path: Path) -> None:
+    recipe = load_recipe(path) if can_be_loaded(path) else None
+    said = header(path.read_text(encoding="utf-8"))
+    is_for_any = recipe is not None and recipe.is_auto and recipe.checkpointing.budget is None
+    assert ("Cards" in said) == is_for_any
+    assert [f"{size} GB ({name})" in said.get("Cards", "") for size, name in FITTED.items()] == [is_for_any] * 4
 
 
 def test_host_memory_is_told_where_some_is_needed() -> None:

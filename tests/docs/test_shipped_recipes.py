@@ -46,9 +46,9 @@ CHANGED = {
 }
 NUM_STEPS = 2
 # Where rules name layers of the hub's model, its twin has as many.
-NUM_LAYERS = {"llama7b_lora": 32, "llama7b_lora_ddp": 32}
+NUM_LAYERS = {"llama7b_lora_ddp": 32}
 # Of a twin that policy auto plans for; all of it fits, so that planning takes one simulation.
-BUDGETS = {"llama3_8b_qlora_longctx": "64MiB", "llama32_3b_qlora_t4": "64MiB"}
+BUDGETS = dict.fromkeys((stem for stem in SHIPPED if load_recipe(RECIPES / f"{stem}.yaml").is_auto), "64MiB")
 
 PLANS = {
     "gemma3_4b_lora": [
@@ -61,21 +61,18 @@ PLANS = {
     ],
     "llama32_3b_qlora_t4": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_dpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
-    "llama3_8b_qlora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
+    "llama3_8b_qlora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_qlora_longctx": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama3_8b_reward": ["model.layers: 4 layers", "  0 to 3       full"],
     "llama70b_qlora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_fsdp": ["model.layers: 4 layers", "  0 to 3       full"],
     "llama7b_full_zero3": ["model.layers: 4 layers", "  0 to 3       full"],
-    "llama7b_lora": ["base_model.model.model.layers: 32 layers", "  0 to 15      full", "  16 to 31     ffn"],
+    "llama7b_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "llama7b_lora_ddp": ["base_model.model.model.layers: 32 layers", "  0 to 15      full", "  16 to 31     ffn"],
-    "llama7b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
-    "mistral7b_full_bf16": ["model.layers: 4 layers", "  0 to 3       full"],
+    "llama7b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
+    "mistral7b_full_bf16": ["model.layers: 4 layers", "  0 to 3       none"],
     "qwen3_32b_lora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
-    "qwen3_8b_lora": [
-        "base_model.model.model.layers: 4 layers",
-        *("  0            full", "  1            none", "  2            full", "  3            none"),
-    ],
+    "qwen3_8b_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
 }
 
 LINEAR_SIZES = {

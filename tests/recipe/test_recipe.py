@@ -756,6 +756,16 @@ def test_override_sets(override: str, path: str, value: object, tmp_path: Path) 
     assert (getattr(recipe, section)[key] if key else getattr(recipe, section)) == value
 
 
+def test_another_policy_takes_along_what_was_said_for_auto(tmp_path: Path) -> None:
+    base = write(tmp_path, checkpointed("policy: auto, exact: true, memory_budget: 1GiB, offload: cpu"))
+    assert load_recipe(base, ["checkpointing.policy=full"]).checkpointing == {"policy": "full", "offload": "cpu"}
+    over = write(tmp_path, f"extends: {base.name}\ncheckpointing: {{policy: selective}}\n", "over.yaml")
+    assert load_recipe(over).checkpointing == {"policy": "selective", "offload": "cpu"}
+    assert load_recipe(base, ["checkpointing.policy=auto"]).checkpointing == load_recipe(base).checkpointing
+    with pytest.raises(RecipeError, match="belongs to policy: auto"):
+        load_recipe(base, ["checkpointing.policy=full", "checkpointing.exact=true"])
+
+
 def test_last_override_wins(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, text_of()), ["training.seed=1", "training.seed=2"])
     assert recipe.training["seed"] == 2
@@ -977,9 +987,9 @@ def test_header_says_purpose_hardware_launch_and_override(path: Path) -> None:
     found = re.fullmatch(launch, said["Launch"])
     assert found is not None
     assert found[1] is None or (ROOT / found[1]).is_file()
-    command, _, override = said["Override"].rpartition(" ")
-    assert command.replace("--num_processes 4 ", "") == said["Launch"]
-    assert load_recipe(path, [override]) != load_recipe(path)
+    command, launch, overrides = said["Override"].replace("--num_processes 4 ", "").partition(said["Launch"])
+    assert (command, launch) == ("", said["Launch"])
+    assert load_recipe(path, overrides.split()) != load_recipe(path)
 
 
 # --- Nothing heavy. ---
