@@ -84,6 +84,7 @@ class HFCkptCallback(TrainerCallback):
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
+        snapshots: see `Rule`.
         save: see `Rule`.
         offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, allows the planner to
             do so; left out, it does not.

@@ -152,6 +152,7 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         every_n_layers: see `Rule`.
         segment_size: see `Rule`.
         nested: see `Rule`.
+        snapshots: see `Rule`.
         save: see `Rule`.
         offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, as beside
             `HFCkptCallback`; so are `tiles` and `head`.

@@ -122,8 +122,8 @@ class _StackSettings:
     def _whole(self, entry: LayerPlan, layer: Layer, path: str) -> Iterator[Setting]:
         proof = self._proof.region(path)
         if entry.segment is not None:
-            segment = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested, proof=proof)
-            yield self._region(path, layer.module, segment)
+            link = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
+            yield self._region(path, layer.module, partial(link, snapshots=entry.snapshots, proof=proof))
             return
         host = self._offloaders.of_layer(self._stack.path, layer.layer_idx)
         before = self._offloaders.of_layer(self._stack.path, layer.layer_idx - 1)

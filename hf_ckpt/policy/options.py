@@ -34,7 +34,8 @@ class RuleOptions(TypedDict, total=False):
 
     every_n_layers: int | None
     segment_size: int | Literal["sqrt"] | None
-    nested: bool | None
+    nested: bool | Literal["revolve"] | None
+    snapshots: int | None
     save: str | Sequence[str] | None
     offload: str | Mapping[str, Any] | None
     tiles: int | Literal["auto"] | None

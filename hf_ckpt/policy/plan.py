@@ -30,6 +30,7 @@ from hf_ckpt.policy.options import (
 )
 from hf_ckpt.policy.plan_json import PLAN_FORMAT, not_a_plan, read_document
 from hf_ckpt.policy.policy import STACK_NAMES, Mode, Policy, Rule, check_combination, slice_of
+from hf_ckpt.policy.revolve import segment_starts
 from hf_ckpt.policy.text_file import read_text
 
 PLAN_SUFFIX = ".json"
@@ -95,6 +96,7 @@ class LayerPlan:
         save: what mode `selective` keeps; the outputs of matrix products and attention if empty. See `Rule`.
         offload: where what the layer keeps waits for its backward; None on the device.
         tiles: slices of the sequence that what is position-wise runs in; None for the whole of it.
+        snapshots: inputs that a nested segment may save at a time while it runs again; None for all of its layers'.
     """
 
     mode: Mode = Mode.NONE
@@ -104,6 +106,7 @@ class LayerPlan:
     save: tuple[str, ...] = ()
     offload: Offload | None = None
     tiles: Tiles | None = None
+    snapshots: int | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -113,7 +116,7 @@ class LayerPlan:
     @property
     def alone(self) -> LayerPlan:
         """What the entry does with the layer by itself, without its segment: an option of the planner."""
-        return replace(self, segment=None, nested=False, why="")
+        return replace(self, segment=None, nested=False, snapshots=None, why="")
 
     def in_short(self) -> str:
         """Return mode and modifiers without their details, such as `full + offload`."""
@@ -290,6 +293,7 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
                 "every_n_layers takes the layers whose layer_idx is a multiple of it, counted from 0 in each stack."
             )
         _check_segments(rule, reached, stacks, model_class)
+        _check_snapshots(rule, {stacks[number].path: indices for number, indices in reached.items()}, model_class)
         _check_part(
             rule, [stacks[number].layers[idx] for number, layers in reached.items() for idx in layers], model_class
         )
@@ -406,6 +410,24 @@ def _check_segments(
     )
 
 
+def _check_snapshots(rule: Rule, reached: Mapping[str, list[int]], model_class: str) -> None:
+    """Refuse layers that do not follow each other, and more snapshots than there are layers in the longest stack."""
+    if rule.snapshots is None:
+        return
+    for path, indices in reached.items():
+        if len(list(_runs(indices))) > 1:
+            raise PolicyError(
+                f"Rule {rule.describe()} reaches layers of {path} of {model_class} that do not follow each other, and "
+                "only a row of layers can run again from one saved input. Name a range of layers."
+            )
+    most = max(map(len, reached.values()))
+    if rule.snapshots > most:
+        raise PolicyError(
+            f"Rule {rule.describe()} may save {rule.snapshots} inputs, but reaches {most} layers of {model_class}. Use "
+            f'snapshots: {most - 1} or less, or mode "full" alone, which saves the input of each layer.'
+        )
+
+
 def _check_part(rule: Rule, layers: Sequence[LayerShape], model_class: str) -> None:
     """Refuse a rule that asks for a part which none of the layers it reaches has."""
     if rule.mode is Mode.SELECTIVE_ATTENTION and not any(layer.computes_attention for layer in layers):
@@ -424,8 +446,8 @@ def _check_part(rule: Rule, layers: Sequence[LayerShape], model_class: str) -> N
 
 
 def _entries(rule: Rule, stack: StackShape, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]:
-    if rule.segment_size is not None:
-        yield from _segments(rule, reached)
+    if rule.segment_size is not None or rule.snapshots is not None:
+        yield from _segments(rule, reached) if rule.snapshots is None else binomial(rule.snapshots, reached)
         return
     for idx in reached:
         missing = rule.mode in (Mode.ATTENTION, Mode.FFN) and rule.mode.value not in stack.layers[idx].parts
@@ -448,7 +470,18 @@ def _segments(rule: Rule, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]
     for run in _runs(reached):
         for place, idx in enumerate(run):
             # The number of a segment is its first layer's, so that the rules of one stack cannot collide.
-            yield idx, LayerPlan(Mode.FULL, segment=run[place // size * size], nested=rule.nested)
+            yield idx, LayerPlan(Mode.FULL, segment=run[place // size * size], nested=bool(rule.nested))
+
+
+def binomial(snapshots: int, reached: list[int]) -> Iterator[tuple[int, LayerPlan]]:
+    """Yield the entries of a row of layers under the binomial schedule; a segment of one layer is that layer."""
+    starts = segment_starts(len(reached), snapshots) if reached else []
+    for (start, free), (end, _) in itertools.pairwise([*starts, (len(reached), 0)]):
+        entry = LayerPlan(Mode.FULL)
+        if end - start > 1:
+            # Neither the first input nor that of the layer whose turn comes takes a place.
+            entry = replace(entry, segment=reached[start], nested=True, snapshots=min(free, end - start - 2))
+        yield from ((idx, entry) for idx in reached[start:end])
 
 
 def _runs(indices: Sequence[int]) -> Iterator[list[int]]:
@@ -492,6 +525,7 @@ def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
         parse_save(entry["save"]) if "save" in entry else (),
         parse_offload(entry.get("offload")),
         parse_tiles(entry.get("tiles")),
+        entry.get("snapshots"),
     )
     # Files of plans are edited by hand; a modifier that its mode does not know would be ignored without a word.
     size = None if layer.segment is None else 1
@@ -518,6 +552,7 @@ def _grouped(layers: Sequence[LayerPlan]) -> Iterator[tuple[str, str]]:
 
     def describe(layer: LayerPlan) -> str:
         nested = ", nested" if layer.nested else ""
+        nested += f" ({layer.snapshots} snapshots)" if layer.snapshots is not None else ""
         return layer.describe() if layer.segment is None else f"full, segments of {sizes[layer.segment]}{nested}"
 
     for what, run in itertools.groupby(enumerate(layers), key=lambda pair: describe(pair[1])):

@@ -55,6 +55,7 @@ _LAYER = {
     "mode": _Field(lambda value: isinstance(value, str) and value in set(Mode), _MODES, is_required=True),
     "segment": _Field(lambda value: value is None or _is_number(value), "a whole number of 0 or more, or leave it out"),
     "nested": _Field(lambda value: isinstance(value, bool), "true or false"),
+    "snapshots": _Field(lambda value: value is None or _is_number(value), "a whole number of 0 or more"),
     "why": _Field(_is_text, _TEXT),
     **dict.fromkeys(("save", "offload", "tiles"), _READ_BY_OPTIONS),
 }
@@ -128,6 +129,7 @@ def _mapping(where: str, read: object) -> Mapping[str, Any]:
 def _check_segments(where: str, layers: list[Mapping[str, Any]]) -> None:
     """Refuse a segment whose layers do not follow each other: each run of them would be one of its own."""
     numbers = [layer.get("segment") for layer in layers]
+    _check_snapshots(where, layers)
     seen: set[int] = set()
     position = 0
     for number, run in itertools.groupby(numbers):
@@ -138,6 +140,20 @@ def _check_segments(where: str, layers: list[Mapping[str, Any]]) -> None:
             )
         seen.update([] if number is None else [number])
         position += len(list(run))
+
+
+def _check_snapshots(where: str, layers: list[Mapping[str, Any]]) -> None:
+    """Refuse snapshots that are not those of a whole nested segment."""
+    saved: dict[int, int | None] = {}
+    for position, layer in enumerate(layers):
+        segment, snapshots = layer.get("segment"), layer.get("snapshots")
+        if snapshots is not None and not layer.get("nested"):
+            raise not_a_plan(f"{where}.{position}.snapshots is for nested segments. Leave it out")
+        if segment is not None and saved.setdefault(segment, snapshots) != snapshots:
+            raise not_a_plan(
+                f"{where}.{position}.snapshots is {_shown(snapshots)}. Use that of the segment's first layer, "
+                f"{_shown(saved[segment])}"
+            )
 
 
 def _shown(value: object) -> str:

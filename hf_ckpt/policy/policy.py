@@ -57,6 +57,9 @@ TRAINED_CACHES = ("prefix_tuning", "cartridge")
 MODES_WITH_TRAINED_CACHE = (Mode.NONE, Mode.FFN)
 """Modes under which attention does not run again."""
 
+REVOLVE: Literal["revolve"] = "revolve"
+"""What `Rule.nested` says where segments and what is saved within them follow the binomial schedule."""
+
 AUTO = "auto"
 """The policy that is no policy: the callback chooses a plan for a memory budget."""
 
@@ -64,6 +67,7 @@ STACK_NAMES = ("language", "vision", "audio", "encoder", "decoder")
 """Names of the roles that a stack of layers can have in a model; `Rule.stack` also takes a dotted path."""
 
 SegmentSize = int | Literal["sqrt"]
+Nested = bool | Literal["revolve"]
 LayerSelection = str | int | tuple[int, ...]
 
 _SLICE = re.compile(r"^\s*-?\d*\s*:\s*-?\d*\s*(:\s*-?\d*\s*)?$")
@@ -84,7 +88,11 @@ class Rule:
         every_n_layers: of the layers reached, those whose `layer_idx` is a multiple of it.
         segment_size: so many consecutive layers share one saved input; `"sqrt"` takes the square root of the number
             of layers reached. Only with mode `full`.
-        nested: checkpoint the layers of a segment again while it is recomputed. Only with `segment_size`.
+        nested: checkpoint the layers of a segment again while it is recomputed. Only with `segment_size`. `"revolve"`
+            chooses the segments itself, and saves inputs within them as often as needed: the fewest forwards for
+            `snapshots` saved inputs. Only with mode `full`.
+        snapshots: inputs that are saved at a time beside the first layer's, 1 up to the number of layers reached. Only
+            with `nested: revolve`.
         save: operators (`aten.mm`) and modules below the layer (`mlp.down_proj`, `*.q_proj`) whose outputs are kept.
             Only with mode `selective`, which keeps those of matrix products and attention if left out.
         offload: what the layers keep waits in host memory or on disk. Only with modes that recompute whole layers.
@@ -97,7 +105,8 @@ class Rule:
     layer_type: str | None = None
     every_n_layers: int = 1
     segment_size: SegmentSize | None = None
-    nested: bool = False
+    nested: Nested = False
+    snapshots: int | None = None
     save: tuple[str, ...] = ()
     offload: Offload | None = None
     tiles: Tiles | None = None
@@ -197,7 +206,8 @@ def _parse_rule(rule: object) -> Rule:
         layer_type=_parse_name("layer_type", rule.get("layer_type")),
         every_n_layers=_parse_count("every_n_layers", rule.get("every_n_layers", 1)),
         segment_size=_parse_segment_size(rule.get("segment_size")),
-        nested=_parse_flag("nested", rule.get("nested", False)),
+        nested=_parse_nested(rule.get("nested", False)),
+        snapshots=None if rule.get("snapshots") is None else _parse_count("snapshots", rule["snapshots"]),
         save=() if rule.get("save") is None else parse_save(rule["save"]),
         offload=parse_offload(rule.get("offload")),
         tiles=parse_tiles(rule.get("tiles")),
@@ -222,8 +232,7 @@ def check_combination(rule: Rule) -> None:
             f"Rule {rule.describe()} has both every_n_layers and segment_size. every_n_layers leaves layers between "
             "alone, segment_size joins consecutive layers: use one of them."
         )
-    if rule.nested and rule.segment_size is None:
-        raise PolicyError(f"Rule {rule.describe()} is nested but has no segment_size. Add segment_size: sqrt.")
+    _check_nested(rule)
     if rule.every_n_layers != 1 and rule.mode is Mode.NONE:
         raise PolicyError(f'Rule {rule.describe()} has every_n_layers with mode "none". Use mode "full" with it.')
     if rule.save and rule.mode is not Mode.SELECTIVE:
@@ -232,6 +241,39 @@ def check_combination(rule: Rule) -> None:
             "that, or leave save out."
         )
     _check_modifiers(rule)
+
+
+def _check_nested(rule: Rule) -> None:
+    if rule.nested == REVOLVE:
+        _check_revolve(rule)
+    elif rule.snapshots is not None:
+        raise PolicyError(
+            f'Rule {rule.describe()} has snapshots without nested: "{REVOLVE}", which alone counts saved inputs. Add '
+            "that, or leave snapshots out."
+        )
+    elif rule.nested and rule.segment_size is None:
+        raise PolicyError(f"Rule {rule.describe()} is nested but has no segment_size. Add segment_size: sqrt.")
+
+
+def _check_revolve(rule: Rule) -> None:
+    beside = {
+        "segment_size": rule.segment_size is not None,
+        "every_n_layers": rule.every_n_layers != 1,
+        "offload": rule.offload is not None,
+        "tiles": rule.tiles is not None,
+    }
+    given = [key for key, is_given in beside.items() if is_given]
+    if rule.mode is not Mode.FULL:
+        problem = f'with mode "{rule.mode}". Only whole layers can share saved inputs: use mode "full"'
+    elif given:
+        problem = (
+            f"and {given[0]}. It chooses which inputs are saved, and saves them on the device: leave out {given[0]}"
+        )
+    elif rule.snapshots is None:
+        problem = "but no snapshots. Say how many inputs may be saved at a time, such as snapshots: 4"
+    else:
+        return
+    raise PolicyError(f'Rule {rule.describe()} has nested: "{REVOLVE}" {problem}.')
 
 
 def _check_modifiers(rule: Rule) -> None:
@@ -314,10 +356,10 @@ def _parse_segment_size(value: object) -> SegmentSize | None:
     )
 
 
-def _parse_flag(key: str, value: object) -> bool:
-    if isinstance(value, bool):
+def _parse_nested(value: object) -> Nested:
+    if isinstance(value, bool) or value == REVOLVE:
         return value
-    raise PolicyError(f"{key} is {as_written(value)}. Use true or false.")
+    raise PolicyError(f'nested is {as_written(value)}. Use true, false or "{REVOLVE}".{did_you_mean(value, [REVOLVE])}')
 
 
 def _mode_names() -> str:

@@ -4,19 +4,23 @@ Each layer runs at its natural place in the model's own forward, with its own ke
 shared. In backward the layers run again in a row, from the saved input. A segment ends early where the model does
 something between two layers, as a row of layers would not repeat that.
 
+The layers of a nested segment are checkpointed again, so that only their inputs come back: all at once, or no more than
+a number of them at a time (`snapshots`). Then the row runs again from the last input that is there as often as one is
+missing, and saves others on the way (`policy.revolve`).
+
 Where an engine shards each layer (FSDP), the outermost module in the layer's place gathers and frees its weights. There
 the row goes through that module, whose hooks are `enter` and `leave`. Tensors are recognised as they enter and leave
 it, because the engine's hooks pass on other objects inside.
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174); nested as in its
-section 4.4.
+section 4.4; with snapshots Griewank and Walther 2000, "Algorithm 799: revolve".
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_ckpt.policy.revolve import saved_on_the_way
 from hf_ckpt.regions.execution_state import (
     AllRecomputed,
     AutocastState,
@@ -41,6 +46,9 @@ from hf_ckpt.regions.recompute import Call, SavedInputs, run_checkpointed, run_w
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
 
+Outputs = Sequence[Tensor] | Mapping[int, Tensor]
+"""The tensors that a layer returns, by their index; with snapshots only those that the next layer takes."""
+
 
 class SegmentRunner(threading.local):
     """Knows which segment of a stack is open while the stack runs. One for each stack; lives on its layers.
@@ -56,11 +64,11 @@ class SegmentRunner(threading.local):
         # All state belongs to a running forward or backward, which a copy of the model does not have.
         return SegmentRunner, ()
 
-    def join(self, number: int, layer_idx: int, tensors: list[Tensor]) -> _Segment:
+    def join(self, number: int, layer_idx: int, tensors: list[Tensor], snapshots: int | None) -> _Segment:
         """Return the open segment if a call with these tensors continues it, a new one otherwise."""
         segment = self.open_segment()
         if segment is None or not segment.goes_on_with(number, layer_idx, tensors):
-            segment = _Segment(self, number)
+            segment = _Segment(self, number, snapshots)
             # Weak: the graph owns the segment. A forward without a backward must leave nothing behind.
             self._open = weakref.ref(segment)
         return segment
@@ -109,12 +117,13 @@ def run_in_segment(
     nested: bool,
     function: Function,
     *args: Any,
+    snapshots: int | None = None,
     proof: RegionProof | None = None,
 ) -> Any:
     """Run `function(*args)`, a layer's forward, as a link of the segment `number`; never compiled.
 
     A segment takes layers in ascending order of `layer_idx` only. With `nested` the layer is checkpointed again while
-    its segment is recomputed. See `recompute`.
+    its segment is recomputed, which brings back no more than `snapshots` inputs at a time. See `recompute`.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -128,7 +137,7 @@ def run_in_segment(
     if outer is not None:
         # The layer's own call runs now, the outer one in the recomputation.
         outer[0].state = call.state
-    segment = runner.join(number, layer_idx, tensors if outer is None else outer[1])
+    segment = runner.join(number, layer_idx, tensors if outer is None else outer[1], snapshots)
     run = partial(segment.run, layer_idx, call, tensors, outer, nested)
     return run_watched(proof, function, args, tensors, run)
 
@@ -159,7 +168,12 @@ class _Link:
         own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
         self._own_inputs = SavedInputs(own)
 
-    def replay(self, runner: SegmentRunner, before: list[Tensor], collector: _Collector) -> Any:
+    def taken_from(self, before: Outputs) -> Outputs:
+        """Return the outputs of the layer before that this one takes, without their graph."""
+        sources = {source for source in self._sources if source is not None}
+        return {source: before[source].detach().requires_grad_(before[source].requires_grad) for source in sources}
+
+    def replay(self, runner: SegmentRunner, before: Outputs, collector: _Collector) -> Any:
         """Run the layer again on the outputs `before` of the layer before it."""
         own = iter(self._own_inputs.get())
         tensors = [next(own) if source is None else before[source] for source in self._sources]
@@ -197,9 +211,12 @@ class _Placeholder:
 class _Segment:
     """One saved input and the calls of the layers that follow from it."""
 
-    def __init__(self, runner: SegmentRunner, number: int) -> None:
+    def __init__(self, runner: SegmentRunner, number: int, snapshots: int | None) -> None:
         self._runner = runner
         self._number = number
+        self._num_snapshots = snapshots
+        self._snapshots: dict[int, Outputs] = {}
+        self._firsts: list[int] = []
         self._layer_idx = -1
         self._links: list[_Link] = []
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -229,6 +246,7 @@ class _Segment:
         with ConcurrentRun():
             link = _Link(*replayed, outer is not None, self._outputs, nested, proof)
             self._links.append(link)
+            self._firsts.append(len(self._placeholders))
             with self._hooks():
                 output = link.run(call, tensors)
         self.leave(layer_idx, output)
@@ -251,12 +269,19 @@ class _Segment:
         return placeholder
 
     def recompute(self, trigger: int) -> None:
-        """Run the layers again, for the backward of link `trigger`, and fill the placeholders that are still needed."""
-        collector = _Collector(self._placeholders, self._meta)
-        outputs: list[Tensor] = []
+        """Run layers again, for the backward of link `trigger`, and fill the placeholders that are to be filled now."""
+        start = max((link for link in self._snapshots if link <= trigger), default=0)
+        outputs = self._snapshots.get(start, {})
+        saved = self._saved_on_the_way(start, trigger)
+        collector = _Collector(self._placeholders, self._meta, self._firsts[start], saved)
         with untransformed(), self._links[0].random_state.kept(), torch.enable_grad():
             try:
-                for number, link in enumerate(self._links):
+                for number, link in enumerate(self._links[start:], start):
+                    if self._num_snapshots is not None:
+                        # What the layer before has made of its graph goes here.
+                        outputs = link.taken_from(outputs)
+                        if number in collector.links and number not in (start, trigger):
+                            self._snapshots[number] = outputs
                     # An engine must see the end of each layer's forward, except for the one in its backward.
                     collector.may_stop = number == trigger
                     outputs = tensors_of(link.replay(self._runner, outputs, collector))
@@ -266,16 +291,39 @@ class _Segment:
                 pass
         collector.check()
 
+    def _saved_on_the_way(self, start: int, trigger: int) -> Container[int]:
+        """Return the links whose placeholders are filled while the layers from `start` run again."""
+        if self._num_snapshots is None:
+            return range(len(self._links))
+        free = max(0, self._num_snapshots - len(self._snapshots))
+        return {trigger, *(start + each for each in saved_on_the_way(trigger - start + 1, free))}
+
+    def take(self, placeholder: _Placeholder) -> Tensor:
+        """Return the value of a placeholder, for which layers run again if it has none."""
+        if placeholder.value is None:
+            self.recompute(placeholder.link)
+        self._snapshots.pop(placeholder.link, None)
+        value, placeholder.value = placeholder.value, None
+        assert value is not None, "a placeholder that asks is alive, so it was filled"
+        return value
+
 
 class _Collector:
-    """Collects the tensors that a recomputation saves, in the order of the forward."""
+    """Collects the tensors that a recomputation saves, in the order of the forward, from the placeholder `first` on.
 
-    def __init__(self, placeholders: list[weakref.ref[_Placeholder]], meta: list[Any]) -> None:
+    `links` are those whose tensors are kept, as far as anything still needs them.
+    """
+
+    def __init__(
+        self, placeholders: list[weakref.ref[_Placeholder]], meta: list[Any], first: int, links: Container[int]
+    ) -> None:
         self._placeholders = placeholders
         self._meta = meta
-        self._taken = 0
-        alive = [number for number, placeholder in enumerate(placeholders) if placeholder() is not None]
-        self._needed = alive[-1] + 1
+        self._taken = first
+        alive = [(number, found.link) for number, each in enumerate(placeholders) if (found := each()) is not None]
+        self._wanted = {number for number, link in alive if link in links}
+        self._needed = max(self._wanted) + 1
+        self.links = {link for _, link in alive if link in links}
         self.may_stop = False
         self._proof: CallProof | None = None
 
@@ -300,7 +348,7 @@ class _Collector:
         if self._taken < len(self._meta):
             self._compare(tensor)
             placeholder = self._placeholders[self._taken]()
-            if placeholder is not None:
+            if placeholder is not None and self._taken in self._wanted:
                 placeholder.value = tensor
         self._taken += 1
         if self._proof is None or not self._proof.runs_to_end:
@@ -329,11 +377,7 @@ class _Collector:
 def _unpack(placeholder: _Placeholder) -> Tensor:
     # Empty in the first backward, and when a tensor is unpacked again: each value is returned once, so that it is freed
     # as soon as it has been used.
-    if placeholder.value is None:
-        placeholder.segment.recompute(placeholder.link)
-    value, placeholder.value = placeholder.value, None
-    assert value is not None, "a placeholder that asks is alive, so it was filled"
-    return value
+    return placeholder.segment.take(placeholder)
 
 
 def _identity(tensor: Tensor) -> Tensor:

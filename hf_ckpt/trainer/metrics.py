@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.policy.revolve import reruns
 from hf_ckpt.regions.offload import OffloadStats
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import Shapes, parameter_shapes
@@ -116,36 +118,46 @@ def offload_figures(stats: Sequence[OffloadStats]) -> dict[str, float]:
 def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
     """Return the share of the layers' weights whose forward runs again in backward, counted once per extra run.
 
-    A nested segment runs its layers twice more, and so does a layer under `full` with what it runs in tiles: the share
-    can exceed 1. Weights stand for the work of a forward: the matrix products of a layer take time in proportion to
-    them, and what `selective` recomputes between them has next to none.
+    A nested segment runs its layers twice more, with snapshots as often as the binomial schedule says, and a layer
+    under `full` runs twice more what it runs in tiles: the share can exceed 1. Weights stand for the work of a forward:
+    the matrix products of a layer take time in proportion to them, and what `selective` recomputes between them has
+    next to none.
     """
-    pairs = [
-        (entry, layer)
+    each = [
+        (entry, layer, times)
         for planned, stack in zip(plan.stacks, stacks, strict=True)
-        for entry, layer in zip(planned.layers, stack.layers, strict=True)
+        for entry, layer, times in zip(planned.layers, stack.layers, _reruns(planned.layers), strict=True)
     ]
     shapes: Shapes = {}
     for stack in stacks:
         shapes |= parameter_shapes(stack.home)
-    total = sum(_num_weights(layer.module, shapes) for _, layer in pairs)
-    return sum(_recomputed_weights(entry, layer, shapes) for entry, layer in pairs) / total if total else 0.0
+    total = sum(_num_weights(layer.module, shapes) for _, layer, _ in each)
+    return sum(_recomputed_weights(*of_layer, shapes) for of_layer in each) / total if total else 0.0
 
 
-def _recomputed_weights(entry: LayerPlan, layer: Layer, shapes: Shapes) -> int:
+def _reruns(entries: Sequence[LayerPlan]) -> Iterator[int]:
+    """Yield how often each layer runs again where it does so as a whole."""
+    for _, run in groupby(entries, key=lambda entry: entry.segment):
+        members = list(run)
+        snapshots = members[0].snapshots
+        again = (2 if entry.nested else 1 for entry in members)
+        yield from again if snapshots is None else reruns(len(members), snapshots)
+
+
+def _recomputed_weights(entry: LayerPlan, layer: Layer, times: int, shapes: Shapes) -> int:
     tiled = tiled_modules(layer) if entry.tiles is not None else []
     # Tiles are recomputed by themselves, besides what the mode recomputes around them.
-    return _num_below(layer, tiled, shapes) + _weights_of_mode(entry, layer, shapes, tiled)
+    return _num_below(layer, tiled, shapes) + _weights_of_mode(entry, layer, times, shapes, tiled)
 
 
-def _weights_of_mode(entry: LayerPlan, layer: Layer, shapes: Shapes, tiled: Collection[str]) -> int:
+def _weights_of_mode(entry: LayerPlan, layer: Layer, times: int, shapes: Shapes, tiled: Collection[str]) -> int:
     whole = _num_weights(layer.module, shapes)
     attention = _num_below(layer, layer.attention, shapes)
     match entry.mode:
         case Mode.NONE:
             return 0
         case Mode.FULL:
-            return whole * (2 if entry.nested else 1)
+            return whole * times
         case Mode.SELECTIVE:
             return _unsaved_weights(entry, layer, shapes)
         case Mode.SELECTIVE_ATTENTION:

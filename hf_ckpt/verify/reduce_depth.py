@@ -7,6 +7,7 @@ describe their layers in many ways, so a config with fewer layers is a proposal:
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_ckpt.policy.options import TO_DISK, Offload, Tiles
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
-from hf_ckpt.policy.policy import Mode
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial
+from hf_ckpt.policy.policy import REVOLVE, Mode
 from hf_ckpt.recipe.recipe import Values
 from hf_ckpt.structure.layers import Layer, Stack
 
@@ -27,6 +28,8 @@ Kind = tuple[object, ...]
 Adapters = dict[str, Any]
 """Of each module with an adapter, by its name in the base model: rank and alpha of LoRA, the class of another kind."""
 _PER_KIND = 2
+_PER_SCHEDULE = 5
+"""Layers in a row that run one segment with a snapshot and one without."""
 _FEW_TILES = 3
 _COUNT = re.compile(r"num_(hidden_)?layers|n_layers?|depth|num_blocks|(encoder|decoder)_layers|num_(en|de)coder_layers")
 _LISTED_INDICES = re.compile(r".*(_indices|_indexes|_idxs?|_ids|_layers)")
@@ -179,7 +182,7 @@ def _of_segments(stack: Stack, entries: Sequence[LayerPlan]) -> Iterator[int]:
         makes[make] = makes.get(make, 0) + 1
         if makes[make] <= _PER_KIND:
             yield from firsts.values()
-            yield from members[:_PER_KIND]
+            yield from members[: _PER_KIND if entries[members[0]].snapshots is None else _PER_SCHEDULE]
 
 
 def _shortest(kinds: Sequence[Hashable], needed: Mapping[Hashable, int]) -> int:
@@ -206,7 +209,7 @@ def _kept(
         num_layers=len(stack.layers),
         config_layers=tuple(indices if config_layers is None else config_layers),
         indices=tuple(indices),
-        entries=tuple(_renumbered(entries[idx], starts) for idx in indices),
+        entries=_with_own_schedule([_renumbered(entries[idx], starts) for idx in indices]),
         groups=tuple(group_of[idx] for idx in indices),
         types=tuple(stack.layers[idx].layer_type for idx in indices),
     )
@@ -214,6 +217,24 @@ def _kept(
 
 def _renumbered(entry: LayerPlan, starts: Mapping[int, int]) -> LayerPlan:
     return replace(entry, segment=None if entry.segment is None else starts[entry.segment])
+
+
+def _with_own_schedule(entries: list[LayerPlan]) -> tuple[LayerPlan, ...]:
+    """Return the entries with those that have snapshots under the schedule of so few layers, with one snapshot.
+
+    In fewer layers there would be none to place.
+    """
+    for row in _rows_with_snapshots(entries):
+        short = [(idx, replace(entries[idx], snapshots=None)) for idx in row]
+        for idx, entry in binomial(1, row) if len(row) >= _PER_SCHEDULE else short:
+            entries[idx] = entry
+    return tuple(entries)
+
+
+def _rows_with_snapshots(entries: Sequence[LayerPlan]) -> Iterator[list[int]]:
+    for has_snapshots, run in itertools.groupby(enumerate(entries), key=lambda each: each[1].snapshots is not None):
+        if has_snapshots:
+            yield [idx for idx, _ in run]
 
 
 def _without_reasons(entries: Sequence[LayerPlan]) -> list[tuple[LayerPlan, bool]]:
@@ -305,9 +326,11 @@ def _count(name: str, value: int, kept: KeptStack) -> int:
 
 def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str, Any]]:
     where: dict[str, Any] = {"stack": stack.path} if is_named else {}
+    for row in _rows_with_snapshots(stack.entries):
+        yield {**where, "layers": row, "mode": Mode.FULL.value, "nested": REVOLVE, "snapshots": 1}
     groups: dict[LayerPlan, list[int]] = {}
     for idx, entry in enumerate(stack.entries):
-        if entry.recomputes:
+        if entry.recomputes and entry.snapshots is None:
             groups.setdefault(replace(entry, why=""), []).append(idx)
     for entry, layers in groups.items():
         rule = {**where, "layers": layers, "mode": entry.mode.value}

@@ -162,8 +162,10 @@ def _count(
     if root in layer.tiled:
         # Each slice, and before them a few positions, to check that slices give the same as the whole.
         return forward, backward, set(range(1, 2 * forward + 1))
-    # Layers of a nested segment run twice, but for the last one, which is needed once only.
-    return forward, backward, {forward, 2 * forward} if layer.entry.nested else {forward}
+    # Layers of a nested segment run twice, but for the last one, which is needed once only; with snapshots as often as
+    # the schedule says, the first one of so many once for each at most.
+    most = 2 if layer.entry.snapshots is None else len(planned.layers)
+    return forward, backward, set(range(forward, most * forward + 1, forward)) if layer.entry.nested else {forward}
 
 
 def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:

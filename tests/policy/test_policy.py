@@ -9,7 +9,7 @@ from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.policy import Mode, Policy, Rule
 
 MODES = '"none", "full", "attention", "ffn", "selective", "selective_attention"'
-KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, save, offload, tiles"
+KEYS = "mode, layers, stack, layer_type, every_n_layers, segment_size, nested, snapshots, save, offload, tiles"
 OFFLOAD_KEYS = "to, path, fraction, host_memory, trust_host_memory, min_bytes"
 SAVE_ADVICE = "Use a list of operators (aten.mm) and of modules below the layer (mlp.down_proj, *.q_proj)."
 GIB = 2**30
@@ -287,8 +287,8 @@ def test_to_dict_with_modifiers_is_read_back() -> None:
             rule(segment_size="sqr"),
             'segment_size is "sqr". Use a whole number of 1 or more, or "sqrt". Did you mean "sqrt"?',
         ),
-        (rule(segment_size=2, nested="yes"), 'nested is "yes". Use true or false.'),
-        (rule(segment_size=2, nested=1), "nested is 1. Use true or false."),
+        (rule(segment_size=2, nested="yes"), 'nested is "yes". Use true, false or "revolve".'),
+        (rule(segment_size=2, nested=1), 'nested is 1. Use true, false or "revolve".'),
         # Keys that contradict each other.
         (
             {"mode": "ffn", "segment_size": 2},
@@ -429,7 +429,7 @@ def test_unreadable_policy_raises(policy: object, message: str) -> None:
     [
         ("full", {"every_n_layers": 0}, "every_n_layers is 0. Use a whole number of 1 or more."),
         ("full", {"segment_size": "all"}, 'segment_size is "all". Use a whole number of 1 or more, or "sqrt".'),
-        ("full", {"nested": "true"}, 'nested is "true". Use true or false.'),
+        ("full", {"nested": "true"}, 'nested is "true". Use true, false or "revolve".'),
         ("full", {"skip_frozen": "yes"}, 'skip_frozen is "yes". Use true or false.'),
         ("full", {"skip_frozen": None}, "skip_frozen is None. Use true or false."),
         (
