@@ -52,10 +52,25 @@ def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
     return found
 
 
+def let_go(unit: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered for a forward during backward, where it frees them after forward.
+
+    Left alone, it holds them until the unit's own backward.
+    """
+    if isinstance(unit, FSDPModule) and any(
+        group._reshard_after_forward for group in _groups_of(unit._get_fsdp_state())
+    ):
+        unit.reshard()
+
+
 def _parameters_of(state: Any) -> list[Any]:
+    return [parameter for group in _groups_of(state) for parameter in group.fsdp_params]
+
+
+def _groups_of(state: Any) -> list[Any]:
     # One group until torch 2.12, several later.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
 
 
 def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], None]]]) -> None:

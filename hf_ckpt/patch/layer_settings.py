@@ -96,7 +96,7 @@ class _StackSettings:
         self._offloaders = offloaders
         self._proof = proof
         self._selection = SelectiveStack(stack.path)
-        self.runner = SegmentRunner()
+        self.runner = SegmentRunner(fsdp.let_go)
 
     def of_layer(self, entry: LayerPlan, layer: Layer) -> Iterator[Setting]:
         path = f"{self._stack.path}.{layer.layer_idx}"

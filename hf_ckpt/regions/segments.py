@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from hf_ckpt.regions.execution_state import (
     Function,
     RandomState,
     keeps_activations,
+    module_of,
     refuse_transforms,
     tensors_of,
     untransformed,
@@ -54,15 +55,21 @@ class SegmentRunner(threading.local):
     """Knows which segment of a stack is open while the stack runs. One for each stack; lives on its layers.
 
     Thread-local: a segment ends where another thread continues.
+
+    Args:
+        let_go: frees what an engine has gathered for a module that has run again, and whose backward is not next.
     """
 
     _open: weakref.ref[_Segment] | None = None
-    _entered: tuple[int, Function, tuple[Any, ...]] | None = None
+    _entered: tuple[int, partial[Any], tuple[Any, ...]] | None = None
     replayed: tuple[_Link, _Collector] | None = None
 
+    def __init__(self, let_go: Callable[[nn.Module], None]) -> None:
+        self.let_go = let_go
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # All state belongs to a running forward or backward, which a copy of the model does not have.
-        return SegmentRunner, ()
+        # All other state belongs to a running forward or backward, which a copy of the model does not have.
+        return SegmentRunner, (self.let_go,)
 
     def join(self, number: int, layer_idx: int, tensors: list[Tensor], snapshots: int | None) -> _Segment:
         """Return the open segment if a call with these tensors continues it, a new one otherwise."""
@@ -77,11 +84,11 @@ class SegmentRunner(threading.local):
         """Return the segment that the last layer ran in, if it still exists."""
         return self._open() if self._open is not None else None
 
-    def enter(self, layer_idx: int, function: Function, args: tuple[Any, ...]) -> None:
+    def enter(self, layer_idx: int, function: partial[Any], args: tuple[Any, ...]) -> None:
         """Note the call of the outermost module in the place of a layer."""
         self._entered = (layer_idx, function, args)
 
-    def take_entered(self, layer_idx: int) -> tuple[Function, tuple[Any, ...]] | None:
+    def take_entered(self, layer_idx: int) -> tuple[partial[Any], tuple[Any, ...]] | None:
         """Return the call that led to this layer, if it was noted."""
         entered, self._entered = self._entered, None
         return entered[1:] if entered is not None and entered[0] == layer_idx else None
@@ -138,28 +145,29 @@ def run_in_segment(
         # The layer's own call runs now, the outer one in the recomputation.
         outer[0].state = call.state
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1], snapshots)
-    run = partial(segment.run, layer_idx, call, tensors, outer, nested)
+    module = None if entered is None else module_of(entered[0].func)
+    run = partial(segment.run, layer_idx, call, tensors, module, outer, nested)
     return run_watched(proof, function, args, tensors, run)
 
 
 class _Link:
     """One layer's call in a segment: what it takes from the layer before, and what it takes from elsewhere.
 
-    `call` is the layer's own, or with `is_outer` that of the module around it; `outputs` are those of the layer before.
+    `call` is the layer's own, or that of the module around it, `outer`; `outputs` are those of the layer before.
     """
 
     def __init__(
         self,
         call: Call,
         tensors: list[Tensor],
-        is_outer: bool,
+        outer: nn.Module | None,
         outputs: list[weakref.ref[Tensor]],
         nested: bool,
         proof: CallProof | None,
     ) -> None:
         self._call = call
         self._proof = proof
-        self._is_outer = is_outer
+        self._outer = outer
         self._nested = nested
         self.random_state = RandomState.of(*tensors)
         self._autocast = AutocastState.now()
@@ -177,10 +185,15 @@ class _Link:
         """Run the layer again on the outputs `before` of the layer before it."""
         own = iter(self._own_inputs.get())
         tensors = [next(own) if source is None else before[source] for source in self._sources]
-        if not self._is_outer:
+        if self._outer is None:
             return self.recompute(self._call, tensors, collector)
         with runner.replaying(self, collector):
             return self._call.run(*tensors)
+
+    def let_go(self, runner: SegmentRunner) -> None:
+        """Free what an engine has gathered for the layer."""
+        if self._outer is not None:
+            runner.let_go(self._outer)
 
     def recompute(self, call: Call, tensors: list[Tensor], collector: _Collector) -> Any:
         """Run the layer's own call again, and collect what it saves."""
@@ -236,15 +249,16 @@ class _Segment:
         layer_idx: int,
         call: Call,
         tensors: list[Tensor],
+        module: nn.Module | None,
         outer: tuple[Call, list[Tensor]] | None,
         nested: bool,
         proof: CallProof | None,
     ) -> Any:
-        """Run a layer for the first time; `outer` is the call of the module around it, if the row goes through that."""
+        """Run a layer for the first time; `outer` is the call of `module` around it, if the row goes through that."""
         self._layer_idx = layer_idx
         replayed = (call, tensors) if outer is None else outer
         with ConcurrentRun():
-            link = _Link(*replayed, outer is not None, self._outputs, nested, proof)
+            link = _Link(*replayed, module, self._outputs, nested, proof)
             self._links.append(link)
             self._firsts.append(len(self._placeholders))
             with self._hooks():
@@ -285,6 +299,9 @@ class _Segment:
                     # An engine must see the end of each layer's forward, except for the one in its backward.
                     collector.may_stop = number == trigger
                     outputs = tensors_of(link.replay(self._runner, outputs, collector))
+                    if self._num_snapshots is not None and number + 1 < trigger:
+                        # The next one's turn comes next.
+                        link.let_go(self._runner)
                     if collector.is_done:
                         break
             except AllRecomputed:

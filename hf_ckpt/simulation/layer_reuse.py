@@ -174,7 +174,9 @@ def kinds_of(stack: Stack, entries: Sequence[LayerPlan], signature_of: Signature
         # The embeddings' output may stay on the device: the first layer is then unlike the others, to the next one too.
         is_first_to_send = idx == 0 and entry.offload is not None
         begins, ends = (entry.segment is not None and entry.segment != segments[near] for near in (idx, idx + 2))
-        of_entry = entry.alone, entry.segment is None, entry.nested, begins, ends
+        # With snapshots it matters where in its segment a layer is, and which others run again with it.
+        alike = None if entry.snapshots is None else idx
+        of_entry = entry.alone, entry.segment is None, entry.nested, alike, begins, ends
         kinds.append((signature_of(layer), *of_entry, is_first_to_send))
     return kinds
 

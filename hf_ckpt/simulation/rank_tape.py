@@ -73,11 +73,29 @@ class Weight:
     """Whether it gets a gradient."""
 
 
+@dataclass(frozen=True, slots=True)
+class InSegment:
+    """A layer that may run again in the backward of a later one."""
+
+    unit: UnitKey
+    is_let_go: bool
+    """Whether FSDP2 is made to free its weights behind that run, unless its own backward is next."""
+
+
 class RankTape:
     """Makes one rank's tape of that of the whole model, under DDP and FSDP. See Note [What engines hold]."""
 
-    def __init__(self, tape: Tape, weights: Mapping[str, Weight], step: Step, device: Device) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        weights: Mapping[str, Weight],
+        step: Step,
+        device: Device,
+        segments: Mapping[tuple[str, int], InSegment] | None = None,
+    ) -> None:
         self._whole = tape
+        self._segments = segments or {}
+        self._rerun: InSegment | None = None
         self._weights = weights
         self._engine = step.sharding.engine
         self._world_size = step.sharding.world_size
@@ -176,6 +194,7 @@ class RankTape:
         for event in self._whole.events:
             mark, place = event.mark, event.place
             yield from self._before_event(place)
+            yield from self._run_again(place)
             if mark is not None and not mark.is_end:
                 yield from self._change_layer(event, mark)
                 continue
@@ -188,6 +207,26 @@ class RankTape:
             yield from self._one_rank_events(event)
         yield from self._leave(self._running, place)
         yield from self._end_backward(place)
+
+    def _run_again(self, place: Place) -> Iterator[Event]:
+        """Gather the unit of a layer that runs again in the backward of a later one, and let go of it behind that."""
+        again = None
+        if place.phase is Phase.RECOMPUTATION and place.layer_idx is not None and self._engine.startswith("fsdp"):
+            again = self._segments.get((place.stack, place.layer_idx))
+        if again is not None and self._running is not None and again.unit == self._running[1]:
+            again = None
+        if again == self._rerun:
+            return
+        if self._rerun is not None and self._frees_behind(self._rerun):
+            yield from self._free_gathered(self._rerun.unit, place)
+        self._rerun = again
+        if again is not None:
+            yield from self._use(again.unit, place)
+
+    def _frees_behind(self, layer: InSegment) -> bool:
+        """Whether an engine frees a layer that ran again: FSDP1 as in a forward, FSDP2 in the layer's own backward."""
+        is_next = self._running is not None and self._unit_before(self._running[1]) == layer.unit
+        return self._reshards and (self._engine == "fsdp1" or (layer.is_let_go and not is_next))
 
     def _before_event(self, place: Place) -> Iterator[Event]:
         """What the engine does before an event at `place`."""
@@ -261,14 +300,17 @@ class RankTape:
         phase, key, micro_batch = running
         yield from self._free_buffer(place)
         if phase is Phase.BACKWARD or self._reshards:
-            self._in_buffer.discard(key)
-            if key in self._gathered:
-                yield from self._free(self._gathered.pop(key), place)
-                yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
+            yield from self._free_gathered(key, place)
         if phase is Phase.BACKWARD and micro_batch == self._last:
             yield from self._reduce_gradients(key, place)
         if phase is Phase.BACKWARD:
             yield from self._free_added(key, place)
+
+    def _free_gathered(self, key: UnitKey, place: Place) -> Iterator[Event]:
+        self._in_buffer.discard(key)
+        if key in self._gathered:
+            yield from self._free(self._gathered.pop(key), place)
+            yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
     def _end_backward(self, place: Place) -> Iterator[Event]:
         yield from self._free_buffer(place)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.rank_tape import (
     EMBEDDINGS,
     HAS_UNITS_AT_THE_ENDS,
     HEAD,
     MASTER_BYTES,
+    InSegment,
     RankTape,
     UnitKey,
     Weight,
@@ -68,9 +70,23 @@ def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
     return {parameter: key for module, key in ends if module is not None for parameter in module.parameters()}
 
 
-def one_rank_tape(tape: Tape, model: nn.Module, stacks: Sequence[Stack], step: Step, device: Device) -> Tape:
-    """Return one rank's tape, made of that of the whole model, whose storages name their parameters."""
+def one_rank_tape(
+    tape: Tape, model: nn.Module, stacks: Sequence[Stack], step: Step, device: Device, plan: Plan | None = None
+) -> Tape:
+    """Return one rank's tape, made of that of the whole model under a plan, whose storages name their parameters."""
     if step.sharding.world_size == 1 or step.sharding.engine in ("none", "tp"):
         return tape
-    make = ZeroTape if step.sharding.engine.startswith("zero") else RankTape
-    return make(tape, weights_of(model, stacks, step), step, device).tape()
+    weights = weights_of(model, stacks, step)
+    if step.sharding.engine.startswith("zero"):
+        return ZeroTape(tape, weights, step, device).tape()
+    return RankTape(tape, weights, step, device, {} if plan is None else _in_segments(plan)).tape()
+
+
+def _in_segments(plan: Plan) -> dict[tuple[str, int], InSegment]:
+    """Return the layers in segments, by the path of their stack and their index in it."""
+    return {
+        (stack.path, idx): InSegment((number, idx), entry.snapshots is not None)
+        for number, stack in enumerate(plan.stacks)
+        for idx, entry in enumerate(stack.layers)
+        if entry.segment is not None
+    }

@@ -300,7 +300,7 @@ class StepSimulator:
             host_bytes += each.host_bytes
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
-        tape = one_rank_tape(tape, self.model, self.stacks, step, device)
+        tape = one_rank_tape(tape, self.model, self.stacks, step, device, plan)
         queue_operators(tape, device, plan, limits_units=step.sharding.engine == "fsdp1")
         add_copy_waits(tape, device)
         add_workspaces(tape, device)

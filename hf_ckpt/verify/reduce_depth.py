@@ -158,7 +158,9 @@ def _entries(stack: Stack, plan: StackPlan | None) -> tuple[LayerPlan, ...]:
 
 
 def _group_key(layer: Layer, entry: LayerPlan) -> Hashable:
-    return kind_of(layer), flags_of(layer), replace(entry, segment=None), entry.segment is not None
+    # Segments with more or fewer snapshots run the same code.
+    alike = replace(entry, segment=None, snapshots=None if entry.snapshots is None else 0)
+    return kind_of(layer), flags_of(layer), alike, entry.segment is not None
 
 
 def _groups_alike(stack: Stack, entries: Sequence[LayerPlan]) -> list[list[int]]:
@@ -204,12 +206,13 @@ def _kept(
     for position, idx in enumerate(indices):
         if (segment := entries[idx].segment) is not None:
             starts.setdefault(segment, position)
+    kept = [_renumbered(entries[idx], starts) for idx in indices]
     return KeptStack(
         path=stack.path,
         num_layers=len(stack.layers),
         config_layers=tuple(indices if config_layers is None else config_layers),
         indices=tuple(indices),
-        entries=_with_own_schedule([_renumbered(entries[idx], starts) for idx in indices]),
+        entries=tuple(kept) if len(kept) == len(entries) else _with_own_schedule(kept),
         groups=tuple(group_of[idx] for idx in indices),
         types=tuple(stack.layers[idx].layer_type for idx in indices),
     )

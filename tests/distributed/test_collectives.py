@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_ckpt
 from benchmarks.cases import LLAMAS, build_llama
-from benchmarks.collectives import OTHERS, POLICIES, Collectives, Counts, contenders, measure, shard, table
+from benchmarks.collectives import OTHERS, POLICIES, Collectives, Counts, contenders, count, measure, shard, table
+from hf_ckpt.policy.revolve import num_forwards, replays, segment_starts
 from tests.distributed.ranks import has_gpus
 from tests.distributed.runs import callback, full_fine_tune, train
 
@@ -67,6 +70,39 @@ def test_fsdp2_gathers_as_often_as_without_a_plan(name: str) -> None:
     attention, ffn, _ = EXPECTED[name]
     # Four layers, the embeddings, and the norm with the head, which keep their weights from forward to backward.
     assert measure("llama_tiny", "fsdp2", contenders()[name]) == Counts(attention, ffn, 6, 5, 6)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(("num_layers", "snapshots"), [(7, 1), (12, 2)])
+def test_a_binomial_schedule_gathers_a_layer_again_for_each_time_that_it_runs(
+    engine: str, num_layers: int, snapshots: int
+) -> None:
+    tiny = replace(LLAMAS["llama_tiny"], layers=num_layers)
+    model, inputs = build_llama(tiny, "cuda" if has_gpus() else "cpu")
+    model = shard(model, engine)
+    expected = gradients(model, inputs)
+    with hf_ckpt.apply(model, "full", nested="revolve", snapshots=snapshots):
+        got = gradients(model, inputs)
+        counts = count(model, inputs)
+    assert all(map(torch.equal, expected, got))
+    in_backward = num_forwards(num_layers, snapshots) - num_layers
+    assert sum(counts.attention_forwards) == num_layers + in_backward
+    if engine == "fsdp1":
+        assert counts.all_gathers_backward == in_backward
+    else:
+        # The layer before the one that is in its backward is gathered for both its run and its own backward.
+        ends = pairwise([*segment_starts(num_layers, snapshots), (num_layers, 0)])
+        rows = [row for (start, free), (end, _) in ends for row in replays(end - start, free)]
+        assert counts.all_gathers_backward == in_backward - sum(start < layer for start, _, layer in rows) + 1
+
+
+def gradients(model: nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    model(**inputs).loss.backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    # Copies: the next backward adds to them.
+    return [(gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone() for gradient in found]
 
 
 # Its backward hooks do not suit the outputs of transformers' models, of which torch warns in several ways.

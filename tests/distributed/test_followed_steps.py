@@ -54,14 +54,19 @@ AHEAD = {
     "stage3_prefetch_bucket_size": 20_000,
 }
 DDP = engine_arguments("ddp")
+NESTED = {"segment_size": 4, "nested": True}
+REVOLVE = {"nested": "revolve", "snapshots": 1}
 RUNS = {
     "ddp": RankRun(layers=4, more=DDP),
     "ddp, full": RankRun(layers=4, policy="full", more=DDP),
     "ddp, full, accumulated in bf16": RankRun(layers=4, policy="full", accumulation=2, bf16=True, more=DDP),
+    "ddp, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=DDP),
     "ddp, lora, full": RankRun(adapters=True, policy="full", more=DDP),
     "fsdp2": RankRun(layers=4, more=FSDP2),
     "fsdp2, full": RankRun(layers=4, policy="full", more=FSDP2),
     "fsdp2, full, accumulated in bf16": RankRun(layers=4, policy="full", accumulation=2, bf16=True, more=FSDP2),
+    "fsdp2, nested": RankRun(layers=7, policy="full", options=NESTED, more=FSDP2),
+    "fsdp2, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=FSDP2),
     "fsdp2, lora": RankRun(adapters=True, more=FSDP2),
     "fsdp2, lora, full": RankRun(adapters=True, policy="full", more=FSDP2),
     "fsdp1": RankRun(layers=4, more=fsdp1("BACKWARD_PRE")),
@@ -69,6 +74,7 @@ RUNS = {
     "fsdp1, full, accumulated": RankRun(layers=4, policy="full", accumulation=3, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, full, post": RankRun(layers=4, policy="full", more=fsdp1("BACKWARD_POST")),
     "fsdp1, full, no prefetch": RankRun(layers=4, policy="full", more=fsdp1()),
+    "fsdp1, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, full": RankRun(adapters=True, policy="full", more=fsdp1("BACKWARD_PRE")),
 }
 PREFETCHES = {"fsdp1, full, post": False, "fsdp1, full, no prefetch": False}
@@ -121,7 +127,7 @@ def assert_followed(run: RankRun, expected: Sharding | str, tolerance: float) ->
         engine, sharding, memory = run.followed_on_rank()
         assert expected in (sharding, sharding.engine)
         assert engine == (sharding.engine if isinstance(expected, Sharding) else "none")
-        policy = None if run.policy is None else Policy.parse(run.policy)
+        policy = None if run.policy is None else Policy.parse(run.policy, **run.options)
         predicted = peaks(simulate_step(run.model(), policy, run.step_of(sharding), CPU), sharding)
         found = torch.tensor(peaks(memory, sharding))
         dist.all_reduce(found, dist.ReduceOp.MAX)

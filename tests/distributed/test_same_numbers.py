@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import hf_ckpt
 from tests.distributed.runs import ENGINES, KINDS, STEPS, Outcome, callback, train
 from tests.training import changed
 
@@ -45,6 +46,15 @@ def cases() -> Iterator[tuple[str, str, str, int, str]]:
         for model_type, (kind, accumulation) in OTHERS.items():
             for mode in MODES_OF_OTHERS[engine]:
                 yield engine, model_type, kind, accumulation, mode
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_binomial_schedule_trains_as_without_a_plan(engine: str) -> None:
+    expected = without_plan(engine, "llama", "lora", 2)
+    schedule = hf_ckpt.HFCkptCallback("full", nested="revolve", snapshots=1)
+    got = train(KINDS["lora"]("llama"), engine, schedule, gradient_accumulation_steps=2)
+    assert got.losses == expected.losses
+    assert changed(expected.weights, got.weights) == []
 
 
 @pytest.mark.parametrize(("engine", "model_type", "kind", "accumulation", "mode"), [*cases()])

@@ -35,6 +35,10 @@ SHRINKING = [
     {"layers": f"{start}:{stop}", "mode": "full", "segment_size": stop - start, "nested": True}
     for start, stop in ((0, 6), (6, 11), (11, 15), (15, 18))
 ]
+REVOLVED = [
+    {"layers": "0:6", "mode": "full", "nested": "revolve", "snapshots": 2},
+    {"layers": "6:14", "mode": "full"},
+]
 SMALL = {"to": "cpu", "min_bytes": 1}
 BETWEEN = [{"layers": "2:8", "mode": "full", "offload": SMALL}]
 # Model type, layers, policy and its options, and how many layers need no tracing.
@@ -54,6 +58,7 @@ CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "llama-segments-and-a-rest": ("llama", 14, "full", {"segment_size": 3}, 6),
     "llama-segments-of-all-lengths": ("llama", 18, SHRINKING, {}, 4),
     "gemma3-segments-nested": ("gemma3_text", 20, "full", {"segment_size": 4, "nested": True}, 12),
+    "llama-revolve": ("llama", 14, REVOLVED, {}, 7),
     "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 4),
 }
 

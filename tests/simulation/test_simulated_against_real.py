@@ -17,6 +17,7 @@ TOLERANCE = 1e-3
 
 SEGMENTS = {"segment_size": "sqrt"}
 NESTED = {"segment_size": "sqrt", "nested": True}
+REVOLVE = {"nested": "revolve", "snapshots": 2}
 SMALL = {"to": "cpu", "min_bytes": 1}
 RUNS = {
     "llama": Run(layers=7),
@@ -37,6 +38,9 @@ RUNS = {
     ),
     "qwen3-nested-bf16": Run(
         model_type="qwen3", policy="full", options=NESTED, layers=4, dtype="bfloat16", accumulation=2
+    ),
+    "llama-lora-revolve-bf16": Run(
+        policy="full", options=REVOLVE, layers=9, adapters=True, bf16=True, accumulation=2, more={"optim": "sgd"}
     ),
     "gemma3-eager-padded": Run(model_type="gemma3_text", attention="eager", rows="padded", bf16=True),
     "gemma3-lora-full": Run(model_type="gemma3_text", policy="full", adapters=True, bf16=True, accumulation=2),

@@ -211,6 +211,15 @@ def test_segments_keep_two_layers_of_two_of_them(is_nested: bool, tmp_path: Path
     assert plan_of(made) == [("full", segment, is_nested) for segment in (0, 0, 2, 2)]
 
 
+def test_a_binomial_schedule_keeps_a_segment_with_a_snapshot_and_one_without(tmp_path: Path) -> None:
+    made = small(tmp_path, recipe_of(tmp_path, llama(), nested="revolve", snapshots=3))
+    # Two segments of five layers are kept, and run under one schedule of ten.
+    assert made.recipe.checkpointing["policy"] == [
+        {"layers": list(range(10)), "mode": "full", "nested": "revolve", "snapshots": 1}
+    ]
+    assert plan_of(made) == [("full", segment, True) for segment in [0] * 7 + [7] * 3]
+
+
 def test_a_segment_keeps_every_kind_of_layer_in_it(tmp_path: Path) -> None:
     made = small(tmp_path, recipe_of(tmp_path, {"model_type": "gemma3_text"}, segment_size=6))
     config = built(made).config

@@ -56,9 +56,10 @@ def check(found: Report, names: set[str], *, skipped: set[str] = frozenset({"hoo
         ({"policy": "ffn"}, 2),
         ({"policy": "full", "segment_size": 2}, 4),
         ({"policy": "full", "segment_size": 2, "nested": True}, 4),
+        ({"policy": "full", "nested": "revolve", "snapshots": 1}, 4),
         ({"policy": [{"layers": "0:2", "mode": "full"}, {"layers": 3, "mode": "ffn"}]}, 3),
     ],
-    ids=["full", "every_2", "attention", "ffn", "segments", "nested", "mixed"],
+    ids=["full", "every_2", "attention", "ffn", "segments", "nested", "revolve", "mixed"],
 )
 def test_policy_holds_with_dropout(policy: dict[str, Any], recomputed: int, tmp_path: Path) -> None:
     found = report(tmp_path, checkpointing=policy)
