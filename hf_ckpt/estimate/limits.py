@@ -15,7 +15,8 @@ from hf_ckpt.planner.bisect import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.policy.policy import AUTO, REVOLVE
+from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
 
@@ -64,6 +65,8 @@ def with_rows(step: Step, rows: int) -> Step:
     return replace(step, batch_size=rows, is_padded=step.is_padded or rows > 1)
 
 
+_MOST_RUNS = 4
+"""Of a layer under a binomial schedule."""
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers that offload, where there is a cap on host memory."""
 
@@ -94,19 +97,21 @@ def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> LongestRow:
 
 
 def leanest_plans(subject: Subject) -> Iterator[Plan]:
-    """Yield the plans that may need least: each layer recomputed, with all that is allowed, and nested segments."""
+    """Yield the plans that may need least: each layer recomputed, with all that is allowed, and run several times."""
     subject = replace(subject, allowed=subject.allowed.in_turn[-1])
-    plans = [plan for way in _ways(subject.allowed) if (plan := _with_least_head(subject, way)) is not None]
+    longest = max((len(stack.layers) for stack in subject.stacks), default=1)
+    plans = [plan for way in _ways(subject.allowed, longest) if (plan := _with_least_head(subject, way)) is not None]
     yield from (_tiled_where_possible(plan, subject) for plan in plans or [subject.resolve("none")])
 
 
-def _ways(allowed: Allowed) -> Iterator[dict[str, Any]]:
+def _ways(allowed: Allowed, num_layers: int) -> Iterator[dict[str, Any]]:
     offload = allowed.offload_option
     if offload is not None:
         shares = _SHARES if offload.host_memory is not None else (1.0,)
         yield from ({"policy": "full", "offload": replace(offload, fraction=share)} for share in shares)
     yield {"policy": "full"}
     yield {"policy": "full", "segment_size": "sqrt", "nested": True}
+    yield {"policy": "full", "nested": REVOLVE, "snapshots": fewest_snapshots(num_layers, _MOST_RUNS)}
 
 
 def _with_least_head(subject: Subject, way: dict[str, Any]) -> Plan | None:

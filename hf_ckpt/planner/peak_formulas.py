@@ -32,12 +32,17 @@ inputs: a segment keeps that for each layer.
 - seconds: `whole` is one forward of a layer.
   - plain: n + whole for each layer but the last, f for layer j;
   - nested: f + whole for each layer but the last, f for layer j, whose replay stops at once.
+
+A nested segment with snapshots is replayed for one layer after the other, each time from the last input that is there
+(`revolve.replays`). A layer before holds I only if its input is there, and own until its backward; of the gradients
+there are those of the layers behind the one whose turn it is; and each replay of a layer takes `whole`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -47,6 +52,7 @@ from numpy.typing import NDArray
 
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.policy.revolve import replays, reruns
 
 
 class Moment(StrEnum):
@@ -69,6 +75,8 @@ class Block:
     """Of its layers; `FULL` for a segment."""
     nested: bool = False
     """Whether the layers of a segment are checkpointed again."""
+    snapshots: int | None = None
+    """Of a nested segment; None for any number."""
 
     @property
     def is_segment(self) -> bool:
@@ -128,7 +136,8 @@ def entries_from(chain: Chain, blocks: Sequence[Block]) -> tuple[LayerPlan, ...]
     entries: list[LayerPlan] = []
     for block in blocks:
         segment = chain.layers[block.start].layer_idx if block.is_segment else None
-        entries += [replace(block.option, segment=segment, nested=block.nested)] * (block.stop - block.start)
+        entry = replace(block.option, segment=segment, nested=block.nested, snapshots=block.snapshots)
+        entries += [entry] * (block.stop - block.start)
     return tuple(entries)
 
 
@@ -139,7 +148,7 @@ def blocks_of(chain: Chain, entries: Sequence[LayerPlan]) -> tuple[Block, ...]:
         stack = chain.layers[position].stack
         before = entries[position - 1] if position and chain.layers[position - 1].stack == stack else LayerPlan()
         if entry.segment is not None and (before.segment, before.nested) == (entry.segment, entry.nested):
-            blocks[-1] = replace(blocks[-1], stop=position + 1, nested=entry.nested)
+            blocks[-1] = replace(blocks[-1], stop=position + 1, nested=entry.nested, snapshots=entry.snapshots)
         else:
             blocks.append(Block(position, position + 1, entry.alone))
     return tuple(blocks)
@@ -235,29 +244,45 @@ def _backward(chain: Chain, block: Block, gradients: list[int]) -> Iterator[tupl
         return
     layers = list(chain.layers[block.start : block.stop])
     own = [own_bytes(chain, layer) for layer in layers]
-    held = [
-        chain.input_bytes + more if block.nested else layer.costs[NONE].kept_bytes + more
-        for layer, more in zip(layers, own, strict=True)
-    ]
+    if block.nested:
+        yield from _nested_backward(chain, block, gradients, layers, own)
+        return
+    held = [layer.costs[NONE].kept_bytes + more for layer, more in zip(layers, own, strict=True)]
     for number, layer in enumerate(layers[:-1]):
-        run = layer.costs[FULL].forward_bytes
-        if not block.nested:
-            run = layer.costs[NONE].forward_bytes + own[number]
+        run = layer.costs[NONE].forward_bytes + own[number]
         around = chain.input_bytes + sum(own[number + 1 :]) + gradients[block.stop]
         yield sum(held[:number]) + run + around, block.start + number
     for number, layer in reversed(list(enumerate(layers))):
-        run = layer.costs[FULL].backward_bytes
-        if not block.nested:
-            kept_all = layer.costs[NONE].backward_bytes + own[number]
-            run = kept_all if number < len(layers) - 1 else max(run, kept_all)
+        run = layer.costs[NONE].backward_bytes + own[number]
+        if number == len(layers) - 1:
+            run = max(run, layer.costs[FULL].backward_bytes)
         position = block.start + number
         yield sum(held[:number]) + run + gradients[position + 1], position
 
 
+def _nested_backward(
+    chain: Chain, block: Block, gradients: list[int], layers: list[ChainLayer], own: list[int]
+) -> Iterator[tuple[int, int]]:
+    for start, saved, turn in replays(len(layers), block.snapshots):
+        # The segment's own input is always there.
+        inputs = [0, *saved]
+        position = block.start + turn
+        for number in range(start, turn):
+            before = chain.input_bytes * bisect_left(inputs, number) + sum(own[: turn + 1]) - own[number]
+            run = before + chain.input_bytes + layers[number].costs[FULL].forward_bytes
+            yield run + gradients[position + 1], block.start + number
+        before = chain.input_bytes * bisect_left(inputs, turn) + sum(own[:turn])
+        yield before + layers[turn].costs[FULL].backward_bytes + gradients[position + 1], position
+
+
 def _seconds(chain: Chain, block: Block) -> Iterator[float]:
     layers = chain.layers[block.start : block.stop]
+    if block.nested:
+        for layer, times in zip(layers, reruns(len(layers), block.snapshots), strict=True):
+            yield layer.costs[FULL].seconds + (times - 1) * whole_forward(layer)
+        return
     for layer in layers[:-1]:
-        yield layer.costs[FULL if block.nested else NONE].seconds
+        yield layer.costs[NONE].seconds
         yield whole_forward(layer)
     yield layers[-1].costs[block.option].seconds
 

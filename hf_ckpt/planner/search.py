@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import groupby, islice
 
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner.advice import TILES, Change, Exactness, Write, as_keywords, inexact_parts, nothing_fits
@@ -23,8 +23,9 @@ from hf_ckpt.planner.pareto import ChainPlanner, smallest_peak
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
 from hf_ckpt.policy.options import HeadMode, Offload
-from hf_ckpt.policy.plan import LayerPlan, Plan
+from hf_ckpt.policy.plan import LayerPlan, Plan, binomial
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.revolve import most_runs
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory
 
@@ -44,6 +45,10 @@ _LITTLE = 0.999
 """Share of the time from which on another plan of the same chain is not worth a simulation."""
 _WORTH = 0.98
 """Share of the time that tiles or a chunked head must promise to be tried where a plan fits without."""
+_MOST_RUNS = 6
+"""Of a layer under a binomial schedule: with more there is hardly an input left to save."""
+_SAVES = 0.98
+"""Of the peak: what a binomial schedule must come below to be worth its time."""
 _MAX_SMALLEST = 3
 """Simulations of the plans that need least as the chain sees it: one of them does need least."""
 
@@ -195,9 +200,9 @@ class _Chains:
         yield from self._gapped[key][1]
 
     def fixed(self, chain: Chain) -> tuple[Choice, ...]:
-        """Return the fixed policies as choices. See `fixed_choices`."""
+        """Return the fixed policies as choices. See `fixed_choices` and `binomial_choices`."""
         if id(chain) not in self._fixed:
-            self._fixed[id(chain)] = chain, fixed_choices(chain)
+            self._fixed[id(chain)] = chain, tuple(sorted([*fixed_choices(chain), *binomial_choices(chain)], key=_order))
         return self._fixed[id(chain)][1]
 
     def best_case(self, *, tiles: bool, head: bool) -> ChainPlanner:
@@ -244,10 +249,15 @@ class _Search:
         """Return the plan with the smallest peak if that fits; None where it does not, or cannot by far."""
         self._extend_with_all()
         most = self._budget * (1 + _FAR)
-        if not any(planner.may_fit(most) and planner.smallest_peak().peak_bytes <= most for planner in self._planners):
+        if not any(map(partial(self._has_within, most), self._planners)):
             return None
         smallest = self.smallest()
         return smallest if smallest.memory.peak_bytes <= self._budget else None
+
+    def _has_within(self, most: float, planner: ChainPlanner) -> bool:
+        if planner.may_fit(most) and planner.smallest_peak().peak_bytes <= most:
+            return True
+        return any(choice.peak_bytes <= most for choice in self._chains.fixed(planner.chain))
 
     def smallest(self) -> Planned:
         """Return the plan with the smallest peak of all that are allowed."""
@@ -458,7 +468,11 @@ def fixed_choices(chain: Chain) -> tuple[Choice, ...]:
     cannot join.
     """
     ways = dict.fromkeys([*_every_nth(chain), *_segments(chain)])
-    return tuple(sorted((predict(chain, way) for way in ways), key=lambda choice: (choice.seconds, choice.peak_bytes)))
+    return tuple(sorted((predict(chain, way) for way in ways), key=_order))
+
+
+def _order(choice: Choice) -> tuple[float, int]:
+    return choice.seconds, choice.peak_bytes
 
 
 def _every_nth(chain: Chain) -> Iterator[_Entries]:
@@ -489,3 +503,38 @@ def _segments(chain: Chain) -> Iterator[_Entries]:
             size = math.ceil(math.sqrt(num_layers[layer.stack]))
             entries.append(replace(FULL, segment=layer.layer_idx // size * size, nested=nested))
         yield tuple(entries)
+
+
+# --- Binomial schedules: fewer saved inputs than any cut into segments, for more forwards. ---
+
+
+def binomial_choices(chain: Chain) -> tuple[Choice, ...]:
+    """Return the binomial schedules that save much of what `full` needs, each much of what the faster ones need.
+
+    So there are none where the inputs of layers are little beside the rest: with short rows, or few layers.
+    """
+    if any(FULL not in layer.costs or not layer.can_join for layer in chain.layers):
+        return ()
+    found = [predict(chain, [FULL] * len(chain.layers))]
+    for snapshots in reversed(range(1, max(_stack_sizes(chain), default=0) - 1)):
+        entries = _scheduled(chain, snapshots)
+        if entries is None:
+            break
+        choice = predict(chain, entries)
+        if choice.peak_bytes < found[-1].peak_bytes * _SAVES:
+            found.append(choice)
+    return tuple(found[1:])
+
+
+def _stack_sizes(chain: Chain) -> Iterable[int]:
+    return Counter(layer.stack for layer in chain.layers).values()
+
+
+def _scheduled(chain: Chain, snapshots: int) -> _Entries | None:
+    """Return the entries of a schedule for each stack; None where a layer would run too often."""
+    if max(most_runs(size, snapshots) for size in _stack_sizes(chain)) > _MOST_RUNS:
+        return None
+    entries: list[LayerPlan] = []
+    for _, stack in groupby(chain.layers, key=lambda layer: layer.stack):
+        entries += [entry for _, entry in binomial(snapshots, [layer.layer_idx for layer in stack])]
+    return tuple(entries)

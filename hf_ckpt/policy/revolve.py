@@ -23,7 +23,7 @@ def segment_starts(num_layers: int, snapshots: int) -> list[tuple[int, int]]:
 
     Example:
         >>> segment_starts(6, 2)
-        [(0, 2), (3, 1), (5, 0)]
+        [(0, 2), (4, 1), (5, 0)]
     """
     starts = [0, *(start for start in _saved(num_layers + 1, snapshots) if start < num_layers)]
     return [(start, snapshots - number) for number, start in enumerate(starts)]
@@ -77,6 +77,11 @@ def replays(num_layers: int, snapshots: int | None) -> Iterator[tuple[int, list[
 def most_runs(num_layers: int, snapshots: int) -> int:
     """Return the most often that any layer of a chain runs, in its forward, on the way and in its own turn."""
     return _repetitions(num_layers + 1, snapshots + 1) + 1
+
+
+def fewest_snapshots(num_layers: int, most: int) -> int:
+    """Return the fewest snapshots, at least one, with which no layer of a chain runs more often than `most` times."""
+    return next(count for count in range(1, num_layers + 1) if most_runs(num_layers, count) <= max(2, most))
 
 
 def num_forwards(num_layers: int, snapshots: int) -> int:

@@ -13,14 +13,17 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.patch.tileable import random_modules, tiled_modules
 from hf_ckpt.policy.options import HeadMode
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, resolve
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial, resolve
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 
 _QUARTERS = 4
 """Steps in which layers are set to full."""
 _NESTED = Policy.parse({"mode": "full", "segment_size": "sqrt", "nested": True})
+_MOST_RUNS = 4
+"""Of a layer under the last of the exact rungs."""
 _FEW_LAYERS = 4
 """Layers up to which segments within segments keep no less than one input for each."""
 
@@ -116,7 +119,8 @@ def next_rung(
 ) -> Rung | None:
     """Return the next leaner plan; None if there is none.
 
-    More layers are recomputed in full, a quarter of all at a time, then layers in segments and again within them.
+    More layers are recomputed in full, a quarter of all at a time, then layers in segments and again within them, and
+    as often as the binomial schedule says.
 
     Args:
         plan: in force.
@@ -125,7 +129,7 @@ def next_rung(
         is_exact: forbid what adds sums in another order: the chunked head and tiles, which come last.
         drops_offload: layers that are set to full keep their inputs on the device, for the host has no memory left.
     """
-    makers = [_more_layers, _nested_segments]
+    makers = [_more_layers, _nested_segments, _binomial_segments]
     if not is_exact:
         makers += [_chunked_head, _tiles]
     if drops_offload:
@@ -199,6 +203,18 @@ def _nested_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> R
     if not any(changed):
         return None
     return Rung(replace(plan, stacks=chosen), "layers recomputed in segments, and again within them (nested)")
+
+
+def _binomial_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
+    """Save the fewest inputs with which no layer runs more than a few times, where segments are nested."""
+    chosen = []
+    for stack in plan.stacks:
+        layers = stack.layers
+        if len(layers) > _FEW_LAYERS and all(entry.nested and entry.snapshots is None for entry in layers):
+            saved = fewest_snapshots(len(layers), _MOST_RUNS)
+            layers = tuple(entry for _, entry in binomial(saved, list(range(len(layers)))))
+        chosen.append(replace(stack, layers=layers))
+    return Rung(replace(plan, stacks=tuple(chosen)), f"layers run up to {_MOST_RUNS} times, from fewer saved inputs")
 
 
 def _is_longer_full(stack: StackPlan) -> bool:

@@ -24,11 +24,13 @@ from hf_ckpt.planner.peak_formulas import (
     joins,
     predict,
     to_plan,
+    whole_forward,
 )
-from hf_ckpt.planner.search import fixed_choices
+from hf_ckpt.planner.search import binomial_choices, fixed_choices
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.policy.revolve import replays, reruns
 
 pytestmark = pytest.mark.slow
 
@@ -254,7 +256,23 @@ class Toy:
             if idx > block.start:
                 self.drop(("input", idx))
 
+    def block_backward_with_snapshots(self, block: Block) -> None:
+        """Run the block again for each layer from the last input that is there."""
+        for start, saved, turn in replays(block.stop - block.start, block.snapshots):
+            first, last = block.start + start, block.start + turn
+            for idx in range(first, last):
+                self.forward(idx, keeps=False)
+                if idx > first and idx - block.start not in saved:
+                    self.drop(("input", idx))
+            self.forward(last, keeps=True)
+            self.drop(("input", last + 1))
+            self.backward(last)
+            self.drop(("own", last))
+
     def block_backward(self, block: Block) -> None:
+        if block.snapshots is not None:
+            self.block_backward_with_snapshots(block)
+            return
         last = block.stop - 1
         for idx in range(block.start, last):
             self.forward(idx, keeps=not block.nested)
@@ -291,6 +309,25 @@ def test_prediction_is_what_happens_when_the_step_is_played_through(num_micro_ba
         for way in every_way(chain):
             entries = entries_from(chain, way)
             assert Toy(seed, 5, num_micro_batches).run(entries) == predict(chain, entries).peak_bytes, (seed, way)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("num_layers", "snapshots"), [(2, 0), (5, 0), (5, 1), (7, 1), (9, 2), (9, 7)])
+def test_prediction_of_a_binomial_schedule_is_what_happens(
+    num_layers: int, snapshots: int, num_micro_batches: int
+) -> None:
+    for seed in range(10):
+        chain = Toy(seed, num_layers + 1, num_micro_batches).chain()
+        row = Block(0, num_layers, FULL, nested=True, snapshots=snapshots)
+        entries = entries_from(chain, [row, Block(num_layers, num_layers + 1, FULL)])
+        found = predict(chain, entries)
+        assert Toy(seed, num_layers + 1, num_micro_batches).run(entries) == found.peak_bytes, seed
+        full = predict(chain, [FULL] * (num_layers + 1))
+        again = sum(
+            (times - 1) * whole_forward(layer)
+            for times, layer in zip(reruns(num_layers, snapshots), chain.layers, strict=False)
+        )
+        assert found.seconds == pytest.approx(full.seconds + again)
 
 
 @pytest.mark.parametrize(("num_layers", "units"), [(16, 8), (64, 16), (144, 24), (256, 32), (1024, 64)])
@@ -559,6 +596,22 @@ def test_fixed_choices_are_none_faster_than_the_planners(has_casts: bool) -> Non
     planner, fixed = ChainPlanner(chain), fixed_choices(chain)
     assert [choice.seconds for choice in fixed] == sorted(choice.seconds for choice in fixed)
     assert all(planner.choose(choice.peak_bytes).seconds <= choice.seconds for choice in fixed)
+
+
+def test_a_binomial_schedule_is_a_choice_where_inputs_are_most_of_the_peak() -> None:
+    unit = Cost(1, 1, 1, 0, 1.0)
+    layers = tuple(ChainLayer(0, idx, {NONE: unit, FULL: replace(unit, seconds=2.0)}) for idx in range(80))
+    chain = replace(decoder(2), layers=layers, input_bytes=1, base_bytes=0, head_bytes=0, fixed_peak_bytes=0)
+    found = binomial_choices(chain)
+    nested = predict(chain, segments_of(chain, 9, nested=True))
+    assert min(choice.peak_bytes for choice in found) < nested.peak_bytes / 2
+    # Of 80 layers 13 inputs are enough where two levels need 18.
+    assert any(choice.peak_bytes < nested.peak_bytes and choice.seconds <= nested.seconds for choice in found)
+    peaks = [choice.peak_bytes for choice in found]
+    assert peaks == sorted(peaks, reverse=True)
+    assert [choice.seconds for choice in found] == sorted(choice.seconds for choice in found)
+    # Beside the rest of the step inputs are nothing.
+    assert binomial_choices(replace(chain, base_bytes=10_000)) == ()
 
 
 def test_fixed_choices_are_the_policies_that_a_user_would_write() -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ def test_known_lengths_of_griewank_and_walther() -> None:
     # 56 steps, 3 of them checkpoints in one direction: (5 + 3)! / (5! 3!) with 5 checkpoints and 3 repetitions.
     assert [most_runs(layers, 4) for layers in (5, 20, 21, 55, 56)] == [2, 3, 4, 4, 5]
     assert num_forwards(55, 4) == 3 * 56 - 28 + 55
+
+
+def test_the_documents_table_is_what_the_schedule_does() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    rows = re.findall(r"^\| `nested: revolve`, `snapshots: (\d+)` \| (\d+) \| (\d+) \| (\d+) \|$", text, re.M)
+    assert len(rows) == 4
+    for saved, inputs, runs, most in (map(int, row) for row in rows):
+        assert (inputs, runs, most) == (saved + 1, num_forwards(80, saved), most_runs(80, saved))
+    sizes = [9] * 8 + [8]
+    nested = [1 + times for size in sizes for times in reruns(size, None)]
+    saved = len(sizes) + max(len(saved) for _, saved, _ in replays(9, None))
+    assert f"| `segment_size: sqrt`, `nested: true` | {saved} | {sum(nested)} | {max(nested)} |" in text
 
 
 def plan_of(num_layers: int, **options: Any) -> Plan:

@@ -41,10 +41,13 @@ def rungs(model: nn.Module, policy: Any, *, is_exact: bool = True, drops_offload
     return found
 
 
-def test_a_quarter_more_of_the_layers_is_set_to_full_and_then_segments_are_nested() -> None:
+def test_a_quarter_more_of_the_layers_is_set_to_full_and_then_segments_are_nested_and_run_again_and_again() -> None:
     found = rungs(llama(num_hidden_layers=9), "selective")
-    assert [rung.plan.count(Mode.FULL) for rung in found] == [3, 6, 9, 9]
-    assert [entry.nested for entry in found[-1].plan.stacks[0].layers] == [True] * 9
+    assert [rung.plan.count(Mode.FULL) for rung in found] == [3, 6, 9, 9, 9]
+    nested, binomial = (rung.plan.stacks[0].layers for rung in found[-2:])
+    assert [(entry.nested, entry.snapshots) for entry in nested] == [(True, None)] * 9
+    # One input beside the first: two segments, and the second must do without.
+    assert [(entry.segment, entry.snapshots) for entry in binomial] == [(0, 1)] * 6 + [(6, 0)] * 3
     assert all(rung.is_exact for rung in found)
 
 
