@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch, forward_names, further_inputs, is_packing, largest_batch, reads_text
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
-from hf_ckpt.auto.coverage import check_call, check_run
+from hf_ckpt.auto.coverage import check_call, check_run, evaluates
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
@@ -174,7 +174,7 @@ class Auto:
         )
         planning.input_gradients = is_on
         planning.start_all(batches)
-        if _evaluates(args) and batches and not batches[0].tensors:
+        if evaluates(args) and batches and not batches[0].tensors:
             planning.check_evaluation(
                 _of_evaluation(batches[0], num_rows, args.eval_batch_size, collator, rows_per_example)
             )
@@ -270,10 +270,6 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
         tuple(sorted({name for batch in batches for name in batch.more})),
     )
     return _RunLimits(budget, [largest], host)
-
-
-def _evaluates(args: TrainingArguments) -> bool:
-    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or bool(args.eval_on_start)
 
 
 def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any, rows_per_example: int) -> Batch:

@@ -96,12 +96,18 @@ def check_run(
     is_counted = {other.name: loss is not None and other.attribute in loss.others for other in others}
     counted = (f"{other.attribute} ({_shown(other)})" for other in others if is_counted[other.name])
     left_out = list(_small_models(model, (other for other in others if not is_counted[other.name])))
-    left_out += _generation(trainer, args)
+    left_out += _generation(trainer, args, loss)
     left_out += _steps_of_its_own(trainer, loss)
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
     engine += " of tensor parallelism" if has_shared(model) and not fsdp.is_sharded(model) else ""
-    own = () if loss is None else (f"{type(trainer).__name__}.compute_loss",)
+    own = [] if loss is None else [f"{type(trainer).__name__}.compute_loss"]
+    own += [loss.prepares] if loss is not None and loss.prepares else []
     return Coverage((type(without_adapter(model)).__name__, *counted, *own, optimizer, engine), tuple(left_out))
+
+
+def evaluates(args: TrainingArguments) -> bool:
+    """Whether a run evaluates while it trains."""
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or bool(args.eval_on_start)
 
 
 def check_call(model: nn.Module, names: Iterable[str]) -> None:
@@ -261,8 +267,12 @@ def _users(trainer: Any, name: str) -> type | None:
     return None if owner is None or owner.__module__.startswith("transformers.") else owner
 
 
-def _generation(trainer: Any, args: TrainingArguments) -> Iterator[str]:
-    if hasattr(trainer, "num_generations"):
+def _generation(trainer: Any, args: TrainingArguments, loss: OwnLoss | None) -> Iterator[str]:
+    if loss is not None and loss.prepares:
+        yield "what functions that reward completions take"
+        if evaluates(args):
+            yield "evaluation, which generates"
+    elif hasattr(trainer, "num_generations"):
         # trl's GRPO and RLOO.
         raise refuse(f"{type(trainer).__name__} generates in each step, and trains on what comes out")
     if getattr(args, "predict_with_generate", False):

@@ -34,6 +34,7 @@ from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
@@ -314,7 +315,11 @@ class RunPlanner:
         _undisturbed(self._check_evaluation, (read and read()) or batch)
 
     def _check_evaluation(self, batch: Batch) -> None:
-        found = self._simulator(batch).evaluate()
+        simulator = self._simulator(batch)
+        if simulator.step.prepares:
+            # Named in the log: evaluation prepares its batches too.
+            return
+        found = simulator.evaluate()
         logger.info(
             "Evaluation of %s: predicted peak %s; with compute_metrics each batch leaves %s on the device, until "
             "eval_accumulation_steps moves them to the host.",
@@ -358,10 +363,16 @@ class RunPlanner:
 
     def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
-        plan, memory = self.plan, self._simulator(batch).memory(self.plan)
+        simulator = self._simulator(batch)
+        before = simulator.prepare()
+        if before is not None and before.peak_bytes > self.budget_bytes:
+            raise _cannot_prepare(simulator.step, before, self.budget_bytes)
+        plan, memory = self.plan, simulator.memory(self.plan)
         plain_bytes, of_plain = 0, 0.0
         if memory.peak_bytes > self.budget_bytes:
             plan, memory, plain_bytes, of_plain = self._planned(batch)
+        if before is not None and before.peak_bytes > memory.peak_bytes:
+            return plan.to_json(), before.peak_bytes, f"in the {simulator.step.prepares}", plain_bytes, of_plain
         return plan.to_json(), memory.peak_bytes, f"in the {memory.peak_at.describe()}", plain_bytes, of_plain
 
     def _planned(self, batch: Batch) -> tuple[Plan, StepMemory, int, float]:
@@ -388,6 +399,15 @@ class RunPlanner:
 def say_fallback(error: Exception) -> None:
     """Say that a run goes on under its fallback, and why it has no plan."""
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
+
+
+def _cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
+    return BudgetError(
+        f"No plan fits memory_budget={format_bytes(budget_bytes)}: the {step.prepares} needs "
+        f"{format_bytes(memory.peak_bytes)} as predicted, and activation checkpointing does not change it. Generate "
+        "fewer at a time (per_device_train_batch_size, steps_per_generation) or shorter ones (max_completion_length), "
+        "or raise the budget."
+    )
 
 
 def _before_forward(

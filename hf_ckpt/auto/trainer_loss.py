@@ -5,6 +5,7 @@ The stand-in has the Trainer's class and settings. What the loss adds to it, suc
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -85,11 +86,23 @@ class TrainerLoss:
         """Return a micro-batch."""
         return self.batch.make(step, model)
 
-    def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
+    def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> partial[Any]:
         """Return `compute_loss` on copies of the models."""
         for each in (model, *others.values()) if is_cuda else ():
             use_cuda_kernels(each)
         return partial(_compute, _stand_in(self.trainer, model, others), model)
+
+    @property
+    def prepares(self) -> str:
+        """Nothing."""
+        return ""
+
+    def make_prepared(self, step: Step) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def prepare(self, step: Step, model: nn.Module, loss_of: Callable[..., Any]) -> None:
+        """Do nothing: the data loader has the micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +171,8 @@ def _stand_in(trainer: Any, model: nn.Module, others: Mapping[str, nn.Module]) -
     vars(made).update({name: _copied(value) for name, value in vars(trainer).items()})
     vars(made).update({"model": model, "model_wrapped": model, "accelerator": _Alone(trainer.accelerator), **others})
     # A loss may log by itself, which reporters would hear of.
-    vars(made)["log"] = _say_nothing
+    vars(made).update({"log": _say_nothing, "args": copy.copy(trainer.args)})
+    made.args.report_to = []
     return made
 
 

@@ -22,17 +22,18 @@ def use_cuda_kernels(copied: nn.Module) -> None:
         function = getattr(forward, "__func__", None)
         if isinstance(function, FunctionType) and _LOSS in function.__globals__:
             loss = _in_place(function.__globals__[_LOSS])
-            module.forward = MethodType(_with_globals(function, {_LOSS: loss}), module)
+            module.forward = MethodType(with_globals(function, {_LOSS: loss}), module)
 
 
 def _in_place(loss: Any) -> Any:
     """Return an autograd function like trl's whose steps on a tile take no memory."""
     steps = {"_forward_tile": _fold, "_backward_tile": _turn_to_gradient, "_addmm_fp32": _add_product}
-    methods = {name: staticmethod(_with_globals(getattr(loss, name), steps)) for name in ("forward", "backward")}
+    methods = {name: staticmethod(with_globals(getattr(loss, name), steps)) for name in ("forward", "backward")}
     return type(loss.__name__, (torch.autograd.Function,), methods)
 
 
-def _with_globals(function: FunctionType, changes: dict[str, Any]) -> FunctionType:
+def with_globals(function: FunctionType, changes: dict[str, Any]) -> FunctionType:
+    """Return a function made anew that finds other things by these names of its module."""
     names = {**function.__globals__, **changes}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__

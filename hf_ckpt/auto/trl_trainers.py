@@ -16,14 +16,16 @@ from transformers import TrainingArguments
 from hf_ckpt.auto.batch_bounds import Batch
 from hf_ckpt.auto.coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
+from hf_ckpt.auto.trl_generation import generation_loss
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.trainer.other_models import tensors_of
 
 _TOKEN = 5
 _ROWS_AT_A_TIME = 1000
+_OF_GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
 _MODULE = "trl.trainer.{}_trainer"
-_LOSSES = ("compute_loss", "_compute_loss")
+_LOSSES = ("compute_loss", "_compute_loss", "_prepare_inputs", *_OF_GENERATION)
 _REFERENCE, _PROMPT = "ref_model", "prompt_ids"
 
 
@@ -44,20 +46,22 @@ def trl_loss(
         UnsupportedError: the step of this trainer is not simulated.
     """
     of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
-    if of_trl is None or hasattr(trainer, "num_generations"):
-        # What generates is refused with all other such trainers.
+    if of_trl is None:
         return None
-    names = {_MODULE.format(name): name for name in _BATCHES}
+    names = {_MODULE.format(name): name for name in (*_BATCHES, *_GENERATING)}
     if of_trl.__module__ not in names:
         raise refuse(
-            f"of trl's trainers the steps of SFT, DPO, KTO and Reward are, and that of {of_trl.__name__} is not"
+            "of trl's trainers the steps of SFT, DPO, KTO, Reward, GRPO and RLOO are, and that of "
+            f"{of_trl.__name__} is not"
         )
     name = names[of_trl.__module__]
     if getattr(args, "activation_offloading", False):
         raise refuse("activation_offloading=True copies activations to the host as trl does, which is not simulated")
     why = _why_not(trainer, of_trl, sharding)
-    if why and name in _WITH_REFERENCE:
+    if why and name in (*_WITH_REFERENCE, *_GENERATING):
         raise refuse(why)
+    if name in _GENERATING:
+        return generation_loss(trainer, sharding, dataset, _others(trainer, model), is_rloo=name == "rloo")
     return None if why else TrainerLoss(trainer, _BATCHES[name](trainer, dataset, collator), _others(trainer, model))
 
 
@@ -226,3 +230,4 @@ _BATCHES: dict[str, Callable[[Any, Any, Any], _Texts | _Preferences]] = {
     "reward": _Preferences.of_reward,
 }
 _WITH_REFERENCE = ("dpo", "kto")
+_GENERATING = ("grpo", "rloo")

@@ -5,7 +5,7 @@ Only this code counts, as for a simulated step. The tensors are real, and the Tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -112,11 +112,17 @@ class _StepRecorder(TrainerCallback):
                 self._tracker.tape,
                 device=str(device),
                 plan=plan_of(self._model),
-                tokens=sum(batch["input_ids"].numel() for batch in self._batches if "input_ids" in batch),
+                tokens=sum(batch["input_ids"].numel() for batch in self._held_batches() if "input_ids" in batch),
                 host_bytes=peak_host_bytes(self._tracker.tape),
             )
             control.should_training_stop = True
         return control
+
+    def _held_batches(self) -> list[Mapping[str, Any]]:
+        """Return the micro-batches of the step, and what a trainer of trl has generated before it."""
+        # Of a trainer that generates, a batch is a list of texts.
+        batches = [*self._batches, *(getattr(self._trainer, "_buffered_inputs", None) or ())]
+        return [batch for batch in batches if isinstance(batch, Mapping)]
 
     @property
     def _model(self) -> nn.Module:
@@ -137,7 +143,7 @@ class _StepRecorder(TrainerCallback):
         for other in others:
             # Their names may be those of the model's own parameters.
             tracker.record_existing((("", tensor) for _, tensor in parameters_and_buffers(other)), Category.REFERENCE)
-        for batch in self._batches:
+        for batch in self._held_batches():
             tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
             tracker.record_existing(tensors, Category.TEMPORARY)
         self._entered.enter_context(tracker)

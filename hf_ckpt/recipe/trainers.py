@@ -78,10 +78,10 @@ def kind_of(trainer: str | None, data_format: object) -> TrainerKind:
 
 
 NOT_POSSIBLE = {
-    "grpo": "generates in each step and trains on what comes out, which no plan is made for. Write a script with "
-    'trl\'s GRPOTrainer and HFCkptCallback("full")',
-    "rloo": "generates in each step and trains on what comes out, which no plan is made for. Write a script with "
-    'trl\'s RLOOTrainer and HFCkptCallback("full")',
+    "grpo": "generates in each step and trains on what comes out, which a recipe does not describe. Write a script "
+    'with trl\'s GRPOTrainer and HFCkptCallback("auto")',
+    "rloo": "generates in each step and trains on what comes out, which a recipe does not describe. Write a script "
+    'with trl\'s RLOOTrainer and HFCkptCallback("auto")',
 }
 """Trainers that a recipe cannot have, and why."""
 

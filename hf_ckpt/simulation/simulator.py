@@ -33,7 +33,7 @@ from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
-from hf_ckpt.simulation.step import MICRO_BATCHES, Step, make_inputs, prepare_forward, prepare_loss, run_step
+from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, make_inputs, prepare_forward, prepare_loss, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
@@ -113,7 +113,7 @@ class StepSimulator:
         For a training that goes on: steps that were traced take hundreds of megabytes.
         """
         known = self._known
-        shared = replace(known, memories={}, traces={}, stacks=self.stacks)
+        shared = replace(known, memories={}, prepared={}, traces={}, stacks=self.stacks)
         return replace(self, step=step, _known=shared)
 
     def plan_of(self, policy: Policy | Plan) -> Plan:
@@ -218,21 +218,56 @@ class StepSimulator:
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
         return Evaluation(memory, num_bytes * step.sharding.world_size)
 
+    def prepare(self) -> StepMemory | None:
+        """Predict the memory of what the step's loss does before the first micro-batch, such as generating it.
+
+        None where it does nothing. It is the same under each plan: gradients are freed and none is computed. Raises
+        `UnsupportedError`.
+        """
+        loss = self.step.loss
+        if loss is None or not loss.prepares:
+            return None
+        if self.step not in self._known.prepared:
+            with no_cycles_collected():
+                self._known.prepared[self.step] = self._prepared(loss)
+        return self._known.prepared[self.step]
+
+    def _prepared(self, loss: OwnLoss) -> StepMemory:
+        step, device = self.step, self.device
+        fake, tracker = self._copied(None), self._tracker(has_costs=False)
+        _turn_cache_off(fake.model.train())
+        self._record_optimizer(tracker)
+        others = self._others_of(fake)
+        references = track_references(fake.model, others.values(), tracker)
+        with self._tracked(fake, fake.stacks(self.stacks), tracker, others), references:
+            with tracker.before_step():
+                kept = loss.make_prepared(step)
+            tracker.record_existing(kept.items(), Category.TEMPORARY)
+            loss.prepare(step, fake.model, prepare_loss(fake.model, step, others, is_cuda=device.is_cuda))
+        sort_frees(tracker.tape)
+        tape = one_rank_tape(tracker.tape, self.model, self.stacks, step, device)
+        add_workspaces(tape, device, has_trained=True)
+        return read_tape(tape, device=device.name, plan=None, tokens=step.tokens)
+
     def _evaluated(self, *, reuses_layers: bool) -> tuple[Tape, int]:
         """Return the tape of a batch of evaluation, and the bytes of its predictions and labels."""
         reuse = LayerReuse.choose(self.stacks, None, self._signature_of) if reuses_layers else None
         fake, tracker = self._copied(reuse), self._tracker(has_costs=False)
         if reuse is not None:
             self._skip(reuse, fake, tracker)
-        if self.step.optim is not None:
-            names = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
-            tracker.record_apart(self._optimizer(names).copied_state())
+        self._record_optimizer(tracker)
         others = self._others_of(fake)
         with self._tracked(fake, fake.stacks(self.stacks), tracker, others):
             num_bytes = _run_batch(fake.model.eval(), self.step, tracker, others, is_cuda=self.device.is_cuda)
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
         return one_rank_tape(tape, self.model, self.stacks, self.step, self.device), num_bytes
+
+    def _record_optimizer(self, tracker: Tracker) -> None:
+        """Count what the optimizer keeps from step to step."""
+        if self.step.optim is not None:
+            names = frozenset(name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+            tracker.record_apart(self._optimizer(names).copied_state())
 
     def _copied(self, reuse: LayerReuse | None) -> FakeCopy:
         return fake_copy(
@@ -403,6 +438,8 @@ class _Known:
 
     memories: dict[_Key, StepMemory] = field(default_factory=dict)
     """Of `memory`."""
+    prepared: dict[Step, StepMemory] = field(default_factory=dict)
+    """Of `prepare`."""
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
     """The last ones, and those of the modes: the planner reads them layer by layer."""
     places: Places = field(default_factory=Places)

@@ -97,6 +97,16 @@ class OwnLoss(Protocol):
             UnsupportedError: when called, the loss cannot be computed of tensors without values.
         """
 
+    @property
+    def prepares(self) -> str:
+        """What `prepare` does, in words; empty where it does nothing."""
+
+    def make_prepared(self, step: Step) -> dict[str, Tensor]:
+        """Return what `prepare` has made for the step before, with values."""
+
+    def prepare(self, step: Step, model: nn.Module, loss_of: Callable[..., Any]) -> None:
+        """Run on a copy of the model what comes before the first micro-batch; `loss_of` is that of `bound_to`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -139,6 +149,11 @@ class Step:
     def rows(self) -> int:
         """Rows of a micro-batch."""
         return self.batch_size * (1 if self.loss is None else self.loss.rows_per_example)
+
+    @property
+    def prepares(self) -> str:
+        """What comes before the first micro-batch, in words; empty where nothing does."""
+        return "" if self.loss is None else self.loss.prepares
 
     @property
     def tokens(self) -> int:

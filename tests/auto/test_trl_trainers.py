@@ -304,26 +304,6 @@ def refusal(run: Trainer) -> str:
     return str(raised.value)
 
 
-def test_generating_trainers_are_refused(tmp_path: Path) -> None:
-    import trl
-
-    for name in ("GRPO", "RLOO"):
-        config = getattr(trl, f"{name}Config")
-        settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-        run = getattr(trl, f"{name}Trainer")(
-            model=runs.model(),
-            reward_funcs=lambda completions, **more: [0.0] * len(completions),
-            # Without a reference, which would be loaded by name.
-            args=config(
-                **settings, per_device_train_batch_size=2, num_generations=2, max_completion_length=4, beta=0.0
-            ),
-            train_dataset=Dataset.from_dict({"prompt": runs.PAIRS["prompt"]}),
-            processing_class=runs.TOKENIZER,
-            callbacks=[auto()],
-        )
-        assert f"{name}Trainer generates in each step, and trains on what comes out" in refusal(run)
-
-
 def test_experimental_trainers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -333,7 +313,7 @@ def test_experimental_trainers_are_refused(tmp_path: Path, monkeypatch: pytest.M
     run = CPOTrainer(
         model=runs.model(), args=args, train_dataset=data, processing_class=runs.TOKENIZER, callbacks=[auto()]
     )
-    assert "the steps of SFT, DPO, KTO and Reward are, and that of CPOTrainer is not" in refusal(run)
+    assert "the steps of SFT, DPO, KTO, Reward, GRPO and RLOO are, and that of CPOTrainer is not" in refusal(run)
 
 
 def test_offloading_of_trl_is_refused(tmp_path: Path) -> None:
