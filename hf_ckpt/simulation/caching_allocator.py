@@ -15,15 +15,14 @@ Note [The rules]. Those of `c10/cuda/CUDACachingAllocator.cpp`:
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import ALLOCATED, FREED, Storage, Stream, Tape
+from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Stream, Tape
 from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
 _MIB = 2**20
@@ -44,42 +43,46 @@ def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
     `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
     """
     allocator = CachingAllocator(expands=expands)
+    columns = tape.columns
+    # Those that exist before the step have numbers of their own below those of the tape.
+    numbers = {id(storage): number for number, storage in enumerate(columns.storages)}
     state = [storage for storage in tape.before if storage.category is Category.OPTIMIZER]
-    blocks = {
-        id(storage): allocator.allocate(storage.num_bytes, storage.stream)
-        for storage in tape.before
+    blocks: dict[int, Block] = {
+        numbers.get(id(storage), -1 - number): allocator.allocate(storage.num_bytes, storage.stream)
+        for number, storage in enumerate(tape.before)
         if storage.category is not Category.OPTIMIZER and storage.num_bytes
     }
+    asked = [allocator.asked(storage.num_bytes, storage.stream) for storage in columns.storages]
+    gathered = {number for number, storage in enumerate(columns.storages) if storage.stream is Stream.GATHER}
+    changes, optimizer_begins = _changes(columns)
     still_read: deque[Block] = deque()
-    changes = list(_changes(tape))
-    for _ in range(_STEPS):
-        for is_allocated, storage, is_optimizer in changes:
-            if is_optimizer and state:
+    for step in range(_STEPS):
+        for index, (is_allocated, number) in enumerate(changes):
+            if index == optimizer_begins and not step:
                 for each in state:
                     allocator.allocate(each.num_bytes)
-                state = []
-            is_gathered = storage.stream is Stream.GATHER
             if is_allocated:
-                if is_gathered and len(still_read) >= _GATHERED_AT_ONCE:
+                if number in gathered and len(still_read) >= _GATHERED_AT_ONCE:
                     allocator.free(still_read.popleft())
-                blocks[id(storage)] = allocator.allocate(storage.num_bytes, storage.stream)
-            elif id(storage) in blocks:
-                block = blocks.pop(id(storage))
-                still_read.append(block) if is_gathered else allocator.free(block)
+                blocks[number] = allocator.serve(*asked[number])
+            elif number in blocks:
+                block = blocks.pop(number)
+                if number in gathered:
+                    still_read.append(block)
+                else:
+                    allocator.free(block)
     return allocator.reserved_bytes
 
 
-def _changes(tape: Tape) -> Iterator[tuple[bool, Storage, bool]]:
-    """Yield what comes and goes, and whether the optimizer runs."""
-    columns = tape.columns
-    rows = np.flatnonzero(np.isin(columns.change, (ALLOCATED, FREED)))
-    is_optimizer = columns.places.is_in(columns.place[rows], Phase.OPTIMIZER)
-    for is_allocated, number, in_optimizer in zip(
-        (columns.change[rows] == ALLOCATED).tolist(), columns.storage[rows].tolist(), is_optimizer.tolist(), strict=True
-    ):
-        storage = columns.storages[number]
-        if storage.num_bytes:
-            yield is_allocated, storage, in_optimizer
+def _changes(columns: Columns) -> tuple[list[tuple[bool, int]], int]:
+    """Return what comes and goes, each with the number of its storage, and from where on the optimizer runs."""
+    rows = np.flatnonzero((columns.change == ALLOCATED) | (columns.change == FREED))
+    has_memory = np.array([storage.num_bytes > 0 for storage in columns.storages], dtype=bool)
+    rows = rows[has_memory[columns.storage[rows]]]
+    in_optimizer = np.flatnonzero(columns.places.is_in(columns.place[rows], Phase.OPTIMIZER))
+    is_allocated = (columns.change[rows] == ALLOCATED).tolist()
+    changes = list(zip(is_allocated, columns.storage[rows].tolist(), strict=True))
+    return changes, int(in_optimizer[0]) if len(in_optimizer) else -1
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +94,12 @@ class Block:
     pool: _Pool
     before: Block | None = None
     after: Block | None = None
-    is_free: bool = False
+    key: int = 0
+    """Among its pool's free blocks; 0 while it is in use."""
+
+
+_ADDRESSES = 2**48
+"""Addresses are below."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +107,9 @@ class _Pool:
     """Free blocks of one kind, the smallest first, of equal ones the lowest."""
 
     is_small: bool
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    """(bytes, address) of each."""
-    by_address: dict[int, Block] = field(default_factory=dict)
+    keys: list[int] = field(default_factory=list)
+    """Bytes and address of each in one number, which is compared faster than a tuple."""
+    by_key: dict[int, Block] = field(default_factory=dict)
     last: Block | None = None
     """Of the one segment that grows."""
 
@@ -111,23 +119,13 @@ class _Pool:
         return _SMALL_SEGMENT if self.is_small else _LARGE_SEGMENT
 
     def add(self, block: Block) -> None:
-        block.is_free = True
-        bisect.insort(self.sizes, (block.num_bytes, block.address))
-        self.by_address[block.address] = block
+        block.key = key = block.num_bytes * _ADDRESSES + block.address
+        insort(self.keys, key)
+        self.by_key[key] = block
 
     def remove(self, block: Block) -> None:
-        block.is_free = False
-        del self.sizes[bisect.bisect_left(self.sizes, (block.num_bytes, block.address))]
-        del self.by_address[block.address]
-
-    def taken(self, num_bytes: int) -> Block | None:
-        """Take the smallest free block of at least so many bytes; None where there is none."""
-        index = bisect.bisect_left(self.sizes, (num_bytes, 0))
-        if index == len(self.sizes):
-            return None
-        block = self.by_address.pop(self.sizes.pop(index)[1])
-        block.is_free = False
-        return block
+        del self.keys[bisect_left(self.keys, block.key)], self.by_key[block.key]
+        block.key = 0
 
 
 class CachingAllocator:
@@ -142,35 +140,47 @@ class CachingAllocator:
 
     def allocate(self, num_bytes: int, stream: Stream = Stream.COMPUTE) -> Block:
         """Return a block of at least so many bytes."""
+        return self.serve(*self.asked(num_bytes, stream))
+
+    def asked(self, num_bytes: int, stream: Stream = Stream.COMPUTE) -> tuple[_Pool, int]:
+        """Return what `serve` takes: where blocks of so many bytes are from, and how large they are."""
         num_bytes = max(1, -(-num_bytes // BLOCK_BYTES)) * BLOCK_BYTES
-        is_small = num_bytes <= _LARGEST_SMALL
-        pool = self._pools.get((stream, is_small))
-        if pool is None:
-            pool = self._pools[stream, is_small] = _Pool(is_small)
-        block = pool.taken(num_bytes)
-        if block is None:
+        kind = stream, num_bytes <= _LARGEST_SMALL
+        if kind not in self._pools:
+            self._pools[kind] = _Pool(kind[1])
+        return self._pools[kind], num_bytes
+
+    def serve(self, pool: _Pool, num_bytes: int) -> Block:
+        """Return a block of what `asked` returned."""
+        keys = pool.keys
+        index = bisect_left(keys, num_bytes * _ADDRESSES)
+        if index < len(keys):
+            block = pool.by_key.pop(keys.pop(index))
+            block.key = 0
+        else:
             block = (self._at_end if self._expands else self._segment)(pool, num_bytes)
         rest = block.num_bytes - num_bytes
-        if rest > _LARGEST_SMALL or (rest and (is_small or self._expands)):
+        if rest > _LARGEST_SMALL or (rest and (pool.is_small or self._expands)):
             self._cut(block, num_bytes)
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back, and join it with free neighbours."""
         pool, before, after = block.pool, block.before, block.after
-        if after is not None and after.is_free:
+        if after is not None and after.key:
             pool.remove(after)
             self._join(block, after)
-        if before is not None and before.is_free:
+        if before is not None and before.key:
             pool.remove(before)
             self._join(before, block)
             block = before
         pool.add(block)
 
     def _cut(self, block: Block, num_bytes: int) -> None:
-        rest = Block(block.address + num_bytes, block.num_bytes - num_bytes, block.pool, block, block.after)
-        if block.after is not None:
-            block.after.before = rest
+        after = block.after
+        rest = Block(block.address + num_bytes, block.num_bytes - num_bytes, block.pool, block, after)
+        if after is not None:
+            after.before = rest
         elif self._expands:
             block.pool.last = rest
         block.after, block.num_bytes = rest, num_bytes
@@ -197,7 +207,7 @@ class CachingAllocator:
     def _at_end(self, pool: _Pool, num_bytes: int) -> Block:
         """Return a block at the end of the pool's one segment, which grows as far as it must."""
         last = pool.last
-        free_bytes = last.num_bytes if last is not None and last.is_free else 0
+        free_bytes = last.num_bytes if last is not None and last.key else 0
         grown = -(-(num_bytes - free_bytes) // pool.segment_bytes) * pool.segment_bytes
         self.reserved_bytes += grown
         if last is not None and free_bytes:
