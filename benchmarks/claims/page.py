@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.pages.words import folded
 from benchmarks.runner import RESULTS, main
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,10 @@ DOCUMENT = ROOT / "docs" / "claims.md"
 
 VERDICTS = ("holds", "holds only when", "does not hold", "not yet measured on a GPU")
 """What a verdict begins with."""
+_TOLD = ("does not hold", "holds only when", "holds", "not yet measured on a GPU")
+"""The order in which they are told."""
 
+_GIVEN = "<!-- given: what the sources say -->"
 _LINKED = "../benchmarks/results"
 _KEYS = r"/[^{}]*(?:\{[^{}]*\}[^{}]*)*"  # a key may have braces of its own
 _REFERENCE = re.compile(rf"\{{(?P<file>[\w.-]+\.json) (?P<pointer>{_KEYS}) (?P<shown>[^\s{{}}]+)\}}")
@@ -88,6 +92,8 @@ class Claims:
 
     introduction: str
     groups: tuple[Group, ...]
+    reading: str = ""
+    """How the page is read, and made: behind what was found."""
 
     def __iter__(self) -> Iterator[Claim]:
         return (claim for group in self.groups for claim in group.claims)
@@ -104,7 +110,7 @@ def read(path: Path = CLAIMS) -> Claims:
     """
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
     groups = tuple(Group(group["title"], tuple(map(_claim, group["claims"]))) for group in written["groups"])
-    claims = Claims(written["introduction"], groups)
+    claims = Claims(written["introduction"], groups, written.get("reading", ""))
     ids = [claim.id for claim in claims]
     if twice := sorted({name for name in ids if ids.count(name) > 1}):
         raise ClaimsError(f'Two claims have the id "{twice[0]}". Give each its own.')
@@ -241,22 +247,25 @@ def render(claims: Claims, folder: Path = RESULTS) -> str:
     parts = [
         "<!-- Written by benchmarks/claims/page.py from benchmarks/claims/claims.yaml: change that, and run it. -->",
         claims.introduction.strip(),
-        _summary(list(claims)),
+        *_summary(claims, results),
     ]
     for group in claims.groups:
         parts += [f"## {group.title}", f'<!-- given "claim": what the sources say -->\n{_table(group, results)}']
-        for claim in group.claims:
-            parts += [f"<!-- given: what the sources say -->\n{_said(claim)}", _case(claim, results)]
-    return "\n\n".join(parts) + "\n"
+        parts += [f"{_GIVEN}\n{folded(claim.claim, *_derived(claim, results))}" for claim in group.claims]
+    return "\n\n".join(filter(None, [*parts, claims.reading.strip()])) + "\n"
 
 
-def _summary(claims: Sequence[Claim]) -> str:
+def _summary(claims: Claims, results: Results) -> Iterator[str]:
+    """Yield what was found: how many claims hold, and each with its verdict, those that do not hold first."""
     # Longest first: "holds only when" also begins with "holds".
-    counts = dict.fromkeys(VERDICTS, 0)
+    words = sorted(VERDICTS, key=len, reverse=True)
+    found: dict[str, list[Claim]] = {word: [] for word in _TOLD}
     for claim in claims:
-        counts[next(word for word in sorted(VERDICTS, key=len, reverse=True) if claim.verdict.startswith(word))] += 1
-    told = ", ".join(f"{word}: {count}" for word, count in counts.items() if count)
-    return f"{len(claims)} claims; {told}."
+        found[next(word for word in words if claim.verdict.startswith(word))].append(claim)
+    told = ", ".join(f"{word}: {len(those)}" for word, those in found.items() if those)
+    yield f"{len(list(claims))} claims; {told}."
+    rows = [(claim.claim, results.written(claim.verdict, claim.id)) for those in found.values() for claim in those]
+    yield f'<!-- given "claim": what the sources say -->\n{_rows(("claim", "verdict"), rows)}'
 
 
 def _table(group: Group, results: Results) -> str:
@@ -269,7 +278,11 @@ def _table(group: Group, results: Results) -> str:
         )
         for claim in group.claims
     ]
-    lines = [("claim", "ours", "verdict", "result"), ("---",) * 4, *rows]
+    return _rows(("claim", "ours", "verdict", "result"), rows)
+
+
+def _rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |" for line in lines)
 
 
@@ -284,9 +297,14 @@ def _cited(claim: Claim) -> str:
     return f"(no source found; near it: {links})" if links else "(no source found)"
 
 
+def _derived(claim: Claim, results: Results) -> Iterator[str]:
+    yield f"{_GIVEN}\n{_said(claim)}"
+    yield _case(claim, results)
+
+
 def _said(claim: Claim) -> str:
     said = [f"{source['title']}: {source['says']}" for source in claim.sources]
-    return " ".join(f"**{claim.claim}.** {' '.join([*said, claim.no_source])}".split())
+    return " ".join(" ".join([*said, claim.no_source]).split())
 
 
 def _case(claim: Claim, results: Results) -> str:

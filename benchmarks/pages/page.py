@@ -7,7 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from benchmarks.pages import case_tables, over_step
 from benchmarks.pages.pictures import CONTEXT, HEADLINE, frontier_name, memory_name
 from benchmarks.pages.results import CPU, CUDA, LENGTHS, PREDICTED, Results, Run, ratio_to
-from benchmarks.pages.words import NOT_YET, case_title, device_words, facts_of, gpu_command, link, links, ratio, table
+from benchmarks.pages.words import (
+    NOT_YET,
+    case_title,
+    device_words,
+    facts_of,
+    folded,
+    gpu_command,
+    link,
+    links,
+    ratio,
+    table,
+)
 
 ORDER = (
     *(HEADLINE, "llama2_7b_lora_4096", "llama2_7b_lora_8192", "llama2_7b_lora_2048_eager"),
@@ -68,9 +79,9 @@ def page(results: Results) -> str:
     Args:
         results: all that are there; with none of a kind the page says so.
     """
-    parts = [_HEAD, _summary(results), _READING, _COMMANDS, _made_on(results)]
+    parts = [_HEAD, _summary(results)]
     parts += [part for case, runs in results.runs.items() for part in _case(case, runs)]
-    parts += [_memory(results), _context(results), _no_help(results)]
+    parts += [_memory(results), _context(results), _no_help(results), _READING, _COMMANDS, _made_on(results)]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
@@ -79,31 +90,32 @@ def _summary(results: Results) -> str:
     header = (
         "case",
         "run",
-        "auto over the best fixed contender, worst budget",
         "auto over Trainer's best, best budget",
+        "auto over the best fixed contender, worst budget",
     )
     if not rows:
         return ""
     text = (
-        "## In short\n\nTime of a step that `auto` planned over that of the fastest contender in the same memory. On\n"
-        "the CPU it is counted operations in place of time. Each row links its result."
+        "## In short\n\n"
+        "Time of a step that `auto` planned over that of the fastest contender in the same memory: below one,\n"
+        "`auto` is faster. On the CPU it is counted operations in place of time. Each row links its result;\n"
+        "[how to read this](#how-to-read-this) is at the end."
     )
-    return f"{text}\n\n{table(header, rows)}"
+    waiting = [case for case, runs in results.runs.items() if CUDA not in runs]
+    told = f"Of {len(waiting)} cases the times are {NOT_YET}: `make bench-gpu`." if waiting else ""
+    return "\n\n".join(filter(None, (text, f'<!-- given "case": its title -->\n{table(header, rows)}', told)))
 
 
 def _summary_rows(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
-    anchor = f"[`{case}`](#{_anchor(case)})"
     for kind in (PREDICTED, CUDA, CPU):
         run = runs.get(kind)
-        if run is None:
-            if kind == CUDA:
-                yield anchor, f"measured on a GPU (`{gpu_command(case)}`)", NOT_YET, NOT_YET
-            continue
-        budgets = run.budgets_by_flops if kind == CPU else run.budgets
+        budgets = (run.budgets_by_flops if kind == CPU else run.budgets) if run else ()
         worst = max((over for budget in budgets if (over := ratio_to(budget, "fixed")) is not None), default=None)
         best = min((over for budget in budgets if (over := ratio_to(budget, "today")) is not None), default=None)
-        what = "predicted" if run.is_predicted else f"measured, {device_words(run)}"
-        yield anchor, f"[{what}](../benchmarks/results/{run.names[0]})", ratio(worst), ratio(best)
+        if run and (best is not None or worst is not None):
+            what = "predicted" if run.is_predicted else f"measured, {device_words(run)}"
+            title = f"[{case_title(run)}](#{_anchor(case)})"
+            yield title, f"[{what}](../benchmarks/results/{run.names[0]})", ratio(best), ratio(worst)
 
 
 def _anchor(case: str) -> str:
@@ -136,7 +148,7 @@ def _case(case: str, runs: Mapping[str, Run]) -> Iterator[str]:
     if CPU in runs:
         yield from _on_twin(case, runs[CPU])
     if refused := case_tables.not_run(list(runs.values())):
-        yield f"### Without figures\n\n{refused}"
+        yield folded("Contenders without figures, and why", refused)
 
 
 def _on_published_size(case: str, runs: Mapping[str, Run]) -> Iterator[str]:
@@ -147,21 +159,20 @@ def _on_published_size(case: str, runs: Mapping[str, Run]) -> Iterator[str]:
         return
     for kind, run in runs.items():
         yield _image(frontier_name(case, kind), "Peak memory against step time", run)
+        yield from _budgets(run)
     if CUDA not in runs:
         yield f"Measured: {NOT_YET}. The command is `{gpu_command(case)}`."
     facts = facts_of(next(iter(runs.values())))
-    yield f"{_words(runs.values())}; pictures and tables from {case_tables.sources(runs)}.\n{facts}"
-    yield case_tables.published_size(case, runs)
-    for run in runs.values():
-        yield from _budgets(run)
+    told = f"{_words(runs.values())}; pictures and tables from {case_tables.sources(runs)}.\n{facts}"
+    yield folded("All contenders", told, case_tables.published_size(case, runs))
 
 
 def _on_twin(case: str, run: Run) -> Iterator[str]:
     yield "### The small twin, on a CPU"
     yield _image(frontier_name(case, CPU), "Peak memory against operations of a step", run)
-    yield f"Measured, predicted peaks beside it; picture and tables from {links(run.names)}.\n{facts_of(run)}"
-    yield case_tables.twin(run)
     yield from _budgets(run)
+    told = f"Measured, predicted peaks beside it; picture and tables from {links(run.names)}.\n{facts_of(run)}"
+    yield folded("All contenders on the small twin", told, case_tables.twin(run))
 
 
 def _budgets(run: Run) -> Iterator[str]:

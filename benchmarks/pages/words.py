@@ -86,3 +86,8 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield f"| {' | '.join(header)} |"
     yield f"|{' --- |' * len(header)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def folded(summary: str, *parts: str) -> str:
+    """Return a derivation that opens when its summary is asked for."""
+    return "\n\n".join((f"<details markdown>\n<summary>{summary}</summary>", *parts, "</details>"))

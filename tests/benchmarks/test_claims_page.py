@@ -55,8 +55,11 @@ def test_every_claim_has_a_row() -> None:
 def test_every_row_names_its_source_verdict_and_result() -> None:
     rows = [line for line in page.DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith(("| claim |", "| --- |"))]
-    assert len(rows) == len(IDS)
-    for row in rows:
+    # First each claim with its verdict, then each with our figures.
+    told, shown = ([row for row in rows if row.count(" | ") == bars] for bars in (1, 3))
+    assert len(told) == len(shown) == len(IDS)
+    assert told[0].split(" | ")[1].startswith("does not hold")
+    for row in shown:
         claim, _, verdict, result = row.strip("| ").split(" | ")
         assert re.search(r"\]\(https://|\(no source found\)$", claim), claim
         assert re.match(rf"\*\*({'|'.join(page.VERDICTS)})\b", verdict), verdict
