@@ -19,7 +19,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup finetune test-fast test test-distributed test-browser test-oldest check lint types figures figures-check \
-    bench bench-gpu bench-predicted bench-pages format clean
+    bench bench-gpu bench-predicted bench-pages site format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo '                  stopped (CASE=llama2_7b_lora_2048 compares ways to save memory on that case only)'
 	@echo 'make bench-predicted  the same without a GPU, simulated at full size'
 	@echo 'make bench-pages  write the pages and pictures that show the committed results'
+	@echo 'make site         set up .venv-docs, build the docs site into build/site and look at it in an installed chromium'
 	@echo 'make format       format the code and mend what lint can mend'
 	@echo 'make clean        remove environments and caches, not what was trained'
 
@@ -53,6 +54,15 @@ setup: .venv/.installed
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(call install,.venv-oldest,constraints-oldest.txt,test-core)
+
+# What builds the site reads the sources and does not import them: neither the package nor torch is installed.
+.venv-docs/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo 'No Python 3.11 or later with venv was found.'; exit 1; }
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install $(if $(CI),--quiet) --constraint constraints.txt --requirement .venv-docs/requirements.txt
+	@touch $@
 
 # $(call install,environment,constraints,extra)
 define install
@@ -150,10 +160,16 @@ bench-pages: .venv/.installed
 	.venv/bin/python scripts/benchmark_pages.py
 	.venv/bin/python -m benchmarks.claims.page
 
+# --- The docs site. ---
+
+site: .venv-docs/.installed
+	.venv-docs/bin/python scripts/docs_site.py
+	.venv-docs/bin/python -m pytest -q tests/docs/test_site.py
+
 format: .venv/.installed
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 
 clean:
-	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

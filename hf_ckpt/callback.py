@@ -114,7 +114,9 @@ class HFCkptCallback(TrainerCallback):
         PolicyError: the policy or the budget cannot be read.
 
     Example:
+        ```python
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[HFCkptCallback("full")])
+        ```
 
     The run's reporters get, when training ends:
 

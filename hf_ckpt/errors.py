@@ -38,7 +38,7 @@ class PlanMismatchError(HFCkptError, RuntimeError):
 
 
 class OtherProcessError(HFCkptError, RuntimeError):
-    """Raised in a process in which nothing went wrong, when something did in another one of the run."""
+    """Raised in a process in which nothing went wrong, when another process of the run failed."""
 
 
 class SavedFilesError(HFCkptError, RuntimeError):
@@ -58,7 +58,7 @@ class HostMemoryError(HFCkptError, RuntimeError):
 
 
 class OffloadError(HFCkptError, RuntimeError):
-    """Raised when what was offloaded to disk cannot be had back as it was."""
+    """Raised when what was offloaded to disk cannot be read back as it was written."""
 
 
 class RecipeError(HFCkptError, ValueError):

@@ -94,6 +94,7 @@ class AppliedInLoop(Applied):
             PlanMismatchError: the plan was removed.
 
         Example:
+            ```python
             def closure():
                 optimizer.zero_grad()
                 loss = model(**batch).loss
@@ -102,6 +103,7 @@ class AppliedInLoop(Applied):
 
             loss = applied.step(closure, batch)
             optimizer.step()
+            ```
         """
         if self.is_removed:
             raise PlanMismatchError("step() was called, but the plan was removed. Apply it again.")

@@ -41,9 +41,14 @@ def simulate(
         options: what `HFCkptCallback` takes beside a policy, such as `offload="cpu"` and `head="chunked"`; and fields
             of `hf_ckpt.simulation.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
 
+    Returns:
+        Peak and moments in bytes, time in seconds; shown as tables and pictures in a notebook.
+
     Raises:
         RecipeError: the recipe cannot be simulated, or a step has no such field.
-        PolicyError: the plan or the device cannot be read; so do StructureError and UnsupportedError.
+        PolicyError: the plan or the device cannot be read.
+        StructureError: the layers cannot be found.
+        UnsupportedError: the step cannot be simulated.
 
     Example:
         >>> memory = simulate("recipes/tiny_llama_base.yaml", plan="full", device="rtx4090")
@@ -68,9 +73,12 @@ def plan(
         options: `offload`, `tiles`, `head` and `exact`, which say what a plan may hold as beside policy `"auto"`; the
             recipe's if left out. Fields of a step: see `simulate`.
 
+    Returns:
+        The plan, for `HFCkptCallback` or `apply`.
+
     Raises:
         BudgetError: no plan fits; says what would.
-        RecipeError: see `simulate`; so do PolicyError, StructureError and UnsupportedError.
+        HFCkptError: what `simulate` raises.
     """
     beside, step = _apart(options)
     subject = _allowing(_subject(recipe_or_model, step), beside)
@@ -100,7 +108,7 @@ def max_length(
         options: see `simulate`; beside `"auto"` they say what a plan may hold.
 
     Raises:
-        RecipeError: see `simulate`; so do PolicyError, StructureError and UnsupportedError.
+        HFCkptError: what `simulate` raises.
     """
     beside, step = _apart(options)
     subject = _subject(recipe_or_model, step)

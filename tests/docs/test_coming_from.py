@@ -28,13 +28,14 @@ from tests.docs.test_docs import ROOT, Block, blocks_of
 from tests.training import arguments, counted, llama
 
 PAGE = ROOT / "docs" / "coming_from.md"
+HOW_TO = ROOT / "docs" / "how_to" / "from_trl.md"
 ENVIRONMENTS = ROOT / "benchmarks" / "side_by_side" / "theirs" / "environments"
 AXOLOTL, UNSLOTH = axolotl_offload.CONTENDERS[0], unsloth_offload.CONTENDERS[0]
 
 
-def snippet(first_line: str) -> Block:
-    """The Python block of the page that begins so."""
-    found = [block for block in blocks_of(PAGE, {"python"}) if block.text.startswith(first_line)]
+def snippet(first_line: str, page: Path = PAGE) -> Block:
+    """The Python block of a page that begins so."""
+    found = [block for block in blocks_of(page, {"python", "diff"}) if block.text.lstrip().startswith(first_line)]
     assert len(found) == 1
     return found[0]
 
@@ -71,7 +72,21 @@ def test_trl_has_checkpointing_on_by_default_and_transformers_has_not() -> None:
 
 # trl 1.16 uses the names that transformers 5.23 gives up.
 @pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
-def test_trl_snippet_trains_under_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "forwards", "shown"),
+    [
+        (PAGE, [4, 4, 4, 4], ["  0 to 3       selective_attention"]),
+        (
+            HOW_TO,
+            [4, 2, 4, 2],
+            ["  0            full", "  1            none", "  2            full", "  3            none"],
+        ),
+    ],
+    ids=["coming_from", "how_to"],
+)
+def test_trl_snippet_trains_under_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: Path, forwards: list[int], shown: list[str]
+) -> None:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
@@ -83,10 +98,10 @@ def test_trl_snippet_trains_under_its_plan(tmp_path: Path, monkeypatch: pytest.M
     data = Dataset.from_dict({"text": ["the cat sat", "a dog ran"] * 2})
     names: dict[str, Any] = {"model": model, "data": data, "tokenizer": tokenizer}
     with counted(model, "q_proj") as counts:
-        exec(compile(snippet("from trl").code(), str(PAGE), "exec"), names)
-    assert [counts[idx] for idx in range(4)] == [4, 4, 4, 4]
+        exec(compile(snippet("from trl", page).code(), str(page), "exec"), names)
+    assert [counts[idx] for idx in range(4)] == forwards
     plan = next(one.plan for one in names["trainer"].callback_handler.callbacks if isinstance(one, HFCkptCallback))
-    assert plan.summary().splitlines()[1:] == ["  0 to 3       selective_attention"]
+    assert plan.summary().splitlines()[1:] == shown
 
 
 # --- The contenders of other frameworks ---
