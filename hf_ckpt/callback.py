@@ -23,7 +23,6 @@ from hf_ckpt.errors import (
     PolicyError,
     SavedFilesError,
     UnsupportedError,
-    as_written,
 )
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
@@ -36,8 +35,8 @@ from hf_ckpt.policy.options import (
     CallbackOptions,
     PolicyOptions,
     StructureOptions,
+    check_run_options,
     parse_prove,
-    parse_quiet_steps,
     select,
     takes,
 )
@@ -137,7 +136,7 @@ class HFCkptCallback(TrainerCallback):
 
     @takes(CallbackOptions)
     def __init__(self, policy: object, *, quiet: bool = False, **options: Unpack[CallbackOptions]) -> None:
-        _check_values(options)
+        check_run_options(options)
         policy_options = select(options, PolicyOptions)
         self._structure = select(options, StructureOptions)
         self._policy: Policy | Plan | None = None
@@ -494,20 +493,6 @@ def _announce_length(most_tokens: int, model: nn.Module, args: Any, kwargs: dict
     for offloader in offloaders_of(model):
         # A batch without token ids is taken for one of which nothing is known.
         offloader.expect_batch(num_tokens, most_tokens)
-
-
-def _check_values(options: CallbackOptions) -> None:
-    on_mismatch, input_gradients = options["on_mismatch"], options["input_require_grads"]
-    strict = options["strict_resume"]
-    if on_mismatch not in ("error", "warn"):
-        raise PolicyError(f'on_mismatch is "{on_mismatch}". Use "error" or "warn".')
-    if input_gradients not in (None, True, False):
-        raise PolicyError(f"input_require_grads is {as_written(input_gradients)}. Use true or false.")
-    if strict not in (True, False):
-        raise PolicyError(f"strict_resume is {as_written(strict)}. Use true or false.")
-    if options["on_oom"] not in (None, "escalate", "error"):
-        raise PolicyError(f'on_oom is "{options["on_oom"]}". Use "escalate" or "error".')
-    parse_quiet_steps(options["quiet_steps"])
 
 
 def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:

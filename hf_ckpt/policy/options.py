@@ -323,6 +323,25 @@ def parse_prove(value: Prove) -> Prove:
     )
 
 
+def check_run_options(options: RunOptions) -> None:
+    """Check what a run of the Trainer takes beside its policy.
+
+    Raises:
+        PolicyError: one of them is none of its values.
+    """
+    on_mismatch, input_gradients = options["on_mismatch"], options["input_require_grads"]
+    strict, on_oom = options["strict_resume"], options["on_oom"]
+    if on_mismatch not in ("error", "warn"):
+        raise PolicyError(f'on_mismatch is "{on_mismatch}". Use "error" or "warn".')
+    if input_gradients not in (None, True, False):
+        raise PolicyError(f"input_require_grads is {as_written(input_gradients)}. Use true or false.")
+    if strict not in (True, False):
+        raise PolicyError(f"strict_resume is {as_written(strict)}. Use true or false.")
+    if on_oom not in (None, "escalate", "error"):
+        raise PolicyError(f'on_oom is "{on_oom}". Use "escalate" or "error".')
+    parse_quiet_steps(options["quiet_steps"])
+
+
 def parse_quiet_steps(value: object) -> int:
     """Return the number of steps after which a faster plan returns.
 
