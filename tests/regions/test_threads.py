@@ -15,8 +15,6 @@ from hf_ckpt import UnsupportedError
 from tests import plain_models
 from tests.regions.test_transforms import TILES, apply, every_policy, every_policy_with_tiles, llama
 
-pytestmark = pytest.mark.core
-
 Gradients = tuple[Tensor, ...]
 Loss = Callable[[int], Tensor]
 """Of one of two batches."""

@@ -21,8 +21,6 @@ from hf_ckpt.regions.tiling import Cut, Joined, Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
 from tests import plain_models, training
 
-pytestmark = pytest.mark.core
-
 Plant = Callable[[pytest.MonkeyPatch], None]
 LENGTH, TILES = 10, 3
 

@@ -16,8 +16,6 @@ import hf_ckpt
 from hf_ckpt import UnsupportedError
 from tests import exactness, plain_models, zoo
 
-pytestmark = pytest.mark.core
-
 CPU = {"to": "cpu", "min_bytes": 0}
 POLICIES: dict[str, tuple[object, dict[str, Any]]] = {
     **{name: exactness.POLICIES[name] for name in ("full", "attention", "ffn", "segments_2", "nested")},

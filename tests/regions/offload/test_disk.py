@@ -29,7 +29,7 @@ from tests import exactness, traces, zoo
 from tests.late_copies import Late
 from tests.offloading import engine
 
-pytestmark = [pytest.mark.core, pytest.mark.skipif(os.name != "posix", reason="needs flock")]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs flock")
 
 LAYERS = 6
 OFFLOADED = LAYERS - 1

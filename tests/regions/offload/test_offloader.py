@@ -32,9 +32,6 @@ from tests import exactness, plain_models, traces, training, zoo
 from tests.late_copies import Late, Stream
 from tests.offloading import LAYERS, TO_HOST, engine, is_empty
 
-pytestmark = pytest.mark.core
-
-
 # --- Exactness. ---
 
 

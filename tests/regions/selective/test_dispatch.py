@@ -26,7 +26,7 @@ from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, traces, zoo
 from tests.exactness import Result, under_autocast
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 Step = Callable[[zoo.Case], Result]
