@@ -70,9 +70,16 @@ define install
 	    '(Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3.12'; exit 1; }
 	@echo 'Setting up $(1) with the versions of $(2): a few minutes, once.'
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(cpu_torch) $(1)/bin/python -m pip install $(if $(CI),--quiet) --constraint $(2) --editable '.[$(3)]'
+	$(cpu_torch) $(1)/bin/python -m pip install $(if $(CI),--quiet) --log $(1)/pip.log --constraint $(2) --editable '.[$(3)]'
+	@awk $(sum_of_downloads) $(1)/pip.log; rm $(1)/pip.log
+	@du -sm $(1) | awk '{ print $$2 " takes " $$1 " MB." }'
 	@touch $@
 endef
+
+# pip's log says what each file that it loads has: "Downloading numpy-2.4.6.whl (16.9 MB)". From a disk or a cache it loads none.
+sum_of_downloads = 'BEGIN { mb["kB"] = 0.001; mb["MB"] = 1; mb["GB"] = 1000 } \
+    / Downloading .* \([0-9.]+ [kMG]B\)$$/ { gsub(/[()]/, ""); sum += $$(NF - 1) * mb[$$NF] } \
+    END { printf "Downloaded %.0f MB.\n", sum }'
 
 # The package index serves torch for Linux with gigabytes of CUDA libraries. TORCH=default takes that one.
 TORCH ?= $(if $(PIP_EXTRA_INDEX_URL)$(shell command -v nvidia-smi),default,cpu)
