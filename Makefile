@@ -28,7 +28,7 @@ help:
 	@echo 'make test         set up .venv, then format, lint, types and all tests of the package'
 	@echo 'make check        format, lint, types, and the tests of documents, benchmarks and their pages'
 	@echo 'make test-distributed  the part of `make test` that needs two processes'
-	@echo 'make test-browser  the pages that commands write, in an installed chromium'
+	@echo 'make test-browser  the pages that commands write and serve, in an installed chromium'
 	@echo 'make test-oldest  set up .venv-oldest, then the core of the tests on the oldest supported versions'
 	@echo 'make figures      predict anew what the shipped recipes need: their headers, and what documents quote of them'
 	@echo 'make figures-check  which of these figures the code has moved'

@@ -55,7 +55,7 @@ CORE = set(ORDER) - RECIPES - GUARDED
 WITH_OPTIONAL = {"simulation"}
 
 CORE_REQUIREMENTS = {"torch", "transformers", "accelerate"}
-OPTIONAL = {"bitsandbytes", "liger_kernel", "matplotlib", "trl"}
+OPTIONAL = {"bitsandbytes", "gradio", "liger_kernel", "matplotlib", "trl"}
 FINETUNE_ONLY = {"datasets", "tokenizers", "yaml"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from hf_ckpt.estimate import tables
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
+    from hf_ckpt.estimate.page import Page
     from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.recipe.recipe import Recipe
     from hf_ckpt.simulation.devices import Device
@@ -197,7 +199,12 @@ def _plot(found: Estimate, path: Path, progress: Progress) -> None:
 
 
 def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write what was found for the first device."""
+    page_of(found, document, options.words).write(options.html)
+    say(f"Wrote {options.html}")
+
+
+def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> Page:
+    """Return what was found for the first device as a page; `words`: of the command that gives it."""
     from hf_ckpt.cli.inspection import ledger
     from hf_ckpt.estimate.page import Page
     from hf_ckpt.estimate.predict import Predictor
@@ -205,7 +212,7 @@ def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Nam
     device, steps = found.devices[0], found.steps()
     decides = found.decides if found.decides in steps else next(iter(steps))
     facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
-    page = Page(
+    return Page(
         title=f"hf-ckpt estimate {found.subject.title}",
         verdict=tables.verdict(document),
         device=device,
@@ -214,11 +221,9 @@ def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Nam
         decides=decides,
         chain=Predictor(found.subject, device).chain,
         ledger=ledger(steps[decides]),
-        words=options.words,
+        words=words,
         fits={row["name"]: row["fits"][device.name] for row in document["rows"] if device.name in row.get("fits", {})},
     )
-    page.write(options.html)
-    say(f"Wrote {options.html}")
 
 
 ESTIMATE = Command(_parser, _run, "will it fit, and how fast: every mode's peak and step time; no GPU, no weights")

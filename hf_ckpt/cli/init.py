@@ -11,6 +11,7 @@ from hf_ckpt.cli.common import HOLDS, Command, say
 from hf_ckpt.cli.model_options import add_model_options, training_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.for_model import METHODS, Training
+from hf_ckpt.recipe.recipe import Recipe
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,10 +44,14 @@ def _run(options: argparse.Namespace) -> int:
     if not path.absolute().parent.is_dir():
         raise RecipeError(f"--out {path}: there is no folder {path.absolute().parent}.")
     recipe = replace(training_of(options), data=options.data).recipe_for(options.model)
-    text = f"# Launch: hf-ckpt finetune {path}\n\n{recipe.to_yaml()}"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(recipe_text(recipe, path), encoding="utf-8")
     say(f"Wrote {path}. Next: hf-ckpt estimate {path}, and hf-ckpt finetune {path}.")
     return HOLDS
+
+
+def recipe_text(recipe: Recipe, path: Path) -> str:
+    """Return the text of a recipe's file."""
+    return f"# Launch: hf-ckpt finetune {path}\n\n{recipe.to_yaml()}"
 
 
 def _ask(options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from hf_ckpt.cli.inspect import INSPECT
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
 from hf_ckpt.cli.recipes import RECIPES
+from hf_ckpt.cli.ui import UI
 from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
@@ -34,10 +35,11 @@ _COMMANDS = {
     "verify": VERIFY,
     "inspect": INSPECT,
     "profile": PROFILE,
+    "ui": UI,
 }
 _COMMANDS["completion"] = completion(dict(_COMMANDS))
 # What not every command needs, by the extra that brings it.
-_EXTRAS = {"datasets": "finetune", "bitsandbytes": "qlora", "matplotlib": "plot"}
+_EXTRAS = {"datasets": "finetune", "bitsandbytes": "qlora", "matplotlib": "plot", "gradio": "ui"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
