@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
+from hf_ckpt.estimate.launch_sharding import Launch
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.planner.advice import Exactness
@@ -139,11 +141,12 @@ def as_json(found: PlannedRecipe) -> dict[str, Any]:
 def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return a recipe with the plan that policy `auto` chooses in place of the policy, and what was done, in words.
 
-    A recipe with another policy is returned as it is.
+    A recipe with another policy is returned as it is. Planned for are the processes that were launched.
     """
     if recipe.checkpointing is None or not recipe.is_auto:
         return recipe, []
-    subject, device = subject_of(recipe), devices_for(recipe, ())[0]
+    launch = Launch(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+    subject, device = subject_of(recipe, launch), devices_for(recipe, ())[0]
     budget = budget_of(subject, device)
     plan = Predictor(subject, device).planned(budget).plan
     note = f"policy auto: the plan for {format_bytes(budget)} of {device.title}"

@@ -111,6 +111,9 @@ def _check_model(inputs: TrialInputs, trials: Trials) -> Check:
 
     def check() -> Check:
         where = {**inputs.recipe.model, "name_or_path": str(planned.saved)}
+        if planned.engine not in _COMPUTES_AS_ALONE:
+            # FSDP trains and saves weights of half precision in float32.
+            where["dtype"] = "float32"
         model = load_base(replace(inputs.recipe, model=where), is_quantized=False)
         loaded = {key: values_digest(parameter) for key, parameter in model.named_parameters()}
         if inputs.setup is not None:

@@ -46,14 +46,22 @@ def details(answered: dict[str, Any], verdict: str) -> dict[str, str]:
     return {check["name"]: check["detail"] for check in answered["report"]["checks"] if check["verdict"] == verdict}
 
 
-def test_full_fine_tune_under_fsdp1_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+IN_BF16 = ["model.dtype=bfloat16", "training.bf16=true"]
+"""FSDP trains such weights in float32, and saves them so."""
+
+
+@pytest.mark.parametrize(("engine", "overrides"), [("fsdp1", []), ("fsdp2", IN_BF16)])
+def test_full_fine_tune_holds(
+    engine: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # FSDP1 is deprecated, which transformers says through its logger.
     monkeypatch.setattr(logging.getLogger("transformers.training_args"), "disabled", True)
     # Small enough for processes to hold no part of some parameters.
-    code, answered = answer(tmp_path, "--engine", "fsdp1", lora=None)
+    code, answered = answer(tmp_path, "--engine", engine, *overrides, lora=None)
     assert (code, details(answered, "fail")) == (0, {})
-    assert "of 1 forward and backward each, fsdp1." in details(answered, "pass")["run"]
-    assert details(answered, "skip").keys() == {"hooks", "generation", "saved files"}
+    assert f"of 1 forward and backward each, {engine}." in details(answered, "pass")["run"]
+    skipped = {"hooks"} if engine == "fsdp2" else {"hooks", "generation", "saved files"}
+    assert details(answered, "skip").keys() == skipped
 
 
 def test_wrapper_under_fsdp2_empties_the_adapter_file(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_ckpt.errors import BudgetError
+from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.plan import with_auto_plan
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.verify.launch import with_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
 
@@ -27,6 +28,16 @@ def test_plan_for_the_budget_takes_the_place_of_the_policy() -> None:
     assert len({layer.mode for stack in plan.stacks for layer in stack.layers}) > 1
     assert "memory_budget" not in planned.checkpointing
     assert notes[0].startswith("policy auto: the plan for 70.0 MiB of ")
+
+
+def test_plan_is_for_the_processes_that_were_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = with_engine(recipe_with("checkpointing.memory_budget=70MiB"), "fsdp2")
+    with pytest.raises(RecipeError, match="how many there are is not said"):
+        with_auto_plan(recipe)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    planned, _ = with_auto_plan(recipe)
+    assert planned.checkpointing is not None
+    assert isinstance(planned.checkpointing["policy"], Plan)
 
 
 def test_other_policies_stay_as_they_are() -> None:
