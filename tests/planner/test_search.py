@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.budgets import CASES, build, sweep, verdict
 from hf_ckpt.errors import BudgetError
@@ -14,7 +16,7 @@ from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.layer_costs import chain_of
 from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import to_plan
-from hf_ckpt.planner.search import StepPlanner
+from hf_ckpt.planner.search import StepPlanner, binomial_choices
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
@@ -100,3 +102,24 @@ def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     assert (
         StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(needed).memory.peak_bytes <= needed
     )
+
+
+def test_a_budget_below_all_segments_is_met_by_a_binomial_schedule() -> None:
+    with torch.device("meta"):
+        deep = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64, intermediate_size=64, num_hidden_layers=16, num_attention_heads=2, vocab_size=32
+            )
+        )
+    simulator = StepSimulator(deep, Step(seq_length=16384, optim="sgd"), find_device(TINY.device))
+    planner = StepPlanner(simulator)
+    segments = ChainPlanner(planner.chain).smallest_peak()
+    budget = int(segments.peak_bytes * 0.97)
+    found = planner.plan_for(budget)
+    assert any(entry.snapshots is not None for entry in found.plan.stacks[0].layers)
+    assert found.memory.peak_bytes <= budget
+    assert found.memory.peak_bytes == pytest.approx(found.choice.peak_bytes, rel=1e-3)
+    assert found.memory.time.total > segments.seconds
+    # What it saves is inputs: in short rows there is nothing that it could bring.
+    short = chain_of(simulator.with_step(Step(seq_length=64, optim="sgd")))
+    assert binomial_choices(short) == ()
