@@ -44,6 +44,8 @@ class Failed:
     """Bytes of the batch's inputs."""
     inputs: str
     """Their shapes."""
+    examples: Callable[[], str] = str
+    """Says which examples they are; asked only where the run ends."""
 
 
 class Escalation:
@@ -161,10 +163,14 @@ class Escalation:
 
     def _give_up(self, failed: Failed, why: str) -> NoReturn:
         tried = ", ".join(rung.change for rung in self.ladder.rungs[1 : self.ladder.level + 1])
-        raise OutOfMemoryError(
-            f"Out of memory in the {failed.failure.part} of step {failed.step}, with {failed.inputs}. "
-            f"{failed.failure.figures.describe()} {why}{f' Tried: {tried}.' if tried else ''}"
-        ) from failed.failure.error
+        sentences = [
+            f"Out of memory in the {failed.failure.part} of step {failed.step}, with {failed.inputs}.",
+            failed.failure.figures.describe(),
+            why,
+            f"Tried: {tried}." if tried else "",
+            failed.examples(),
+        ]
+        raise OutOfMemoryError(" ".join(filter(None, sentences))) from failed.failure.error
 
 
 def rung_after(

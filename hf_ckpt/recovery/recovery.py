@@ -20,6 +20,7 @@ from hf_ckpt.recovery.clean_end import CleanEnd
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
+from hf_ckpt.recovery.examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
@@ -84,20 +85,23 @@ class EndingSteps:
     def __init__(self, trainer: Any, why: str) -> None:
         self._trainer = trainer
         self._why = why
+        self._step, self._number = 0, 0
 
     def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise `OutOfMemoryError` where memory runs out."""
+        step = int(self._trainer.state.global_step) + 1
+        self._step, self._number = step, self._number + 1 if step == self._step else 0
         try:
             return method(*args, **kwargs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = Failure.caught(error)
-        step = int(self._trainer.state.global_step) + 1
-        inputs = describe_inputs(kwargs["inputs"] if "inputs" in kwargs else args[1])
+        inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
         raise OutOfMemoryError(
-            f"Out of memory in the {failure.part} of step {step}, with {inputs}. {failure.figures.describe()} The step "
-            f"is not run again: {self._why}."
+            f"Out of memory in the {failure.part} of step {step}, with {describe_inputs(inputs)}. "
+            f"{failure.figures.describe()} The step is not run again: {self._why}. "
+            f"{describe_examples(self._trainer, self._number, inputs)}"
         ) from failure.error
 
 

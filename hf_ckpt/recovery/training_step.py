@@ -15,6 +15,7 @@ from torch import nn
 from hf_ckpt.recovery.attributes import Attributes
 from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
+from hf_ckpt.recovery.examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.window import Buffers, MicroBatch, Randomness, Window, describe_inputs, one_of_each_device
@@ -113,7 +114,10 @@ class TrainingSteps:
 
     def _failed(self, micro_batch: MicroBatch, failure: Failure) -> Failed:
         step = int(self._trainer.state.global_step) + 1
-        return Failed(failure, step, micro_batch.size, describe_inputs(micro_batch.inputs))
+        window = [] if self._window is None else self._window.micro_batches
+        number = next(at for at, each in enumerate(window) if each is micro_batch)
+        examples = partial(describe_examples, self._trainer, number, micro_batch.inputs)
+        return Failed(failure, step, micro_batch.size, describe_inputs(micro_batch.inputs), examples)
 
     def _replay(self, method: Method, window: Window) -> tuple[Any, Failed | None]:
         """Run the window's micro-batches again, or the last one, until one fails."""
