@@ -18,7 +18,7 @@ from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
-from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
+from hf_ckpt.recovery.out_of_memory import Failure, Part, is_out_of_memory, release_memory
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.replan import RunPlanner
@@ -185,7 +185,32 @@ def rung_after(
         if leaner is not None:
             time = "" if leaner.time_ratio is None else f", predicted to take {leaner.time_ratio:.2f} of the time"
             return Rung(leaner.plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
-    return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
+    of_layers = None if failure.is_of_host else share_of_layers(failure, held_bytes())
+    return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host, share=of_layers)
+
+
+def share_of_layers(failure: Failure, held: int | None) -> float | None:
+    """Return the share of the layers that need not keep their activations for the missing bytes to be there.
+
+    Every layer is taken to keep as much as the others. None where that is not known: the allocator gave no figures, or
+    the forward was not through, so that nobody can say what it would have kept.
+
+    Args:
+        failure: of a step.
+        held: bytes of the device that are held once the failed run has been let go of.
+    """
+    figures = failure.figures
+    if held is None or figures.allocated is None or figures.missing_bytes is None:
+        return None
+    kept = figures.allocated - held
+    if failure.part not in (Part.BACKWARD, Part.RECOMPUTATION) or kept <= 0:
+        return None
+    return min(1.0, _MARGIN * figures.missing_bytes / kept)
+
+
+def held_bytes() -> int | None:
+    """Return the bytes that tensors hold on the device of this process; None where there is none that counts them."""
+    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
 
 
 def _cost(before: Plan, after: Plan) -> str:

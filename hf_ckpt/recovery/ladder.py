@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -115,12 +116,18 @@ class Ladder:
 
 
 def next_rung(
-    plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, is_exact: bool, drops_offload: bool = False
+    plan: Plan,
+    stacks: Sequence[Stack],
+    model: nn.Module,
+    *,
+    is_exact: bool,
+    drops_offload: bool = False,
+    share: float | None = None,
 ) -> Rung | None:
     """Return the next leaner plan; None if there is none.
 
-    More layers are recomputed in full, a quarter of all at a time, then layers in segments and again within them, and
-    as often as the binomial schedule says.
+    More layers are recomputed in full, then layers in segments and again within them, and as often as the binomial
+    schedule says.
 
     Args:
         plan: in force.
@@ -128,8 +135,10 @@ def next_rung(
         model: that the plan is in force on.
         is_exact: forbid what adds sums in another order: the chunked head and tiles, which come last.
         drops_offload: layers that are set to full keep their inputs on the device, for the host has no memory left.
+        share: of the layers that can be set to full and are not, so many at once; a quarter of all layers if None.
     """
-    makers = [_more_layers, _nested_segments, _binomial_segments]
+    makers: list[Callable[[Plan, Sequence[Stack], nn.Module], Rung | None]]
+    makers = [partial(_more_layers, share=share), _nested_segments, _binomial_segments]
     if not is_exact:
         makers += [_chunked_head, _tiles]
     if drops_offload:
@@ -164,8 +173,8 @@ def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> R
     return Rung(replace(plan, stacks=changed), "all layers are recomputed in full, and none offloads")
 
 
-def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    """Set a quarter of all layers, counted over those that can be and are not, to full."""
+def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None) -> Rung | None:
+    """Set more layers to full, of those that can be and are not. See `next_rung`."""
     places = [(at, idx) for at, stack in enumerate(plan.stacks) for idx in range(len(stack.layers))]
     left = [
         (at, idx)
@@ -177,7 +186,8 @@ def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung 
         left = [place for place in left if _is_possible(_with_full(plan, [place]), stacks, model)]
     if not left:
         return None
-    chosen = left[: math.ceil(len(places) / _QUARTERS)]
+    number = math.ceil(len(places) / _QUARTERS) if share is None else math.ceil(len(left) * share)
+    chosen = left[: max(1, number)]
     if not _is_possible(_with_full(plan, chosen), stacks, model):
         chosen = left
     return Rung(_with_full(plan, chosen), f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")

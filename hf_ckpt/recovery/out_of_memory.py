@@ -65,11 +65,17 @@ class Figures:
     @property
     def missing_share(self) -> float | None:
         """Share of what was needed when memory ran out that was not there; None where the allocator did not say."""
-        if self.wanted is None or self.allocated is None or self.free is None:
+        if self.missing_bytes is None or self.wanted is None or self.allocated is None:
             return None
         needed = self.allocated + self.wanted
-        there = self.allocated + self.free + (self.unused or 0)
-        return max(0.0, 1 - there / needed) if needed else None
+        return self.missing_bytes / needed if needed else None
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """What was not there when memory ran out; None where the allocator did not say."""
+        if self.wanted is None or self.free is None:
+            return None
+        return max(0, self.wanted - self.free - (self.unused or 0))
 
     @property
     def is_fragmented(self) -> bool:

@@ -20,9 +20,9 @@ from hf_ckpt import HFCkptCallback, Plan, apply
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
-from hf_ckpt.recovery.escalation import rung_after
+from hf_ckpt.recovery.escalation import rung_after, share_of_layers
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
-from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 from hf_ckpt.recovery.recovery import RUNGS_FILE
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.saved_files import PLAN_FILE
@@ -51,6 +51,49 @@ def test_a_quarter_more_of_the_layers_is_set_to_full_and_then_segments_are_neste
     assert all(rung.is_exact for rung in found)
 
 
+CUDA = (
+    "CUDA out of memory. Tried to allocate {wanted} MiB. GPU 0 has a total capacity of 1.00 GiB of which {free} MiB is "
+    "free. Of the allocated memory {allocated} MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+@pytest.mark.parametrize(("share", "numbers"), [(None, [3, 3, 3]), (0.01, [1, 1]), (0.3, [3, 2, 2]), (1.0, [9])])
+def test_as_many_layers_are_set_to_full_as_are_asked_for(share: float | None, numbers: list[int]) -> None:
+    model = llama(num_hidden_layers=9)
+    stacks = find_layers(model)
+    plan = make_plan(model, Policy.parse("selective"), stacks)
+    for number in numbers:
+        before = plan.count(Mode.FULL)
+        rung = next_rung(plan, stacks, model, is_exact=True, share=share)
+        assert rung is not None
+        plan = rung.plan
+        assert plan.count(Mode.FULL) - before == number
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted", "held", "share"),
+    [
+        # Of 800 MiB that a step had made 180 are missing.
+        (Part.BACKWARD, 200, 200, 1.1 * 180 / 800),
+        (Part.RECOMPUTATION, 200, 200, 1.1 * 180 / 800),
+        (Part.BACKWARD, 2000, 200, 1.0),
+        # What a whole forward would have kept is not known, nor what is held without a device that counts it.
+        (Part.FORWARD, 200, 200, None),
+        (Part.BACKWARD, 200, None, None),
+        (Part.BACKWARD, 200, 1000, None),
+    ],
+)
+def test_the_share_of_layers_is_that_of_what_was_missing(
+    part: Part, wanted: int, held: int | None, share: float | None
+) -> None:
+    figures = Figures.of(CUDA.format(wanted=wanted, free=20, allocated=1000))
+    failure = Failure(torch.OutOfMemoryError(), part, figures)
+    found = share_of_layers(failure, None if held is None else held * 2**20)
+    assert found == (None if share is None else pytest.approx(share))
+    assert share_of_layers(Failure(torch.OutOfMemoryError(), part, Figures()), 0) is None
+
+
 def test_chunked_head_and_tiles_come_last_and_only_where_they_are_allowed() -> None:
     model = llama(attention_dropout=0.0)
     assert [rung.change for rung in rungs(model, "full")] == []
@@ -65,13 +108,6 @@ def test_without_memory_of_the_host_nothing_is_offloaded() -> None:
     assert rungs(llama(), policy)[:1] == []
     (found,) = rungs(llama(), policy, drops_offload=True)
     assert all(entry.offload is None for entry in found.plan.stacks[0].layers)
-
-
-CUDA = (
-    "CUDA out of memory. Tried to allocate {wanted} MiB. GPU 0 has a total capacity of 1.00 GiB of which {free} MiB is "
-    "free. Of the allocated memory {allocated} MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but "
-    "unallocated."
-)
 
 
 @pytest.mark.parametrize(
