@@ -80,11 +80,13 @@ class EndingSteps:
     Args:
         trainer: whose steps they are.
         why: they are not.
+        steps: note what a step begins with, where the run may be saved as it was then.
     """
 
-    def __init__(self, trainer: Any, why: str) -> None:
+    def __init__(self, trainer: Any, why: str, steps: TrainingSteps | None) -> None:
         self._trainer = trainer
         self._why = why
+        self._steps = steps
         self._step, self._number = 0, 0
 
     def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +94,7 @@ class EndingSteps:
         step = int(self._trainer.state.global_step) + 1
         self._step, self._number = step, self._number + 1 if step == self._step else 0
         try:
-            return method(*args, **kwargs)
+            return method(*args, **kwargs) if self._steps is None else self._steps.run_once(method, args, kwargs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -147,9 +149,9 @@ class Recovery:
         )
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = Evaluation(trainer)
-        self._parts: dict[str, Part] = {
-            "training_step": self._steps if why_not is None else EndingSteps(trainer, why_not)
-        }
+        self._parts: dict[str, Part] = {"training_step": self._steps}
+        if why_not is not None:
+            self._parts = {"training_step": EndingSteps(trainer, why_not, self._steps if _is_whole(trainer) else None)}
         owners = {"training_step": trainer}
         if why_not is None:
             self._parts |= {"step": self._optimizer_steps, "prediction_step": self._evaluation}
@@ -277,5 +279,9 @@ def _clean_end(trainer: Any, run: TrainingRun, save: Callable[[Path], None]) -> 
         write_plan(run.applied.plan, folder)
         save(folder)
 
-    is_whole = isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)
-    return CleanEnd(trainer, run.report_error, write_more, is_whole=is_whole)
+    return CleanEnd(trainer, run.report_error, write_more, is_whole=_is_whole(trainer))
+
+
+def _is_whole(trainer: Any) -> bool:
+    """Whether each process has the whole model and the optimizer's whole state."""
+    return isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)

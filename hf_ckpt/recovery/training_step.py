@@ -64,6 +64,9 @@ class TrainingSteps:
         window = self._window
         if window is None or not window.micro_batches or window.has_written_weights:
             return False
+        if self._data_parallel is not None and window.micro_batches[0].buffers.with_other_values():
+            # What they were like is known of the run's first step only.
+            return False
         window.undo()
         window.micro_batches[0].attributes.restore()
         window.micro_batches[0].randomness.restore()
@@ -84,8 +87,7 @@ class TrainingSteps:
         if window is None:
             # Somebody runs a step by hand.
             return method(*args, **kwargs)
-        micro_batch = self._begin(args, kwargs)
-        window.micro_batches.append(micro_batch)
+        micro_batch = self._begin(window, args, kwargs)
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
         returned, failure = escalation.attempt(partial(method, *args, **kwargs))
         if failure is not None:
@@ -94,15 +96,23 @@ class TrainingSteps:
         self._buffers.learn(micro_batch.buffers)
         return returned
 
+    def run_once(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a micro-batch that is not run again, and note what `undo` needs."""
+        micro_batch = None if self._window is None else self._begin(self._window, args, kwargs)
+        returned = method(*args, **kwargs)
+        if micro_batch is not None:
+            self._buffers.learn(micro_batch.buffers)
+        return returned
+
     def _fault(self, window: Window) -> str | None:
         fault = window.fault()
         return self._data_parallel.fault(window) if fault is None and self._data_parallel is not None else fault
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatch:
+    def _begin(self, window: Window, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatch:
         trainer, others = self._trainer, self._data_parallel
         if others is not None:
             others.begin_micro_batch()
-        return MicroBatch(
+        micro_batch = MicroBatch(
             args,
             kwargs,
             Randomness.now(self._on_devices),
@@ -111,6 +121,8 @@ class TrainingSteps:
             trainer.accelerator.gradient_state.sync_gradients,
             others is not None and others.syncs,
         )
+        window.micro_batches.append(micro_batch)
+        return micro_batch
 
     def _failed(self, micro_batch: MicroBatch, failure: Failure) -> Failed:
         step = int(self._trainer.state.global_step) + 1

@@ -37,7 +37,7 @@ LIMIT_S = 90
 """After so many seconds a process is given up."""
 LINGERS_S = 10
 BOTH = -1
-ENGINES = ("ddp", "fsdp2", "fsdp2 that saves")
+ENGINES = ("ddp", "fsdp2", "fsdp2 that saves", "ddp in SFTTrainer", "ddp in DPOTrainer")
 
 
 def raise_in_forward(model: nn.Module) -> None:
@@ -87,10 +87,37 @@ def run_out_of_memory(engine: str, victim: int) -> None:
         callbacks.append(During("on_step_begin", fail_in_backward, step=2))
     saving = {"save_strategy": "steps", "save_steps": 1} if engine == "fsdp2 that saves" else {}
     callback = HFCkptCallback("none", on_oom="escalate")
+    if engine.startswith("ddp in "):
+        train_in_trl(engine.removeprefix("ddp in ").removesuffix("Trainer"), folder, [callback, *callbacks])
+        return
     # With it the whole process uses one engine.
     with runs.fresh_accelerate():
         asked = runs.engine_arguments(engine.partition(" ")[0])
         trainer(llama(), folder / "run", callback, *callbacks, max_steps=50, **saving, **asked).train()
+
+
+def train_in_trl(kind: str, folder: Path, callbacks: list[Any]) -> None:
+    """Train in a trainer of trl, and leave in files what it had counted when the last step began, and at the end."""
+    from tests import trl_trainers
+
+    counted: list[Any] = []
+
+    def count(_: object = None) -> None:
+        train = {name: list(values) for name, values in run._metrics["train"].items()}
+        counted.append([train, run._total_train_tokens])
+
+    with runs.fresh_accelerate():
+        engine = runs.engine_arguments("ddp")
+        callbacks = [*callbacks, During("on_step_begin", count, step=2)]
+        # Logging clears what was counted.
+        settings = {"max_steps": 50, "gradient_accumulation_steps": 2, "logging_steps": 10, **engine}
+        case = "whole" if kind == "SFT" else "separate"
+        run: Any = trl_trainers.trainer(kind, case, folder / "run", *callbacks, **settings)
+        try:
+            run.train()
+        finally:
+            count()
+            (folder / f"counted {os.environ['RANK']}").write_text(json.dumps(counted))
 
 
 def fail_in_backward(model: nn.Module) -> None:

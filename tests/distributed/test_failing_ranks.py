@@ -109,10 +109,34 @@ def test_out_of_memory_under_sharding_ends_all_and_names_the_last_checkpoint(
     starter: subprocess.Popen[str], tmp_path: Path, engine: str, where: str
 ) -> None:
     said = ended_out_of_memory(starter, tmp_path, engine, 1)
-    assert "The step is not run again: the model is sharded by an engine. All processes end." in said
+    assert "The step is not run again: the model is sharded by an engine. " in said
+    assert " All processes end. " in said
     assert where.format(folder=tmp_path / "run") in said
     warned = (tmp_path / "stderr 0").read_text()
     assert ("Out of memory ends this run, whose processes share the model" in warned) is (engine == "fsdp2")
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_trainer_of_trl_under_ddp_ends_with_a_checkpoint_of_the_step_before(
+    starter: subprocess.Popen[str], tmp_path: Path, kind: str
+) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    print(
+        json.dumps([f"is out of memory under ddp in {kind}Trainer", 1, str(tmp_path)]), file=starter.stdin, flush=True
+    )
+    ends = json.loads(starter.stdout.readline())
+    own, other = ((tmp_path / f"stderr {rank}").read_text() for rank in (1, 0))
+    assert [status for status, _ in ends] == [1, 1], own
+    folder = tmp_path / "run" / "checkpoint-2"
+    assert f"{kind}Trainer.compute_loss may send something of its own to the other processes" in other
+    assert "Examples of the training data in it: " in other
+    assert f"All processes end. Nothing is lost: {folder} holds the state before this step." in other
+    saved = LlamaForCausalLM.from_pretrained(folder)
+    assert changed(torch.load(tmp_path / "weights 0.pt"), dict(saved.named_parameters())) == []
+    # What it had counted for its reporters is that of the steps before.
+    before, after = json.loads((tmp_path / "counted 1").read_text())
+    assert before == after
+    assert before[1] > 0
 
 
 def ended_out_of_memory(starter: subprocess.Popen[str], folder: Path, engine: str, victim: int) -> str:
