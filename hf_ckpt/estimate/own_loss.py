@@ -142,7 +142,7 @@ def _unstarted(recipe: Recipe, base: Any) -> Any:
     data = SimpleNamespace(train=_rows(recipe), evaluation=None, collator=None)
     args = _arguments(recipe)
     with torch.device("meta"):
-        trainer: Any = make_trainer(recipe, base, args, _tokenizer(), data, [], of_trl=kind, is_empty=True)
+        trainer: Any = make_trainer(recipe, base, args, _tokenizer(), data, [], made_of=kind, is_empty=True)
     if recipe.training.get(_PRECOMPUTE):
         # Computed in the constructor, of rows that are not there.
         trainer.precompute_ref_logps, trainer.ref_model = True, None

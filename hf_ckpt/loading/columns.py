@@ -67,7 +67,7 @@ def prepare_columns(
     train, evaluation, collator = raw.train, raw.evaluation, None
     if not kind.of_trl:
         collator = DataCollatorWithPadding(tokenizer)
-        encode = partial(_with_label, section=section, tokenizer=tokenizer, num_labels=num_labels)
+        encode = partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels)
         train, evaluation = encode(train), None if evaluation is None else encode(evaluation)
     return PreparedColumns(kind, train, evaluation, collator, raw.train[0])
 
@@ -149,9 +149,10 @@ def _judged(row: Mapping[str, str], number: int, columns: Columns) -> dict[str, 
     return {name: every[name] for name in (*(["prompt"] if "chosen" in columns else []), *columns)}
 
 
-def _with_label(
+def with_label(
     rows: Dataset, section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, num_labels: int
 ) -> Dataset:
+    """Return texts as token ids, each with its label as the model's loss takes it."""
     _check_labels(rows["label"][:], num_labels)
     as_label: Any = float if num_labels == 1 else int
     max_length = section.get("max_length", DEFAULT_MAX_LENGTH)

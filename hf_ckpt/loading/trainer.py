@@ -31,7 +31,7 @@ def make_trainer(
     data: Any,
     callbacks: list[TrainerCallback],
     *,
-    of_trl: type[Trainer] | None = None,
+    made_of: type[Trainer] | None = None,
     is_empty: bool = False,
 ) -> Trainer:
     """Make the trainer of a recipe.
@@ -43,7 +43,7 @@ def make_trainer(
         tokenizer: of the data.
         data: has `train`, `evaluation` and `collator`.
         callbacks: of the trainer.
-        of_trl: the trainer's class, if not the one that trl has.
+        made_of: the trainer's class, if not that of transformers or the one that trl has.
         is_empty: whether the model has no weights.
 
     Raises:
@@ -59,12 +59,12 @@ def make_trainer(
         "callbacks": callbacks,
     }
     if not recipe.kind.of_trl:
-        return Trainer(**given)
+        return (made_of or Trainer)(**given)
     given |= {"peft_config": adapter_config(recipe, is_empty=is_empty)}
     if _needs_reference(recipe, args):
         # trl would load it by its name, without what the recipe says of dtype, quantisation and code.
         given["ref_model"] = copy.deepcopy(model)
-    kind = of_trl or trainer_class(recipe)
+    kind = made_of or trainer_class(recipe)
     try:
         return kind(**given)
     except (ValueError, NotImplementedError) as error:

@@ -213,7 +213,9 @@ class StackPatch:
         self._is_paused = False
 
     def _seams(self) -> Iterator[Change]:
-        return (change for change in self._changes if change.name == FLAG and change.ours)
+        # Those of layers that keep everything too: another library may have switched them on, as trl does after it has
+        # asked a reference.
+        return (change for change in self._changes if change.name == FLAG)
 
 
 class SegmentHooks:

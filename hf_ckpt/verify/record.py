@@ -30,7 +30,9 @@ from hf_ckpt.structure.layers import Stack
 Gradients = dict[str, Tensor | None]
 State = dict[str, object]
 _DIGEST_BYTES = 8
-_PLAN_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
+_FUNCTION = "_gradient_checkpointing_func"
+_PLAN_ATTRIBUTES = ("gradient_checkpointing", _FUNCTION, "forward")
+_WRITTEN_BY_LOSS = "problem_type"  # By that of transformers, into the config, when it sees the first labels.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -213,6 +215,7 @@ class Recorder:
         self._plan_attributes: dict[str, tuple[object, ...]] = {}
         self._running: list[str] = []
         self._last_entered = ""
+        self._is_reference = False
         self.is_recomputing = False
         self.is_digesting = False
 
@@ -262,6 +265,12 @@ class Recorder:
         if self._micro_batch is None:
             return
         in_backward = is_in_backward()
+        if not self._running and not in_backward:
+            # Such as trl's, with adapters disabled: the plan rests.
+            self._is_reference = not torch.is_grad_enabled()
+        if self._is_reference and not in_backward:
+            self._running.append(path)
+            return
         self._record.forward_counts[path, in_backward] += 1
         self._last_entered, self.is_recomputing = path, in_backward
         # A recomputation that stopped early never left the modules that it was in.
@@ -290,6 +299,8 @@ class Recorder:
             computed = (x for x in tensors_in(output, depth=1) if not isinstance(x, DeferredLogits))
             digests = tuple(map(tensor_digest, computed))
             self._micro_batch.outputs.append((path, digests))
+        if self._is_reference:
+            return
         if path in self._layer_of:
             self._forward_states[path].append(_state_of(module))
         if path in self._watched:
@@ -315,8 +326,10 @@ class Recorder:
 
     def _note_replaced(self, path: str, module: nn.Module) -> None:
         now = _plan_attributes_of(module)
+        is_off = not now[0] and not self._plan_attributes[path][0]
         for name, value, found in zip(_PLAN_ATTRIBUTES, now, self._plan_attributes[path], strict=True):
-            if value is not found and path not in self._record.replaced:
+            # A function that is switched off, as trl leaves one on layers that keep everything, is never called.
+            if value is not found and path not in self._record.replaced and not (is_off and name == _FUNCTION):
                 self._record.replaced[path] = f"{name} is now {qualified_name(value)}"
 
     def _watch_gradient(self, tensor: Tensor | None, path: str, side: str) -> None:
@@ -382,7 +395,7 @@ def _state_of(module: nn.Module) -> State:
     config = getattr(module, "config", None)
     if config is not None:
         plain = ((name, value) for name, value in vars(config).items() if isinstance(value, _PLAIN))
-        state.update((f"config.{name}", value) for name, value in plain)
+        state.update((f"config.{name}", value) for name, value in plain if name != _WRITTEN_BY_LOSS)
     state["autocast"] = _autocast()
     return state
 

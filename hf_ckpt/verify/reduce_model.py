@@ -37,7 +37,7 @@ from hf_ckpt.verify.reduce_widths import make_weights, with_special_tokens
 
 VOCAB_SIZE = 320
 """Tokens of a reduced model: 256 bytes, three that frame a text, and room for those of images and the like."""
-_KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype")
+_KEPT_KEYS = ("trust_remote_code", "attn_implementation", "dtype", "num_labels")
 _MAX_PARAMETERS = 300_000_000
 """Of a reduced model; it is trained several times, on a CPU."""
 _MAX_ROWS = 2

@@ -11,17 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
+from datasets import Dataset
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
+from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.loading.columns import with_label
 from hf_ckpt.loading.dataset import packing_collator, padding_collator
 from hf_ckpt.loading.examples import IGNORED
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_own_loss
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.trainers import TrainerKind
 from hf_ckpt.verify import compare, launch, state_checks
 from hf_ckpt.verify.compare import HALF_TOLERANCE, Trials, first_module_changed_by_plan
 from hf_ckpt.verify.localize import (
@@ -81,7 +85,9 @@ def verify(
     """
     if recipe.checkpointing is None:
         raise RecipeError(f"{recipe.path} has no checkpointing section, so that there is no plan to verify. Add one.")
-    check_own_loss(recipe, "verify")
+    if recipe.kind.reads_images:
+        # They would have to be drawn too.
+        check_own_loss(recipe, "verify")
     if num_steps < 1:
         raise RecipeError(f"{num_steps} optimizer steps were asked for. Use 1 or more.")
     folder = launch.temporary_folder()
@@ -139,6 +145,8 @@ def _quiet_libraries() -> Iterator[None]:
     has_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    maps_with_bars = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
     ours.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -147,6 +155,8 @@ def _quiet_libraries() -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(level)
         ours.setLevel(found)
+        if maps_with_bars:
+            datasets.enable_progress_bars()
         if has_bars:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -367,8 +377,9 @@ def _check_run(planned: Record) -> Check:
 class SampleRows:
     """What a Trainer needs in place of data."""
 
-    rows: list[dict[str, list[int]]]  # `input_ids` and `labels`, -100 where nothing is learned
-    collator: Callable[[list[Any]], dict[str, Any]]  # as the recipe's own
+    rows: Any
+    """A list with `input_ids` and `labels`, -100 where nothing is learned; or a data set of what a trainer reads."""
+    collator: Callable[[list[Any]], dict[str, Any]] | None  # as the recipe's own; None for trl's
 
 
 def sample_rows(
@@ -380,12 +391,34 @@ def sample_rows(
     of unequal lengths where it pads, several documents in a row where it packs.
     """
     num_rows = num_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size * args.world_size
+    kind, seed = recipe.kind, int(recipe.training.get("seed", 42))
+    if not kind.is_text:
+        texts = Dataset.from_list(list(_judged_texts(kind, num_rows, seed)))
+        if kind.of_trl:
+            return SampleRows(texts, None)
+        labelled = with_label(texts, recipe.data, tokenizer, recipe.model.get("num_labels", 1))
+        return SampleRows(labelled, DataCollatorWithPadding(tokenizer))
     length = min(NUM_TOKENS, int(recipe.data.get("max_length") or NUM_TOKENS))
-    rows = list(_rows(num_rows, length, _text_tokens(tokenizer), int(recipe.training.get("seed", 42))))
+    rows = list(_rows(num_rows, length, _text_tokens(tokenizer), seed))
     if recipe.data.get("loss_on") != "all":
         rows = [_without_prompt(row) for row in rows]
     is_packed = recipe.data.get("packing", False)
-    return SampleRows(rows, packing_collator() if is_packed else padding_collator(tokenizer))
+    collator = packing_collator() if is_packed else padding_collator(tokenizer)
+    return SampleRows(Dataset.from_list(rows) if kind.of_trl else rows, collator)
+
+
+def _judged_texts(kind: TrainerKind, num_rows: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield texts of letters in the columns that a trainer reads, some shorter than others."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(length: int) -> str:
+        return "".join(map(chr, (torch.randint(26, (length,), generator=generator) + ord("a")).tolist()))
+
+    for number in range(num_rows):
+        length = NUM_TOKENS // 2 - _SHORTENED * (number % 4 == 3)
+        texts = {name: text(length) for name in ("prompt", "chosen", "rejected", "completion", "text")}
+        every = {**texts, "label": number % 2 == 0 if "completion" in kind.columns else number % 2}
+        yield {name: every[name] for name in (*kind.more_columns, *kind.columns) if name in every}
 
 
 def _rows(num_rows: int, length: int, tokens: list[int], seed: int) -> Iterator[dict[str, list[int]]]:

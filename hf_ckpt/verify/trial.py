@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +38,8 @@ from transformers import (
 
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
-from hf_ckpt.loading.model import build_model
+from hf_ckpt.loading.columns import texts_of
+from hf_ckpt.loading.trainer import build_trained_model, make_trainer, trainer_class
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.options import HeadMode
@@ -77,15 +80,15 @@ class TrialInputs:
 
     recipe: Recipe  # with weights in `model.name_or_path`
     tokenizer: PreTrainedTokenizerBase
-    rows: Sequence[Mapping[str, Any]]  # with `input_ids` and `labels`
+    rows: Sequence[Mapping[str, Any]] | Dataset  # with `input_ids` and `labels`, or the columns that a trainer reads
     collator: Any
     setup: Callable[[nn.Module], None] | None = None
     """What the user's own script does to the model once it is built."""
 
     def build(self, seed: int) -> Any:
-        """Build the model as the recipe says, the same one at each call."""
+        """Build the model as the recipe's trainer takes it, the same one at each call."""
         set_seed(seed)
-        model = build_model(self.recipe, self.tokenizer)
+        model = build_trained_model(self.recipe, self.tokenizer)
         keep_4bit_weights(model)
         _randomize_zero_adapters(model)
         if self.setup is not None:
@@ -131,7 +134,10 @@ class TrialInputs:
 
     def prompt(self) -> torch.Tensor:
         """Return the first tokens of the first row, [1, S]."""
-        return torch.tensor([list(self.rows[0]["input_ids"][:_PROMPT_TOKENS])])
+        row = self.rows[0]
+        # trl tokenises what its trainers read.
+        ids = row["input_ids"] if "input_ids" in row else self.tokenizer(next(texts_of(row)))["input_ids"]
+        return torch.tensor([list(ids[:_PROMPT_TOKENS])])
 
 
 def keep_4bit_weights(model: nn.Module) -> None:
@@ -200,22 +206,33 @@ class _Trial:
         self.inputs = inputs
         self.record = Record(folder)
         self.args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
+        self.section = inputs.recipe.checkpointing or NO_CHECKPOINTING
+        self.callback = NonStoppingCallback(self.section) if is_planned else None
+        self.watch = watch
         self.model: Any = inputs.build(self.args.seed)
-        section = inputs.recipe.checkpointing or NO_CHECKPOINTING
+        self._is_begun = False
+        if not inputs.recipe.kind.of_trl:
+            self.begin(self.model)
+
+    def begin(self, model: Any) -> None:
+        """Look at the model before a plan or an engine does: trl's trainers put the adapter on it."""
+        if self._is_begun:
+            return
+        self._is_begun, self.model, section = True, model, self.section
+        if self.inputs.recipe.kind.of_trl:
+            _randomize_zero_adapters(model)
         stacks = find_layers(self.model, **section.structure)
         plan = _expected_plan(section, stacks, type(self.model).__name__)
         self.record.expected_plan, self.record.layers = plan, tuple(_watched_layers(plan, stacks))
         self.record.tolerance = tolerance_of(plan, stacks, self.model, self.args)
-        if not is_planned and draws_in_tiles(plan, stacks):
+        if self.callback is None and draws_in_tiles(plan, stacks):
             run_in_same_tiles(plan, stacks)
         self.recorder = Recorder(self.model, stacks, self.record)
-        self.callback = NonStoppingCallback(section) if is_planned else None
-        self.watch = watch
         self.user_hooks = UserHooks(self.model)
         self.use_cache = use_cache_of(self.model)
         self.record.names["before"] = names_of(self.model, self.record)
-        if watch is not None:
-            watch.recorder = self.recorder
+        if self.watch is not None:
+            self.watch.recorder = self.recorder
 
     def run(self, resume_from: Path | None) -> Record:
         trainer = None
@@ -226,6 +243,8 @@ class _Trial:
             raise
         except Exception as error:  # noqa: BLE001  # whatever ends the run is the verdict on it
             self._note_failure(error)
+        if not self._is_begun:
+            return self.record
         self.recorder.stop()
         if self.callback is not None:
             self.record.plan, self.record.callback_faults = self.callback.plan, self.callback.faults
@@ -235,16 +254,17 @@ class _Trial:
         return self.record
 
     def _trainer(self) -> RecordingTrainer:
-        callbacks: list[TrainerCallback] = [] if self.callback is None else [self.callback]
-        trainer = RecordingTrainer(
-            trial=self,
-            model=self.model,
-            args=self.args,
-            train_dataset=self.inputs.rows,
-            data_collator=self.inputs.collator,
-            processing_class=self.inputs.tokenizer,
-            callbacks=callbacks,
+        recipe, inputs = self.inputs.recipe, self.inputs
+        callbacks: list[TrainerCallback] = [_BeginTrial(self)]
+        callbacks += [] if self.callback is None else [self.callback]
+        data = SimpleNamespace(train=inputs.rows, evaluation=None, collator=inputs.collator)
+        # The class that the recipe names, recorded from outside.
+        of_recipe = trainer_class(recipe) if recipe.kind.of_trl else Trainer
+        kind = type(of_recipe.__name__, (RecordingTrainer, of_recipe), {"_recorded_by": self})
+        made = make_trainer(
+            recipe, self.model, self.args, inputs.tokenizer, data, callbacks, made_of=cast(type[Trainer], kind)
         )
+        trainer = cast(RecordingTrainer, made)
         for printer in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(printer)
         # After the plan's own callback, so that it sees what a user's callback would.
@@ -252,9 +272,10 @@ class _Trial:
         return trainer
 
     def _note_failure(self, error: Exception) -> None:
-        self.record.failure = Failure(
-            error, self.recorder.current_layer, self.recorder.is_recomputing, self.record.num_steps
-        )
+        where, is_recomputing = "", False
+        if self._is_begun:
+            where, is_recomputing = self.recorder.current_layer, self.recorder.is_recomputing
+        self.record.failure = Failure(error, where, is_recomputing, self.record.num_steps)
         # The traceback holds the frames, and they the model.
         error.__traceback__ = None
 
@@ -313,12 +334,13 @@ class _Trial:
 
 
 class RecordingTrainer(Trainer):
-    """The Trainer, recorded from outside: each training step is its own. Shards on a CPU too: Note [FSDP on a CPU]."""
+    """A trainer, recorded from outside: each training step is its own. Shards on a CPU too: Note [FSDP on a CPU].
 
-    def __init__(self, *, trial: _Trial, **options: Any) -> None:
-        self._recorded_by = trial
-        self._is_started = False
-        super().__init__(**options)
+    To be put before the recipe's own trainer.
+    """
+
+    _recorded_by: _Trial
+    _is_started = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and give back the FSDP plugin that it dropped on a CPU."""
@@ -390,6 +412,16 @@ class NonStoppingCallback(HFCkptCallback):
             warnings.simplefilter("always")
             super().on_pre_optimizer_step(args, state, control, **kwargs)
         self.faults += [str(warning.message) for warning in caught]
+
+
+class _BeginTrial(TrainerCallback):
+    """Lets a trial look at the model when the trainer has it whole, before the plan's own callback does."""
+
+    def __init__(self, trial: _Trial) -> None:
+        self._trial = trial
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trial.begin(kwargs["model"])
 
 
 class _GenerateBetweenSteps(TrainerCallback):

@@ -18,7 +18,6 @@ from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.estimate.profile import measure
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.summary import RunSummary
-from hf_ckpt.verify.run import verify
 from tests import small_recipes, twins
 
 pytestmark = [
@@ -208,7 +207,5 @@ def test_what_trl_refuses_is_a_message(tmp_path: Path) -> None:
 
 def test_commands_that_run_another_loss_refuse(tmp_path: Path) -> None:
     recipe = load_recipe(small_recipes.of_trainer(tmp_path, "classification"))
-    with pytest.raises(RecipeError, match="trainer classification: verify runs a causal language model on text"):
-        verify(recipe)
     with pytest.raises(RecipeError, match="trainer classification: profile runs a causal language model on text"):
         measure(recipe, print, num_steps=1, trace=None, folder=tmp_path)
