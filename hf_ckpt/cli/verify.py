@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure and version, and no table")
     parser.add_argument("--steps", type=count, metavar="K", help="optimizer steps of each run")
     parser.add_argument("--processes", type=count, default=1, metavar="N", help="run in N processes on this machine")
-    parser.add_argument("--engine", choices=_ENGINES, help="of several processes; the recipe's own if left out, or ddp")
+    parser.add_argument(
+        "--engine", type=_engine, choices=_ENGINES, help="of several processes; the recipe's own if left out, or ddp"
+    )
     parser.add_argument(
         "--setup",
         metavar="MODULE:FUNCTION",
@@ -42,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)
     return parser
+
+
+def _engine(written: str) -> str:
+    if written == "tp":
+        from hf_ckpt.recipe.schema import NO_PARALLELISM
+
+        raise argparse.ArgumentTypeError(f"tensor parallelism was asked for, and {NO_PARALLELISM}")
+    return written
 
 
 def _run(options: argparse.Namespace) -> int:

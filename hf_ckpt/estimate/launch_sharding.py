@@ -108,7 +108,7 @@ def _of_file(path: Path) -> Sharding:
 def _check_whole_rows_and_weights(config: Mapping[str, Any], path: Path) -> None:
     """Refuse ranks that share rows or matrices, and weights that only some of them share."""
     sizes = {name.removeprefix("parallelism_config_"): value for name, value in config.items()}
-    split = [name for name in SPLIT_SIZES if int(sizes.get(name) or 1) > 1]
+    split = [name for name in ("tp_size", *SPLIT_SIZES) if int(sizes.get(name) or 1) > 1]
     if all(int(sizes.get(name) or 1) > 1 for name in ("dp_replicate_size", "dp_shard_size")):
         split.append("dp_replicate_size")
     if split:

@@ -21,7 +21,7 @@ from transformers.integrations import deepspeed
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
+from hf_ckpt.recipe.schema import NO_PARALLELISM, PREPARE_FOR_KBIT
 
 _FLOAT_STORAGE = ("bfloat16", "float16", "float32")
 
@@ -66,6 +66,7 @@ def asked_engine(args: TrainingArguments) -> Engine:
 
 def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
     """Refuse what the engine that was asked for cannot do with this recipe."""
+    _check_parallelism(args)
     engine = asked_engine(args)
     if engine.is_fsdp:
         _check_quantization(recipe, engine)
@@ -75,6 +76,15 @@ def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
     if engine is Engine.DEEPSPEED and recipe.adapter_section is None:
         # Adapters are gathered whatever the configuration says.
         _check_zero3_saving(args)
+
+
+def _check_parallelism(args: TrainingArguments) -> None:
+    """Refuse matrices or rows that a launcher has processes share."""
+    config = getattr(args, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            raise RecipeError(f"The launcher asks for {name}={size}, and {NO_PARALLELISM}")
 
 
 def _check_quantization(recipe: Recipe, engine: Engine) -> None:

@@ -69,6 +69,13 @@ _DATA = {
     "seed": "int",
     "num_proc": "int | None",
 }
+NO_PARALLELISM = (
+    "a recipe's model is loaded whole in each process, or shared by FSDP or DeepSpeed: processes that share matrices "
+    "or rows (tp_size, cp_size, sp_size) are not for recipes. Leave it out, or write a script that loads the model "
+    "with DistributedConfig(tp_size=...) and gives its Trainer HFCkptCallback(...), which proves the first step to "
+    "the bit."
+)
+"""Why a recipe cannot ask for more than data parallelism, and what to do."""
 DEFAULT_MAX_LENGTH = 1024
 """Of `data.max_length`, in tokens."""
 
@@ -320,6 +327,9 @@ def _check_section(draft: Draft, section: Section, entry: Entry, known: dict[str
 
 
 def _check_type(draft: Draft, path: str, value: object, expected: Type) -> bool:
+    if path == "training.parallelism_config" and value is not None:
+        draft.refuse(path, NO_PARALLELISM)
+        return False
     # Python's None is text in YAML, and would be taken for a name.
     is_python_none = value == "None" and expected.accepts(None)
     if expected.accepts(value) and not is_python_none:

@@ -362,6 +362,14 @@ def test_engine_that_cannot_be_simulated_is_refused(
         ),
         (
             {
+                "distributed_type": "MULTI_GPU",
+                "num_processes": 2,
+                "parallelism_config": {"parallelism_config_tp_size": 2},
+            },
+            "tp_size = 2 in parallelism_config cannot be simulated.",
+        ),
+        (
+            {
                 "distributed_type": "FSDP",
                 "num_processes": 8,
                 "parallelism_config": {

@@ -174,6 +174,18 @@ def test_two_ways_to_shard_are_refused(
     )
 
 
+def test_launcher_whose_processes_share_matrices_or_rows_is_refused(tmp_path: Path) -> None:
+    # The oldest accelerate has none.
+    from accelerate import ParallelismConfig
+
+    for name in ("tp_size", "cp_size"):
+        args = arguments()
+        # accelerate refuses these sizes for one process.
+        args.parallelism_config = ParallelismConfig(**{name: 2})
+        with pytest.raises(RecipeError, match=f"The launcher asks for {name}=2, and a recipe's model is loaded whole"):
+            check_engine_suits(recipe_with(None, tmp_path), args)
+
+
 def test_zero3_that_saves_no_weights_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     settings = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}

@@ -211,7 +211,10 @@ BROKEN = [
     broken(training("lr_scheduler_type: cosin"), 'training.lr_scheduler_type = "cosin"', 'Did you mean "cosine"?'),
     broken(training("optim: adamw_hf_torch"), 'training.optim = "adamw_hf_torch": expected one of "adamw_torch"'),
     broken(training("save_strategy: epochs"), 'expected one of "no", "steps", "epoch", "best". Did you mean "epoch"?'),
-    broken(training("parallelism_config: {a: 1}"), "a Python object, which a recipe cannot hold"),
+    broken(
+        training("parallelism_config: {tp_size: 2}"),
+        "parallelism_config: a recipe's model is loaded whole in each process, or shared by FSDP or DeepSpeed",
+    ),
     broken(training("log_level: loud"), 'training.log_level = "loud": expected one of "detail", "debug"'),
     broken(model("dtype: bf16"), 'model.dtype = "bf16": expected one of "auto"', 'Did you mean "bfloat16"?'),
     broken(model("revision: 123456"), "model.revision = 123456: expected text or null. Write it in quotes, as text."),
