@@ -7,8 +7,10 @@ Its constructor runs as it will for a training: what it does to the model, and w
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer
 
 from hf_ckpt.auto.trainer_loss import TrainerLoss
@@ -26,7 +28,7 @@ from hf_ckpt.loading.trainer import make_trainer, trainer_class
 from hf_ckpt.loading.training_args import arguments_class, implied
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.fake_model import meta_copy
-from hf_ckpt.simulation.step import Sharding
+from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.units import format_bytes
 
 # What is of a device, a launch or a report, and no part of a loss.
@@ -65,7 +67,7 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
     Raises:
         RecipeError: trl refuses the recipe, or its step is not simulated.
     """
-    trainer = _unstarted(recipe, base)
+    trainer = _unstarted(recipe, base, torch.device("meta"))
     model = meta_copy(trainer.model)
     try:
         loss = trl_loss(trainer, trainer.args, model, sharding, trainer.train_dataset, trainer.data_collator)
@@ -77,6 +79,33 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
             f"{sharding.engine}. Write a recipe without trainer for an estimate of the model's own loss."
         )
     return OwnStep(model, _of_any_length(loss), _words(loss, recipe))
+
+
+@dataclass(frozen=True)
+class RunningStep:
+    """A trainer's loss on a device, with weights."""
+
+    model: nn.Module  # With adapters.
+    loss_of: Callable[[dict[str, Tensor]], Tensor]
+    inputs: dict[str, Tensor]
+
+
+def running_step(recipe: Recipe, base: Any, step: Step, place: torch.device) -> RunningStep:
+    """Return the step of a recipe whose trainer is one of trl, to be run.
+
+    Args:
+        recipe: the recipe.
+        base: the model on the device, without adapters.
+        step: its sizes, and the loss of `own_step`.
+        place: the device.
+    """
+    trainer = _unstarted(recipe, base, place)
+    own: Any = step.loss
+    others = {name: getattr(trainer, name) for name in own.others}
+    stand_in, model = replace(own, trainer=trainer).bound_to(trainer.model, others, is_cuda=False).args
+    stand_in.accelerator.device = place
+    inputs = {name: value.to(place) for name, value in own.make_inputs(step, model).items()}
+    return RunningStep(model, partial(stand_in.compute_loss, model), inputs)
 
 
 def _of_any_length(loss: TrainerLoss) -> TrainerLoss:
@@ -134,15 +163,16 @@ def _as_it_is(model: Any, **options: Any) -> Any:
     return model
 
 
-def _unstarted(recipe: Recipe, base: Any) -> Any:
+def _unstarted(recipe: Recipe, base: Any, place: torch.device) -> Any:
     of_trl = trainer_class(recipe)
     # After trl's class and its bases, and before the Trainer; what it overrides of those goes first.
     own = {name: vars(_Unstarted)[name] for name in ("_prepare_dataset", "_send_telemetry")}
     kind = type(of_trl.__name__, (of_trl, _Unstarted), own)
     data = SimpleNamespace(train=_rows(recipe), evaluation=None, collator=None)
     args = _arguments(recipe)
-    with torch.device("meta"):
-        trainer: Any = make_trainer(recipe, base, args, _tokenizer(), data, [], made_of=kind, is_empty=True)
+    is_empty = place.type == "meta"
+    with place:
+        trainer: Any = make_trainer(recipe, base, args, _tokenizer(), data, [], made_of=kind, is_empty=is_empty)
     if recipe.training.get(_PRECOMPUTE):
         # Computed in the constructor, of rows that are not there.
         trainer.precompute_ref_logps, trainer.ref_model = True, None

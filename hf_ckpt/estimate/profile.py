@@ -17,16 +17,17 @@ from torch import Tensor
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.documents import device_as_json, memory_as_json
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject, random_model, subject_of
+from hf_ckpt.estimate.subject import Subject, random_base, random_model, subject_of
 from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds
-from hf_ckpt.loading.model import build_model, find_config
+from hf_ckpt.loading.model import find_config
 from hf_ckpt.loading.tokenizer import load_tokenizer
-from hf_ckpt.loading.trainer import check_own_loss
+from hf_ckpt.loading.trainer import build_trained_model, check_reads_text
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import Device, reserve
 from hf_ckpt.simulation.optimizers import make_optimizer
+from hf_ckpt.simulation.step import make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
@@ -48,7 +49,7 @@ def measure(
     recipe: Recipe, say: Callable[[str], None], *, num_steps: int, trace: Path | None, folder: Path
 ) -> Measured:
     """Run a recipe's step with one micro-batch, under its plan. `trace`: the file to write a trace to, if any."""
-    check_own_loss(recipe, "profile")
+    check_reads_text(recipe, "profile")
     subject = subject_of(recipe)
     subject = replace(subject, step=replace(subject.step, gradient_accumulation_steps=1))
     say("Measuring the device ...")
@@ -57,14 +58,16 @@ def measure(
     _check_room(subject, device, predicted)
     say(f"Building {subject.class_name} ...")
     place = torch.device("cuda" if device.is_cuda else "cpu")
-    model = _model(recipe, place, folder).train()
+    running = _running(recipe, subject, place, folder)
+    model: Any = running.model.train()
     # As the Trainer sets it.
     model.config.use_cache = False
     seconds = (num_steps + _NUM_WARMUP) * predicted.time.total
     say(f"Running {num_steps} steps: about {format_seconds(seconds)} ...")
     profile = profile_step(
         model,
-        _inputs(subject, place),
+        running.inputs,
+        loss_of=running.loss_of,
         plan=subject.plan,
         autocast=None if subject.step.autocast is None else getattr(torch, subject.step.autocast),
         optimizer=make_optimizer(model, subject.step, is_cuda=device.is_cuda),
@@ -119,20 +122,40 @@ def _free_host_bytes(device: Device) -> int:
     return device.memory_bytes // 2
 
 
+@dataclass(frozen=True)
+class _Running:
+    model: Any
+    inputs: dict[str, Tensor]
+    loss_of: Callable[[dict[str, Tensor]], Tensor] | None
+
+
+def _running(recipe: Recipe, subject: Subject, place: torch.device, folder: Path) -> _Running:
+    model = _model(recipe, place, folder)
+    if not recipe.kind.of_trl:
+        return _Running(model, _inputs(subject, place), None)
+    from hf_ckpt.estimate.own_loss import running_step
+
+    own = running_step(recipe, model, subject.step, place)
+    return _Running(own.model, own.inputs, own.loss_of)
+
+
 def _model(recipe: Recipe, place: torch.device, folder: Path) -> Any:
+    """Return the model as the recipe's trainer takes it."""
     if recipe.quantization is None:
-        return random_model(recipe, place)
+        return (random_base if recipe.kind.of_trl else random_model)(recipe, place)
     if not find_config(recipe).has_weights:
         raise RecipeError(
             "quantization: weights are quantised as they are loaded, and those of "
             f"{recipe.model.get('name_or_path')} are not here. Profile without it (quantization=null), or load them "
             "first."
         )
-    return build_model(recipe, load_tokenizer(recipe.model, recipe.data, cache_dir=folder)).to(place)
+    return build_trained_model(recipe, load_tokenizer(recipe.model, recipe.data, cache_dir=folder)).to(place)
 
 
 def _inputs(subject: Subject, place: torch.device) -> dict[str, Tensor]:
     step = subject.step
+    if subject.recipe is not None and subject.recipe.kind.scores_rows:
+        return {name: value.to(place) for name, value in make_inputs(step, subject.model).items()}
     vocab_size: int = subject.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (step.batch_size, step.seq_length), generator=generator).to(place)

@@ -209,9 +209,13 @@ def random_model(recipe: Recipe, place: torch.device) -> nn.Module:
         recipe: the recipe.
         place: the device.
     """
-    found = find_config(recipe)
+    return with_empty_adapter(random_base(recipe, place), recipe, low_cpu_mem_usage=False).to(place)
+
+
+def random_base(recipe: Recipe, place: torch.device) -> Any:
+    """Return the same without adapters."""
     attention, _ = _attention(recipe)
-    return with_empty_adapter(_base(recipe, found, attention, place), recipe, low_cpu_mem_usage=False).to(place)
+    return _base(recipe, find_config(recipe), attention, place)
 
 
 def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.device) -> Any:

@@ -71,16 +71,16 @@ def make_trainer(
         raise RecipeError(f"trainer {recipe.trainer}: trl refuses the recipe: {error}") from error
 
 
-def check_own_loss(recipe: Recipe, command: str) -> None:
-    """Refuse a recipe whose trainer's loss is not the one that a command runs.
+def check_reads_text(recipe: Recipe, command: str) -> None:
+    """Refuse a recipe whose batches a command cannot make.
 
     Raises:
-        RecipeError: names the trainer.
+        RecipeError: names what they hold.
     """
-    if not recipe.kind.is_text or recipe.kind.of_trl:
+    if recipe.kind.reads_images:
         raise RecipeError(
-            f"trainer {recipe.trainer}: {command} runs a causal language model on text, whose loss is another one. "
-            f"Write a recipe without trainer on the same model, adapter and checkpointing, and {command} that."
+            f"data.format = images: {command} makes its batches of text. Write a recipe on text with the same model, "
+            f"adapter and checkpointing, and {command} that."
         )
 
 

@@ -110,6 +110,7 @@ def profile_step(
     model: nn.Module,
     inputs: Mapping[str, Any],
     *,
+    loss_of: Callable[[dict[str, Any]], Tensor] | None = None,
     plan: object = None,
     autocast: torch.dtype | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -120,11 +121,12 @@ def profile_step(
     """Run and measure training steps.
 
     The model is on its device; its gradients are cleared, and with an `optimizer`, which steps after each backward, its
-    weights change. `inputs` have labels among them, so that the model returns a loss. `plan` (a `Plan` or a policy) is
-    in force meanwhile; None keeps the plan that the model may carry. `autocast` is the dtype of mixed precision, as the
-    Trainer's bf16 and fp16. The warm-up steps load kernels and allocate the optimizer's state. With `trace_path` one
-    more step is traced, for chrome://tracing or Perfetto: one range per layer (`hf_ckpt layer 3`) and per recomputation
-    (`recompute layer 3`). Raises `HFCkptError` if the plan does not suit the model.
+    weights change. `inputs` have labels among them, so that the model returns a loss; or `loss_of` computes it of them,
+    as a Trainer's own does. `plan` (a `Plan` or a policy) is in force meanwhile; None keeps the plan that the model may
+    carry. `autocast` is the dtype of mixed precision, as the Trainer's bf16 and fp16. The warm-up steps load kernels
+    and allocate the optimizer's state. With `trace_path` one more step is traced, for chrome://tracing or Perfetto: one
+    range per layer (`hf_ckpt layer 3`) and per recomputation (`recompute layer 3`). Raises `HFCkptError` if the plan
+    does not suit the model.
     """
     device = next(model.parameters()).device
     stacks = find_layers(model)
@@ -133,7 +135,7 @@ def profile_step(
     in_force: AbstractContextManager[Any] = nullcontext() if plan is None else apply(model, plan, prove="off")
     try:
         with in_force:
-            step = _Step(model, inputs, device, autocast, optimizer)
+            step = _Step(model, inputs, device, autocast, optimizer, loss_of)
             for _ in range(num_warmup):
                 step.run()
             measured = [_measure(step, stacks) for _ in range(num_steps)]
@@ -155,11 +157,15 @@ class _Step:
     device: torch.device
     autocast: torch.dtype | None
     optimizer: torch.optim.Optimizer | None
+    loss_of: Callable[[dict[str, Any]], Tensor] | None = None
 
     def forward(self) -> Tensor:
         self.model.zero_grad(set_to_none=True)
         mixed = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
         with mixed:
+            if self.loss_of is not None:
+                # Copied: trl's losses add to it.
+                return self.loss_of({**self.inputs})
             loss: Tensor = self.model(**self.inputs)["loss"]
         return loss
 

@@ -23,7 +23,7 @@ from hf_ckpt.loading.columns import with_label
 from hf_ckpt.loading.dataset import packing_collator, padding_collator
 from hf_ckpt.loading.examples import IGNORED
 from hf_ckpt.loading.tokenizer import complete_tokenizer
-from hf_ckpt.loading.trainer import check_own_loss
+from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.trainers import TrainerKind
 from hf_ckpt.verify import compare, launch, state_checks
@@ -85,9 +85,7 @@ def verify(
     """
     if recipe.checkpointing is None:
         raise RecipeError(f"{recipe.path} has no checkpointing section, so that there is no plan to verify. Add one.")
-    if recipe.kind.reads_images:
-        # They would have to be drawn too.
-        check_own_loss(recipe, "verify")
+    check_reads_text(recipe, "verify")
     if num_steps < 1:
         raise RecipeError(f"{num_steps} optimizer steps were asked for. Use 1 or more.")
     folder = launch.temporary_folder()

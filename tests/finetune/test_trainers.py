@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_ckpt import DataError, RecipeError, load_recipe
-from hf_ckpt.estimate.profile import measure
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.summary import RunSummary
 from tests import small_recipes, twins
@@ -203,9 +202,3 @@ def test_what_trl_refuses_is_a_message(tmp_path: Path) -> None:
     recipe = small_recipes.of_trainer(tmp_path, "dpo", lora={**small_recipes.LORA, "target_modules": ["lm_head"]})
     with pytest.raises(RecipeError, match=r"trainer dpo: trl refuses the recipe: .*lm_head"):
         carry_out(recipe)
-
-
-def test_commands_that_run_another_loss_refuse(tmp_path: Path) -> None:
-    recipe = load_recipe(small_recipes.of_trainer(tmp_path, "classification"))
-    with pytest.raises(RecipeError, match="trainer classification: profile runs a causal language model on text"):
-        measure(recipe, print, num_steps=1, trace=None, folder=tmp_path)
