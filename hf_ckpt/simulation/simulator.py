@@ -209,9 +209,7 @@ class StepSimulator:
         step, device = self.step, self.device
         with no_cycles_collected():
             try:
-                # Layers that are skipped would leave nothing in a cache.
-                reuses_layers = not _has_cache_on(self.model) and step.loss is None
-                tape, num_bytes = self._evaluated(reuses_layers=reuses_layers)
+                tape, num_bytes = self._evaluated(reuses_layers=step.loss is None)
             except CannotReuseError:
                 tape, num_bytes = self._evaluated(reuses_layers=False)
         add_workspaces(tape, device, has_trained=True)
@@ -510,10 +508,6 @@ def _costs(device: Device, function: Any, args: Any, kwargs: Any, output: Any) -
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _has_cache_on(model: nn.Module) -> bool:
-    return any(getattr(getattr(module, "config", None), "use_cache", False) for module in model.modules())
 
 
 def _turn_cache_off(model: nn.Module) -> None:

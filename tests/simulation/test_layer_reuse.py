@@ -17,9 +17,10 @@ from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import simulator
 from hf_ckpt.simulation.devices import DEVICES
 from hf_ckpt.simulation.layer_reuse import LayerReuse
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from tests import zoo
 
 pytestmark = pytest.mark.slow
@@ -154,6 +155,22 @@ def test_a_parameter_without_gradient_has_none_in_the_layers_that_are_not_traced
         once, whole = both(built, None, Step(batch_size=2, seq_length=16))
     assert counts == [3]
     assert_equal(once, whole)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bamba"])
+def test_an_evaluation_that_fills_a_cache_is_traced_once(model_type: str) -> None:
+    built = model(model_type, 8)
+    for module in built.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = True
+    simulated = StepSimulator(built, STEP, A100)
+    with counted_copies() as counts:
+        once = simulated.evaluate()
+    with mock.patch.object(simulator.LayerReuse, "choose", side_effect=CannotReuseError):
+        whole = simulated.evaluate()
+    assert counts > [0]
+    assert once.kept_bytes == whole.kept_bytes
+    assert_equal(once.memory, whole.memory)
 
 
 def test_layers_may_let_go_of_what_a_far_one_has_made() -> None:
