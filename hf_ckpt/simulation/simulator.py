@@ -378,7 +378,7 @@ class StepSimulator:
                     (("", tensor) for _, tensor in parameters_and_buffers(other)), Category.REFERENCE
                 )
                 entered.enter_context(track_modules(other, (), tracker))
-            entered.enter_context(emulate_cuda(self.step, self.device))
+            entered.enter_context(emulate_cuda(self.step, self.device, tracker))
             yield
 
     def _record_left_out(self, layers: Collection[nn.Module], fake: FakeCopy, tracker: Tracker) -> None:

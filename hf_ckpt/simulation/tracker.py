@@ -68,6 +68,8 @@ class Tracker(SimulationMode):
         """Stack and number of layers whose backward has no mark: they only pass on what they get, for `layer_reuse`."""
         self.stack_numbers: dict[str, int] = {}
         """By path."""
+        self.holds: Callable[[Any, Any, Any], object] = lambda function, args, kwargs: None
+        """Makes what an operator allocates for itself while it runs, from it and its arguments."""
         self._marked = (-1, -1)
         self._rounding = rounding
         self._costs = costs
@@ -277,6 +279,7 @@ class Tracker(SimulationMode):
             # Left to the class: its operators on what this rank holds come here again.
             return NotImplemented
         kwargs = kwargs or {}
+        held = self.holds(function, args, kwargs)  # noqa: F841  # until this returns
         output = self._run(function, args, kwargs)
         if self._awaiting_reason and function is not _DETACH:
             self._add_reason(self._awaiting_reason, _name_of(function))

@@ -39,25 +39,33 @@ from hf_ckpt.simulation.shared_tensors import is_shared
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
+_WorkspaceFunction = Callable[[Any, Any, dict[str, Any]], list[quantized.Workspace]]
+"""Returns what an operator allocates for itself, from it, its arguments and its named arguments."""
 _OLDEST = (8, 0)
 """The compute capability that is assumed where that of a device is not known."""
 
 
 @contextmanager
-def emulate_cuda(step: Step, device: Device) -> Iterator[None]:
+def emulate_cuda(step: Step, device: Device, tracker: Tracker | None = None) -> Iterator[None]:
     """Let what runs inside keep and need the memory that it would on a CUDA device.
 
     To be entered around forward and backward on fake CPU tensors, inside of the fake mode and of the tracker, so that
     both see what is done here. For a CPU, where it may be entered with real tensors too, it only shows the memory that
-    operators of bitsandbytes hide.
+    operators of bitsandbytes hide. A `tracker` that is given asks for that memory itself: one mode less for each
+    operator to go through.
     """
+    workspaces = partial(_workspaces_of, _WORKSPACES if device.is_cuda else {})
     with ExitStack() as stack:
         stack.enter_context(attention.registered_flash_attention(is_padded=step.is_padded))
-        stack.enter_context(_KernelWorkspaces(_WORKSPACES if device.is_cuda else {}))
+        if tracker is None:
+            stack.enter_context(_KernelWorkspaces(workspaces))
+        else:
+            stack.callback(setattr, tracker, "holds", tracker.holds)
+            tracker.holds = partial(_held, tracker, workspaces)
         if device.is_cuda:
             stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
         yield
@@ -100,17 +108,18 @@ class _FunctionReplacements(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         run = self._replacements.get(function, function)
-        if autocast.is_on():
-            return autocast.call_with_autocast(run, getattr(function, "__name__", ""), args, kwargs or {})
+        name = getattr(function, "__name__", "")
+        if autocast.changes(name) and autocast.is_on():
+            return autocast.call_with_autocast(run, name, args, kwargs or {})
         return run(*args, **(kwargs or {}))
 
 
 class _KernelWorkspaces(SimulationMode):
     """Allocates what kernels allocate for themselves, while they run."""
 
-    def __init__(self, known: Mapping[Callable[..., Any], Callable[..., list[quantized.Workspace]]]) -> None:
+    def __init__(self, workspaces: _WorkspaceFunction) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # upstream
-        self._known = known
+        self._workspaces = workspaces
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -120,16 +129,36 @@ class _KernelWorkspaces(SimulationMode):
         if is_shared(types):
             # See `Tracker`.
             return NotImplemented
-        held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._workspaces_of(function, args, kwargs or {})]
+        held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._workspaces(function, args, kwargs or {})]
         output = function(*args, **(kwargs or {}))
         del held
         return output
 
-    def _workspaces_of(self, function: Any, args: Any, kwargs: dict[str, Any]) -> list[quantized.Workspace]:
-        known = self._known.get(function)
-        if known is not None:
-            return known(*args)
-        return quantized.workspace(function, args, kwargs) if function.namespace == "bitsandbytes" else []
+
+_CPU = torch.device("cpu")
+
+
+def _held(tracker: Tracker, workspaces: _WorkspaceFunction, *call: Any) -> list[Tensor]:
+    """Make the memory for a call of an operator. A tracker that runs an operator does not see others by itself."""
+    return [
+        tracker.__torch_dispatch__(
+            torch.ops.aten.empty.memory_format, (), (shape,), {"dtype": dtype, "device": _CPU, "pin_memory": False}
+        )
+        for shape, dtype in workspaces(*call)
+    ]
+
+
+def _workspaces_of(
+    known: Mapping[Callable[..., Any], Callable[..., list[quantized.Workspace]]],
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> list[quantized.Workspace]:
+    """Return what an operator allocates for itself."""
+    of_operator = known.get(function)
+    if of_operator is not None:
+        return of_operator(*args)
+    return quantized.workspace(function, args, kwargs) if function.namespace == "bitsandbytes" else []
 
 
 def _scaled_dot_product_attention(

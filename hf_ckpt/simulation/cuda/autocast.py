@@ -31,6 +31,9 @@ _WITH_FLOAT32_OUTPUT = frozenset(
 """They return float32 where the call names no dtype."""
 
 
+_CHANGED = _IN_FLOAT32 | _WITH_FLOAT32_OUTPUT
+
+
 def is_on() -> bool:
     """Whether a simulated step runs under autocast here."""
     return torch.is_autocast_enabled("cpu")
@@ -42,9 +45,14 @@ def in_lower_precision(tensors: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, tensors)
 
 
+def changes(name: str) -> bool:
+    """Whether CUDA's autocast changes calls of the function of torch with this name."""
+    return name in _CHANGED
+
+
 def call_with_autocast(function: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call the function of torch with this name as CUDA's autocast does. Only while autocast is on."""
-    if "out" in kwargs or not (name in _IN_FLOAT32 or name in _WITH_FLOAT32_OUTPUT):
+    """Call the function of torch with this name, one that it changes, as CUDA's autocast does while it is on."""
+    if "out" in kwargs:
         return function(*args, **kwargs)
     if name in _IN_FLOAT32:
         args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
