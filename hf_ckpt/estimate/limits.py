@@ -19,6 +19,7 @@ from hf_ckpt.policy.policy import AUTO, REVOLVE
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import StepMemory
 
 LENGTH_UNIT = 64
 """Tokens that lengths are counted in: kernels work on tiles of so many."""
@@ -36,21 +37,29 @@ def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int, *, h
 
     def peak(length: int) -> int:
         memory = predictor.memory(plan, with_length(step, length))
-        fits_host = host_bytes is None or memory.host_bytes <= host_bytes
-        return memory.peak_bytes if fits_host else max(memory.peak_bytes, 2 * budget_bytes)
+        return _peak_within_host(memory, budget_bytes, host_bytes)
 
     most = predictor.subject.longest or _MOST_TOKENS
     return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_UNIT, most))
 
 
-def largest_batch(predictor: Predictor, plan: Plan | None, budget_bytes: int) -> Limit:
-    """Return the largest micro-batch that fits, in rows."""
+def largest_batch(
+    predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None
+) -> Limit:
+    """Return the largest micro-batch that fits, in rows. See `longest_row`."""
     step = predictor.subject.step
 
     def peak(rows: int) -> int:
-        return predictor.memory(plan, with_rows(step, rows)).peak_bytes
+        memory = predictor.memory(plan, with_rows(step, rows))
+        return _peak_within_host(memory, budget_bytes, host_bytes)
 
     return largest(peak, budget_bytes, start=step.batch_size, most=_MOST_ROWS)
+
+
+def _peak_within_host(memory: StepMemory, budget_bytes: int, host_bytes: int | None) -> int:
+    """Return a step's peak; more than the budget where the host has not enough."""
+    fits_host = host_bytes is None or memory.host_bytes <= host_bytes
+    return memory.peak_bytes if fits_host else max(memory.peak_bytes, 2 * budget_bytes)
 
 
 def with_length(step: Step, length: int) -> Step:
@@ -94,6 +103,16 @@ def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> LongestRow:
             found = LongestRow(limit, plan)
     assert found is not None, "there is always the plan that keeps everything"
     return found
+
+
+def largest_batch_of_all(predictor: Predictor, budget_bytes: int) -> Limit:
+    """Return the largest micro-batch that fits under one of the plans that need least, in rows."""
+    offload = predictor.subject.allowed.offload
+    host_bytes = None if offload is None else offload.host_memory
+    found = (
+        largest_batch(predictor, plan, budget_bytes, host_bytes=host_bytes) for plan in leanest_plans(predictor.subject)
+    )
+    return max(found, key=lambda limit: limit.number)
 
 
 def leanest_plans(subject: Subject) -> Iterator[Plan]:
@@ -170,9 +189,10 @@ def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: boo
     rows = []
     for device in devices:
         budget = budget_of(subject, device)
-        if is_length and is_auto(subject.recipe):
+        if is_auto(subject.recipe):
             say(f"Searching what fits on {device.name}: {AUTO} ...")
-            rows.append(FittingSize(AUTO, device, budget, longest_row_of_all(predictor, budget).limit))
+            of_all = longest_row_of_all(predictor, budget).limit if is_length else None
+            rows.append(FittingSize(AUTO, device, budget, of_all or largest_batch_of_all(predictor, budget)))
         for name, plan in _plans(subject):
             say(f"Searching what fits on {device.name}: {name} ...")
             rows.append(FittingSize(name, device, budget, search(predictor, plan, budget)))

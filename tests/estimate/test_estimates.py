@@ -487,6 +487,13 @@ def test_largest_batch_is_found_for_each_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("linear")
+def test_largest_batch_under_auto_is_that_of_what_needs_least(tmp_path: Path) -> None:
+    subject = small_subject(tmp_path, "checkpointing={policy: auto, exact: true}")
+    found = limits.fitting_sizes(subject, [card(MIB + 64 * 1024 * 40)], is_length=False, say=silent)
+    assert {row.plan: row.limit.number for row in found.rows} == {AUTO: 160, "none": 40, "full": 160}
+
+
+@pytest.mark.usefixtures("linear")
 def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
     found = limits.fitting_sizes(small_subject(tmp_path), [card(1024)], is_length=True, say=silent)
     assert {row.limit.number for row in found.rows} == {0}
