@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_ckpt.policy.policy import Policy
+from hf_ckpt.policy.revolve import replays, segment_starts
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.sharding import weights_of
-from hf_ckpt.simulation.simulator import simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tape import TransferKind
 from hf_ckpt.structure.layers import find_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -231,3 +235,21 @@ def test_the_host_needs_time_for_each_unit_within_a_layer(engine: str, num_other
     slow = [simulate_step(adapted, None, step, replace(DEVICE, unit_seconds=seconds)).time.total for seconds in (1, 2)]
     # Each layer is gathered in forward and in backward.
     assert slow[1] - slow[0] == pytest.approx(num_others + CONFIG.num_hidden_layers * (2 + num_modules))
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_a_layer_is_gathered_again_for_each_run_of_a_binomial_schedule(engine: str) -> None:
+    step = Step(batch_size=1, seq_length=16, optim="sgd", sharding=Sharding(engine=engine, world_size=WORLD_SIZE))
+    simulator = StepSimulator(model(), step, DEVICE)
+
+    def num_gathers(**options: object) -> int:
+        events = simulator.trace(simulator.plan_of(Policy.parse("full", **options))).tape.events
+        return sum(event.transfer is not None and event.transfer.kind is TransferKind.GATHER for event in events)
+
+    full = num_gathers()
+    # As tests/distributed/test_collectives.py counts for the engines themselves.
+    starts = [*segment_starts(6, 1), (6, 0)]
+    rows = [row for (start, free), (end, _) in pairwise(starts) for row in replays(end - start, free)]
+    extra = sum(layer - start for start, _, layer in rows)
+    is_next = sum(start < layer for start, _, layer in rows) if engine == "fsdp2" else 0
+    assert num_gathers(nested="revolve", snapshots=1) - full == extra - is_next
