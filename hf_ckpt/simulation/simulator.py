@@ -145,7 +145,10 @@ class StepSimulator:
 
         `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Of CUDA devices only.
         """
-        return reserved_bytes(self.trace(plan).tape, expands=expands)
+        key = *self._key(plan), expands
+        if key not in self._known.reserved:
+            self._known.reserved[key] = reserved_bytes(self.trace(plan).tape, expands=expands)
+        return self._known.reserved[key]
 
     def simulate(
         self,
@@ -440,6 +443,8 @@ class _Known:
     """Of `prepare`."""
     traces: dict[_Key, TracedStep] = field(default_factory=dict)
     """The last ones, and those of the modes: the planner reads them layer by layer."""
+    reserved: dict[tuple[Step, Plan | None, bool], int] = field(default_factory=dict)
+    """Of `reserved_bytes`."""
     places: Places = field(default_factory=Places)
     """Of all traces: most are in each of them."""
     optimizers: dict[tuple[Step, frozenset[str]], OptimizerStep] = field(default_factory=dict)
