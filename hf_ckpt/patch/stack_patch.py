@@ -202,6 +202,8 @@ class StackPatch:
         transformers' seam drops the cache whenever the layer is in training mode, so that `generate()` between two
         steps would give wrong tokens.
         """
+        # Of layers that keep everything too: another library may have switched it on, as trl does after it has asked a
+        # reference.
         for change in self._seams():
             setattr(change.module, FLAG, False)
         self._is_paused = True
@@ -209,12 +211,11 @@ class StackPatch:
     def _resume(self) -> None:
         if self._is_paused:
             for change in self._seams():
-                change.assert_again()
+                if change.ours:
+                    change.assert_again()
         self._is_paused = False
 
     def _seams(self) -> Iterator[Change]:
-        # Those of layers that keep everything too: another library may have switched them on, as trl does after it has
-        # asked a reference.
         return (change for change in self._changes if change.name == FLAG)
 
 
