@@ -48,7 +48,7 @@ TEXTS = {"text": column(0, lambda _: 50)}
 
 def model(**changes: Any) -> nn.Module:
     """A Llama of the tokenizer's vocabulary, always the same one."""
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
     tokens = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id}
     return llama(**{**sizes, **tokens, **changes})
 
@@ -56,7 +56,7 @@ def model(**changes: Any) -> nn.Module:
 def scoring_model() -> nn.Module:
     """A Llama with a head that scores a row."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
     tokens = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id}
     return LlamaForSequenceClassification(LlamaConfig(**sizes, **tokens, num_labels=1, attention_dropout=0.1))
 

@@ -42,7 +42,7 @@ def subject(folder: Path, trainer: str, *overrides: str, **sections: Any) -> Sub
 def as_run(kind: str, case: str, folder: Path, **changes: Any) -> Subject:
     """Return the recipe of a run of `trl_trainers`, whose rows are all as long as can be."""
     model: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 256}
-    model |= {"num_hidden_layers": 6, "num_attention_heads": 2, "vocab_size": len(runs.TOKENIZER)}
+    model |= {"num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": len(runs.TOKENIZER)}
     model |= {"attention_dropout": 0.1} if kind == "Reward" else vars_of_llama()
     has_adapter = case.startswith("adapters")
     training = {"per_device_train_batch_size": 2, **runs.KINDS[kind][1], **runs.CASES[case]()[1], **changes}

@@ -210,7 +210,7 @@ def test_a_trainer_of_trl_reports_what_it_does_without_a_failure(kind: str, tmp_
         ], weights(run.model)
 
     expected, trained_weights = logged({})
-    got, got_weights = logged({1: [2500], 2: [30]})
+    got, got_weights = logged({1: [1600], 2: [30]})
     assert got == expected
     assert any("num_tokens" in entry for entry in got)
     assert changed(trained_weights, got_weights) == []
