@@ -39,7 +39,8 @@ class Place:
     source: str  # The file, or the override on the command line.
     folder: Path  # What the relative path of another recipe starts from.
     line: int | None = None  # Counted from 1; nothing for a whole file and for an override.
-    is_file: bool = True  # False for an override.
+    is_file: bool = True  # False for an override, and for values that were never in a file.
+    is_override: bool = False
 
     def at(self, mark: yaml.Mark) -> Place:
         """Return the place that `mark` points at."""
@@ -386,10 +387,13 @@ class _Walk:
 
 
 def _laid_on(base: Entry, over: Entry) -> Entry:
-    """Return one recipe with another laid on it, whose policy takes along what belonged to policy `auto` only."""
+    """Return one recipe with another laid on it, whose policy takes along what belonged to policy `auto` only.
+
+    What an override said stays, to be refused beside that policy, whichever of the two comes first.
+    """
     section, policy = base.value.get("checkpointing"), _policy_of(over)
     if policy is not None and policy.value != AUTO and section is not None and isinstance(section.value, dict):
-        kept = {key: entry for key, entry in section.value.items() if key not in OF_AUTO}
+        kept = {key: entry for key, entry in section.value.items() if key not in OF_AUTO or entry.place.is_override}
         base = replace(base, value={**base.value, "checkpointing": replace(section, value=kept)})
     return _merge(base, over)
 
@@ -414,7 +418,7 @@ def _merge(base: Entry, over: Entry) -> Entry:
 
 def _override(document: Entry, override: str, mistakes: Mistakes) -> Entry:
     shown = show(_shortened(override))
-    place = Place(f"override {shown}", Path(), is_file=False)
+    place = Place(f"override {shown}", Path(), is_file=False, is_override=True)
     path, equals, text = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):

@@ -765,8 +765,10 @@ def test_another_policy_takes_along_what_was_said_for_auto(tmp_path: Path) -> No
     over = write(tmp_path, f"extends: {base.name}\ncheckpointing: {{policy: selective}}\n", "over.yaml")
     assert load_recipe(over).checkpointing == {"policy": "selective", "offload": "cpu"}
     assert load_recipe(base, ["checkpointing.policy=auto"]).checkpointing == load_recipe(base).checkpointing
-    with pytest.raises(RecipeError, match="belongs to policy: auto"):
-        load_recipe(base, ["checkpointing.policy=full", "checkpointing.exact=true"])
+    own = ["checkpointing.policy=full", "checkpointing.exact=true"]
+    for overrides in (own, own[::-1]):
+        with pytest.raises(RecipeError, match="belongs to policy: auto"):
+            load_recipe(base, overrides)
 
 
 def test_last_override_wins(tmp_path: Path) -> None:
