@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from hf_ckpt.patch.stack_patch import FLAG
 from hf_ckpt.simulation import quantized, shared_tensors
 from hf_ckpt.structure.layers import Layer, Stack
 
@@ -94,13 +95,15 @@ def fake_copy(
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model on `meta`, without what accelerate has put around its forward.
 
-    To be made before FSDP shards the model. It weighs next to nothing, and nothing that happens to the model later
-    changes it. What ZeRO-3 has partitioned gets its whole shape.
+    The model's own checkpointing is off: a plan governs, also one that keeps everything. To be made before FSDP shards
+    the model. It weighs next to nothing, and nothing that happens to the model later changes it. What ZeRO-3 has
+    partitioned gets its whole shape.
     """
     copied, _ = _deep_copy(model, _on_meta, is_cuda=False)
     for module in copied.modules():
         _move_scales_to_weight(module)
         _take_autocast_off(module)
+        _switch_checkpointing_off(module)
     # Mixed precision is the step's: it is simulated for a CUDA device too where there is none.
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     return bare
@@ -114,6 +117,12 @@ def _take_autocast_off(module: nn.Module) -> None:
     original = vars(module).pop("_original_forward", None)
     if original is not None:
         module.forward = original
+
+
+def _switch_checkpointing_off(module: nn.Module) -> None:
+    # A wrapper shows the attributes of what it wraps.
+    if vars(module).get(FLAG):
+        setattr(module, FLAG, False)
 
 
 def _deep_copy(

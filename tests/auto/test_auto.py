@@ -146,6 +146,18 @@ def test_a_large_budget_recomputes_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert "a CPU does not count what is allocated, so nothing was measured." in caplog.text
 
 
+@pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
+@pytest.mark.parametrize("share", [2, 0.4], ids=["none fits", "none does not fit"])
+def test_checkpointing_of_the_trainers_own_arguments_is_not_what_is_planned_for(tmp_path: Path, share: float) -> None:
+    """The plan governs, also the one that keeps everything."""
+    plans = []
+    for is_on in (False, True):
+        callback = HFCkptCallback("auto", memory_budget=between("full fine-tune", share))
+        run(llama(), tmp_path, callback, gradient_checkpointing=is_on)
+        plans.append((callback.plan, callback.report()["ckpt/predicted_peak_gib"]))
+    assert plans[0] == plans[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -103,7 +103,8 @@ def peak_until_the_last_token(memory: StepMemory) -> int:
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("GRPO", {}),
+        # As trl has it.
+        ("GRPO", {"gradient_checkpointing": True}),
         ("GRPO", {"bf16": True, "lora": True, "gradient_accumulation_steps": 2, **KL}),
         ("GRPO", {"bf16": True, "num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3, **KL}),
         ("GRPO", {"temperature": 0.7, "top_k": 10, "top_p": 0.9, "repetition_penalty": 1.1, "pad_to_multiple_of": 8}),
