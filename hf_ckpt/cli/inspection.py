@@ -24,7 +24,7 @@ from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step_memory import HeldTensor, StepMemory
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
-from hf_ckpt.trainer.metrics import recomputed_share
+from hf_ckpt.trainer.metrics import describe_recomputed, recomputed_share
 from hf_ckpt.units import format_bytes
 from hf_ckpt.verify.reduce_model import MetaModel, adapt_to_machine, build_on_meta, config_fields, write_config
 
@@ -131,7 +131,7 @@ def _again(full: MetaModel, stacks: Sequence[Stack], mode: Mode) -> str:
     left_out = sum(bool(layer.why) for stack in plan.stacks for layer in stack.layers)
     without = f"; {left_out} layers have none" if left_out else ""
     share = recomputed_share(plan, stacks)
-    return f"; {share:.0%} of the layers' weights run forward twice{without}" if share else without
+    return f"; {describe_recomputed(share)}{without}" if share else without
 
 
 def _plan(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _plan(full: MetaModel, stacks: Sequence[Stack]) -> Iterator[str]:
         return
     yield "The plan of the recipe"
     yield from (f"  {line}" for line in full.plan.summary().splitlines())
-    yield f"  {recomputed_share(full.plan, stacks):.0%} of the layers' weights run forward twice"
+    yield f"  {describe_recomputed(recomputed_share(full.plan, stacks))}"
 
 
 def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:

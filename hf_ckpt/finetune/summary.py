@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.trainer.metrics import describe_recomputed
 from hf_ckpt.units import format_bytes
 
 _WIDTH = 72
@@ -80,7 +81,7 @@ class RunSummary:
         lines = [part for line in self.plan.summary().splitlines() for part in textwrap.wrap(line, _WIDTH, **_HANGING)]
         for number, line in enumerate(lines):
             yield "" if number else "Layers", line
-        yield "Recomputed", f"{self.figures['ckpt/recomputed_share']:.0%} of the layers' weights run forward twice"
+        yield "Recomputed", describe_recomputed(self.figures["ckpt/recomputed_share"])
 
     def _loss_row(self, name: str, key: str) -> Iterator[tuple[str, str]]:
         losses = [entry[key] for entry in self.log_history if key in entry]

@@ -135,6 +135,18 @@ def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
     return sum(_recomputed_weights(*of_layer, shapes) for of_layer in each) / total if total else 0.0
 
 
+def describe_recomputed(share: float) -> str:
+    """Return what `recomputed_share` says, in words.
+
+    Example:
+        >>> describe_recomputed(0.5), describe_recomputed(1.25)
+        ("50% of the layers' weights run forward twice", "the layers' weights run forward 2.25 times on average")
+    """
+    if share > 1:
+        return f"the layers' weights run forward {1 + share:.2f} times on average"
+    return f"{share:.0%} of the layers' weights run forward twice"
+
+
 def _reruns(entries: Sequence[LayerPlan]) -> Iterator[int]:
     """Yield how often each layer runs again where it does so as a whole."""
     for _, run in groupby(entries, key=lambda entry: entry.segment):

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainingArguments
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.regions.offload.wire import SynchronousWire
-from hf_ckpt.trainer.metrics import recomputed_share
+from hf_ckpt.trainer.metrics import describe_recomputed, recomputed_share
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
 from tests.training import During, changed, counted, llama, lora, losses, trainer, weights
@@ -280,6 +280,18 @@ def test_recomputed_share_of_finer_modes(mode: str, options: dict[str, Any], sha
     model = llama(attention_dropout=0.0)
     with hf_ckpt.apply(model, mode, **options) as applied:
         assert recomputed_share(applied.plan, applied.stacks) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        (0.75, "75% of the layers' weights run forward twice"),
+        (1.0, "100% of the layers' weights run forward twice"),
+        (1.5, "the layers' weights run forward 2.50 times on average"),
+    ],
+)
+def test_more_runs_than_two_are_told_as_such(share: float, told: str) -> None:
+    assert describe_recomputed(share) == told
 
 
 OFFLOAD = {"to": "cpu", "min_bytes": 0}
