@@ -182,7 +182,7 @@ class HFCkptCallback(TrainerCallback):
 
     @property
     def prediction(self) -> str | None:
-        """What the plan of policy `"auto"` is predicted to need, beside plain training and the budget; else None."""
+        """What the plan of policy `"auto"` is predicted to need, besides plain training and the budget; else None."""
         return None if self._planning is None else self._planning.describe()
 
     def report(self) -> dict[str, float]:
@@ -496,7 +496,7 @@ def _announce_length(most_tokens: int, model: nn.Module, args: Any, kwargs: dict
 
 
 def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
-    """Refuse options of `auto` beside another policy."""
+    """Refuse options of `auto` with another policy."""
     for name, value in options.items():
         if value is not None:
             raise PolicyError(

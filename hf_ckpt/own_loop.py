@@ -156,7 +156,7 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         nested: see `Rule`.
         snapshots: see `Rule`.
         save: see `Rule`.
-        offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, as beside
+        offload: see `Rule`: `"cpu"`, or a mapping with the fields of `Offload`. With `"auto"`, as for
             `HFCkptCallback`; so are `tiles` and `head`.
         tiles: see `Rule`.
         head: `"chunked"` computes logits and loss for some tokens at a time, so that the logits are never held.
@@ -207,15 +207,15 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
     parse_quiet_steps(options["quiet_steps"])
     planning = None
     asked: object = policy
-    beside = select(options, ApplyOptions)
+    for_apply = select(options, ApplyOptions)
     if policy == AUTO and options["batch_size"] is not None and options["seq_length"] is not None:
         check_no_rule(select(options, PolicyOptions))
         planning = _planning(model, options)
         asked = planning.plan
-        beside = select(options, StructureOptions) | select(options, ProofOptions)
+        for_apply = select(options, StructureOptions) | select(options, ProofOptions)
     else:
         _check_no_step(policy, options)
-    return AppliedInLoop(patch.apply(model, asked, **beside), model, planning, options)
+    return AppliedInLoop(patch.apply(model, asked, **for_apply), model, planning, options)
 
 
 def _planning(model: nn.Module, options: LoopOptions) -> RunPlanner:

@@ -193,7 +193,7 @@ class Auto:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether the run cannot be planned for, here or in another process, which has told this one that it failed."""
+    """Whether the run cannot be planned for, here or in another process, which has reported that it failed."""
     is_refusal = isinstance(error, UnsupportedError)
     return is_refusal if store.num_processes() == 1 else any(store.all_gather(is_refusal, "falling back"))
 

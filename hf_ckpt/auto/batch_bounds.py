@@ -41,7 +41,7 @@ class Batch:
     tensors: tuple[InputTensor, ...] = ()
     """Everything that the forward gets, where it is more than text, such as images."""
     settings: Settings = ()
-    """What it gets beside them, such as `return_loss`."""
+    """What it gets besides them, such as `return_loss`."""
 
     def holds(self, other: Batch) -> bool:
         """Whether the other one has no more rows, no longer ones, and no further or larger inputs."""

@@ -51,7 +51,7 @@ class TrainerLoss:
     Args:
         trainer: that trains now. It stays as it is.
         batch: what it trains on.
-        others: by attribute of the Trainer, the models that it holds beside the trained one, on `meta`.
+        others: by attribute of the Trainer, the models that it holds besides the trained one, on `meta`.
     """
 
     trainer: Any

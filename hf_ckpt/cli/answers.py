@@ -98,7 +98,7 @@ def _given(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """Return a hash of all that the answer depends on; None where that cannot be told, and nothing is to be kept.
+    """Return a hash of all that the answer depends on; None where that is not known, and nothing is to be kept.
 
     It cannot where the answer may be about this machine's GPU (what is free in host memory counts then), or where
     the config has to be fetched from the hub.

@@ -1,4 +1,4 @@
-"""How far a command is, told on standard error: as a bar on a terminal, as lines elsewhere."""
+"""Progress of a command on standard error: as a bar on a terminal, as lines elsewhere."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def simulate(
         recipe_or_model: a recipe, the path of one, or a model.
         plan: a plan, or a policy as `HFCkptCallback` takes it; None takes the recipe's own, and no plan for a model.
         device: name of a device, such as `rtx4090`; this machine's GPU, or a card of 24 GB, if left out.
-        options: what `HFCkptCallback` takes beside a policy, such as `offload="cpu"` and `head="chunked"`; and fields
+        options: what `HFCkptCallback` takes besides a policy, such as `offload="cpu"` and `head="chunked"`; and fields
             of `hf_ckpt.simulation.step.Step`, such as `batch_size` and `seq_length`, in place of the recipe's.
 
     Returns:
@@ -55,9 +55,9 @@ def simulate(
         >>> memory.peak_bytes < simulate("recipes/tiny_llama_base.yaml", plan="none", device="rtx4090").peak_bytes
         True
     """
-    beside, step = _apart(options)
+    of_policy, step = _apart(options)
     subject = _subject(recipe_or_model, step)
-    return Predictor(subject, _device(subject, device)).memory(_chosen(subject, plan, beside))
+    return Predictor(subject, _device(subject, device)).memory(_chosen(subject, plan, of_policy))
 
 
 def plan(
@@ -70,7 +70,7 @@ def plan(
         memory_budget: `"22GiB"`, or a fraction of the device; the recipe's own, or the device's memory less a reserve,
             if left out.
         device: see `simulate`.
-        options: `offload`, `tiles`, `head` and `exact`, which say what a plan may hold as beside policy `"auto"`; the
+        options: `offload`, `tiles`, `head` and `exact`, which say what a plan may hold, as with policy `"auto"`; the
             recipe's if left out. Fields of a step: see `simulate`.
 
     Returns:
@@ -80,8 +80,8 @@ def plan(
         BudgetError: no plan fits; says what would.
         HFCkptError: what `simulate` raises.
     """
-    beside, step = _apart(options)
-    subject = _allowing(_subject(recipe_or_model, step), beside)
+    of_policy, step = _apart(options)
+    subject = _allowing(_subject(recipe_or_model, step), of_policy)
     where = _device(subject, device, memory_budget)
     chosen: Plan = Predictor(subject, where).planned(_bytes(subject, where, memory_budget)).plan
     return chosen
@@ -105,55 +105,55 @@ def max_length(
         plan: see `simulate`; `"auto"` takes, for each length, the plan that needs least, as a recipe with that policy
             does.
         device: see `simulate`.
-        options: see `simulate`; beside `"auto"` they say what a plan may hold.
+        options: see `simulate`; besides `"auto"` they say what a plan may hold.
 
     Raises:
         HFCkptError: what `simulate` raises.
     """
-    beside, step = _apart(options)
+    of_policy, step = _apart(options)
     subject = _subject(recipe_or_model, step)
     where = _device(subject, device, memory_budget)
     budget = _bytes(subject, where, memory_budget)
     if plan == AUTO or (plan is None and is_auto(subject.recipe)):
-        return longest_row_of_all(Predictor(_allowing(subject, beside), where), budget).limit.number
-    return longest_row(Predictor(subject, where), _chosen(subject, plan, beside), budget).number
+        return longest_row_of_all(Predictor(_allowing(subject, of_policy), where), budget).limit.number
+    return longest_row(Predictor(subject, where), _chosen(subject, plan, of_policy), budget).number
 
 
 def _apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a policy, and the fields of a step."""
     names = {*POLICY_OPTIONS, *ALLOWANCES}
-    beside = {name: value for name, value in options.items() if name in names and value is not None}
-    return beside, {name: value for name, value in options.items() if name not in names}
+    of_policy = {name: value for name, value in options.items() if name in names and value is not None}
+    return of_policy, {name: value for name, value in options.items() if name not in names}
 
 
-def _chosen(subject: Subject, plan: object, beside: dict[str, Any]) -> Plan | None:
-    if "exact" in beside:
+def _chosen(subject: Subject, plan: object, of_policy: dict[str, Any]) -> Plan | None:
+    if "exact" in of_policy:
         raise PolicyError(
             f'exact was given, but only policy "{AUTO}" chooses a plan. Leave it out, or ask hf_ckpt.plan.'
         )
     if plan is not None:
-        return subject.resolve(plan, **beside)
-    if beside:
+        return subject.resolve(plan, **of_policy)
+    if of_policy:
         raise PolicyError(
-            f'{", ".join(beside)} was given without a policy that it belongs to. Write one, such as plan="full".'
+            f'{", ".join(of_policy)} was given without a policy that it belongs to. Write one, such as plan="full".'
         )
     return subject.plan
 
 
-def _allowing(subject: Subject, beside: dict[str, Any]) -> Subject:
-    others = [name for name in beside if name not in ALLOWANCES]
+def _allowing(subject: Subject, of_policy: dict[str, Any]) -> Subject:
+    others = [name for name in of_policy if name not in ALLOWANCES]
     if others:
         raise PolicyError(
             f"{', '.join(others)} was given where a plan is chosen for each layer. Leave it out; what may be given are "
             f"{', '.join(ALLOWANCES)}."
         )
-    return replace(subject, allowed=allowed_by(beside)) if beside else subject
+    return replace(subject, allowed=allowed_by(of_policy)) if of_policy else subject
 
 
 def _subject(asked: Asked, fields: dict[str, Any]) -> Subject:
     try:
         if isinstance(asked, nn.Module):
-            # As `apply` and the callback prove it, unless they are told not to.
+            # As `apply` and the callback prove it by default.
             return subject_of_model(asked, Step(**{"is_proven": True, **fields}))
         recipe = asked if isinstance(asked, Recipe) else load_recipe(Path(asked))
         subject = subject_of(recipe, Launch())

@@ -120,7 +120,7 @@ def exactness_as_json(exactness: Exactness) -> dict[str, Any]:
 
 
 def device_as_json(device: Device) -> dict[str, Any]:
-    """Return a device as JSON types, with what it has beside a step."""
+    """Return a device as JSON types, with what it has besides a step."""
     kept = reserve(device)
     return {
         "name": device.name,
@@ -139,7 +139,7 @@ def _needed_of_host(found: Estimate) -> Iterator[tuple[Device, int]]:
 
 
 def _free_host_bytes(found: Estimate, device: Device) -> int | None:
-    """Return the free host memory where the device is this machine's; None elsewhere, and where it cannot be told."""
+    """Return the free host memory where the device is this machine's; None elsewhere, and where it is not known."""
     offload = found.subject.allowed.offload
     trusts = offload is not None and offload.trust_host_memory
     return host_memory.available_bytes(trusts=trusts) if device.is_cuda and device == this_device() else None

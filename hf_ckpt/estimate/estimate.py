@@ -41,9 +41,9 @@ class Fit(StrEnum):
     """Whether a step fits on a device."""
 
     YES = "yes"
-    """What torch reserves for it fits beside the most that CUDA's context takes."""
+    """What torch reserves for it fits next to the most that CUDA's context takes."""
     PERHAPS = "perhaps"
-    """What it allocates fits beside the least that the context takes: torch must give back what it holds unused."""
+    """What it allocates fits next to the least that the context takes: torch must give back what it holds unused."""
     NO = "no"
 
 
@@ -126,7 +126,7 @@ def own_budget(subject: Subject) -> Budget | None:
 def planned_on(predictor: Predictor, device: Device, say: Say) -> tuple[Planned, int]:
     """Return the fastest plan that fits a device, and the budget that it was chosen within.
 
-    Where none leaves the whole reserve free, one will do for which what torch reserves fits beside CUDA's context.
+    Where none leaves the whole reserve free, one will do for which what torch reserves fits next to CUDA's context.
 
     Raises:
         BudgetError: none fits.

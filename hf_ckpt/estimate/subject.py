@@ -63,7 +63,7 @@ class Subject:
         plan: what the recipe's policy means for them; None without a policy.
         facts: what was taken for what, as (name, text) rows.
         structure: `layers`, `attention` and `ffn` of the recipe's policy, where they are not found by structure.
-        allowed: what a plan that is chosen for a budget may hold beside modes.
+        allowed: what a plan that is chosen for a budget may hold besides modes.
         longest: tokens that the model has positions for; None where its config does not say.
         recipe: where it came from, if from a recipe.
         command_options: options of the command that were given in place of keys of `checkpointing`, by the key.

@@ -68,7 +68,7 @@ def columns(rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> Itera
 
 
 def facts_of(device: Document) -> list[tuple[str, str]]:
-    """Return rows of `facts`: a device in words, with what it has beside a step, and which attention it runs."""
+    """Return rows of `facts`: a device in words, with what it has besides a step, and which attention it runs."""
     low, high = device["reserve_bytes"]
     rows = [
         (
@@ -109,7 +109,7 @@ def opening(document: Document) -> str:
 def row_text(document: Document, row: Document, *, is_verbose: bool = False, block: int = 0) -> str:
     """Return a row; empty where it is for a device of another block. `is_verbose`: with what fills the peak, and when.
 
-    `block`: devices for which there is no room beside the first ones have another block of columns.
+    `block`: devices for which there is no room next to the first ones have another block of columns.
     """
     devices = _blocks(document)[block]
     where = [device for device in devices if row.get("device") in (None, device["name"])]

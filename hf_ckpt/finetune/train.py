@@ -218,7 +218,7 @@ def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProce
     with processes.stage("looking for the base model"), termination.named(Path(HF_HOME)):
         base = _missing_base(recipe)
         if base is not None:
-            # Data that cannot be had is told now, not when the base is done.
+            # Data that cannot be had is reported now, not when the base is done.
             load_splits(recipe.data)
     processes.check_same("there" if base is None else "not there", str(recipe.model.get("name_or_path")))
     if base is None:

@@ -42,7 +42,7 @@ class Engine(StrEnum):
 
 
 def check_one_engine(recipe: Recipe) -> None:
-    """Refuse a recipe that asks for an engine beside the launcher's. Asked before anything sets the environment."""
+    """Refuse a recipe that asks for an engine besides the launcher's. Asked before anything sets the environment."""
     launched = [name for name in ("FSDP", "DeepSpeed") if _is_set(f"ACCELERATE_USE_{name.upper()}")]
     written = [f"training.{key}" for key in ("fsdp", "deepspeed") if recipe.training.get(key)]
     if launched and written:

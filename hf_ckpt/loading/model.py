@@ -104,7 +104,7 @@ def _auto_class(recipe: Recipe) -> Any:
 
 
 def _labels(recipe: Recipe) -> dict[str, int]:
-    """Return what a config is told of the numbers that a row is given; a reward is one."""
+    """Return what a config says of the numbers that a row has as labels; a reward is one."""
     return {"num_labels": recipe.model.get("num_labels", 1)} if recipe.kind.scores_rows else {}
 
 

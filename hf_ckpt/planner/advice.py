@@ -1,4 +1,4 @@
-"""What users are told about plans: when none fits, what would (`nothing_fits`), and how exact one is (`Exactness`).
+"""What messages say about plans: when none fits, what would (`nothing_fits`), and how exact one is (`Exactness`).
 
 Nothing is advised that was not simulated. How the user writes an option, in a recipe or in Python, is handed in
 (`Write`).

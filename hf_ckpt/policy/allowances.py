@@ -86,7 +86,7 @@ def allowed_by(options: Mapping[str, Any]) -> Allowed:
 
 
 def check_no_rule(options: Mapping[str, object]) -> None:
-    """Refuse options of a policy that say, beside `auto`, what layers do."""
+    """Refuse options of a policy that say what layers do, which `auto` chooses."""
     given = [name for name, value in options.items() if value not in (None, False) and name not in ALLOWANCES]
     if given:
         raise PolicyError(

@@ -42,7 +42,7 @@ class RuleOptions(TypedDict, total=False):
 
 
 class PolicyOptions(RuleOptions, total=False):
-    """What `Policy.parse` takes beside the policy."""
+    """What `Policy.parse` takes besides the policy."""
 
     head: Literal["plain", "chunked"] | None
     skip_frozen: bool
@@ -72,7 +72,7 @@ class AutoOptions(TypedDict, total=False):
 
 
 class RunOptions(TypedDict, total=False):
-    """What a run of the Trainer takes beside its policy."""
+    """What a run of the Trainer takes besides its policy."""
 
     input_require_grads: bool | None
     on_mismatch: Literal["error", "warn"]
@@ -125,7 +125,7 @@ def types_of(options: type) -> dict[str, str]:
 
 
 POLICY_OPTIONS = tuple(types_of(PolicyOptions))
-"""The names of the options that `Policy.parse` takes beside the policy."""
+"""The names of the options that `Policy.parse` takes besides the policy."""
 
 
 def select(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def parse_prove(value: Prove) -> Prove:
 
 
 def check_run_options(options: RunOptions) -> None:
-    """Check what a run of the Trainer takes beside its policy.
+    """Check what a run of the Trainer takes besides its policy.
 
     Raises:
         PolicyError: one of them is none of its values.

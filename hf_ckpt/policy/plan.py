@@ -252,10 +252,10 @@ def parse(policy: object, **options: Unpack[PolicyOptions]) -> Policy | Plan:
 
     Args:
         policy: what `Policy.parse` reads, a `Plan`, or the name of a file with one, which ends in `.json`.
-        options: the options of `Policy.parse`; none of them beside a plan.
+        options: the options of `Policy.parse`; none of them with a plan.
 
     Raises:
-        PolicyError: the policy cannot be read, or options were given beside a plan.
+        PolicyError: the policy cannot be read, or options were given with a plan.
     """
     if isinstance(policy, str) and policy.endswith(PLAN_SUFFIX):
         policy = Plan.from_file(Path(policy))
@@ -395,7 +395,7 @@ def _check_segments(
 ) -> None:
     """Refuse segments that are longer than every run of consecutive layers that the rule reaches.
 
-    Where several stacks are reached, shorter ones beside one that is long enough are one segment each.
+    Where several stacks are reached, shorter ones next to one that is long enough are one segment each.
     """
     if not isinstance(rule.segment_size, int):
         return

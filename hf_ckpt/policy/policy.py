@@ -91,7 +91,7 @@ class Rule:
         nested: checkpoint the layers of a segment again while it is recomputed. Only with `segment_size`. `"revolve"`
             chooses the segments itself, and saves inputs within them as often as needed: the fewest forwards for
             `snapshots` saved inputs. Only with mode `full`.
-        snapshots: inputs that are saved at a time beside the first layer's, 1 up to the number of layers reached. Only
+        snapshots: inputs that are saved at a time besides the first layer's, 1 up to the number of layers reached. Only
             with `nested: revolve`.
         save: operators (`aten.mm`) and modules below the layer (`mlp.down_proj`, `*.q_proj`) whose outputs are kept.
             Only with mode `selective`, which keeps those of matrix products and attention if left out.
@@ -151,7 +151,7 @@ class Policy:
 
         Args:
             policy: a mode name, a mapping (one rule), a list of mappings, or a `Policy`, which is returned as it is.
-            options: those of `RuleOptions`, see `Rule`, only beside a mode name; `head`, see `HeadMode`; and
+            options: those of `RuleOptions`, see `Rule`, only with a mode name; `head`, see `HeadMode`; and
                 `skip_frozen`, which leaves alone the layers that need no gradient.
 
         Raises:
@@ -256,13 +256,13 @@ def _check_nested(rule: Rule) -> None:
 
 
 def _check_revolve(rule: Rule) -> None:
-    beside = {
+    others = {
         "segment_size": rule.segment_size is not None,
         "every_n_layers": rule.every_n_layers != 1,
         "offload": rule.offload is not None,
         "tiles": rule.tiles is not None,
     }
-    given = [key for key, is_given in beside.items() if is_given]
+    given = [key for key, is_given in others.items() if is_given]
     if rule.mode is not Mode.FULL:
         problem = f'with mode "{rule.mode}". Only whole layers can share saved inputs: use mode "full"'
     elif given:

@@ -19,7 +19,7 @@ def segment_starts(num_layers: int, snapshots: int) -> list[tuple[int, int]]:
 
     Args:
         num_layers: in the chain. What follows them, head and loss, runs forward and backward at once.
-        snapshots: inputs that may be saved beside the chain's first one.
+        snapshots: inputs that may be saved besides the chain's first one.
 
     Example:
         >>> segment_starts(6, 2)
@@ -92,7 +92,7 @@ def num_forwards(num_layers: int, snapshots: int) -> int:
 
 
 def _saved(length: int, snapshots: int) -> Iterator[int]:
-    """Yield the inputs that a sweep to the last of `length` layers saves, beside the first one."""
+    """Yield the inputs that a sweep to the last of `length` layers saves, besides the first one."""
     start = 0
     while snapshots and length - start > 1:
         start += _advance(length - start, snapshots + 1)

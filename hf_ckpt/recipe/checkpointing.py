@@ -49,17 +49,17 @@ class Checkpointing(Mapping[str, Any]):
 
     @cached_property
     def policy_options(self) -> dict[str, Any]:
-        """What `Policy.parse` takes beside the policy."""
+        """What `Policy.parse` takes besides the policy."""
         return self._only(POLICY_OPTIONS)
 
     @cached_property
     def structure(self) -> dict[str, Any]:
-        """What `find_layers` takes beside the model."""
+        """What `find_layers` takes besides the model."""
         return self._only(_OF_STRUCTURE)
 
     @cached_property
     def apply_options(self) -> dict[str, Any]:
-        """What `hf_ckpt.apply` takes beside the model; a policy `auto` is not among it."""
+        """What `hf_ckpt.apply` takes besides the model; a policy `auto` is not among it."""
         return self._without(*_OF_RUNS, *OF_AUTO)
 
     @cached_property

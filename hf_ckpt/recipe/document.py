@@ -93,8 +93,8 @@ class Mistakes:
         """Note the mistakes of another recipe, each once."""
         self.lines.extend(line for line in lines if line not in self.lines)
         if len(self.lines) > _MOST_MISTAKES:
-            told = "\n".join(self.lines[:_MOST_MISTAKES])
-            raise RecipeError(f"{told}\nThere are more mistakes than these {_MOST_MISTAKES}. Is this a recipe?")
+            shown = "\n".join(self.lines[:_MOST_MISTAKES])
+            raise RecipeError(f"{shown}\nThere are more mistakes than these {_MOST_MISTAKES}. Is this a recipe?")
 
 
 def _printable(text: str) -> str:
@@ -186,7 +186,7 @@ def write_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
 
 
-def beside(place: Place, path: str) -> Path:
+def resolve_path(place: Place, path: str) -> Path:
     """Return where the recipe `path`, written at `place`, lies: beside it, or among the shipped ones."""
     found = Path(os.path.normpath(place.folder / Path(path).expanduser()))
     named = shipped.named(Path(path))
@@ -209,7 +209,7 @@ def _read_extended(path: Path, extending: tuple[Path, ...], mistakes: Mistakes) 
         mistakes.add_unread_file(base.place, f"extends = {show(base.plain())}: expected the path of one recipe.")
         return document
     try:
-        target, chain = beside(base.place, base.value), (*extending, path.resolve())
+        target, chain = resolve_path(base.place, base.value), (*extending, path.resolve())
         is_circle = target.resolve() in chain
         is_file = target.is_file()
     except (OSError, ValueError) as error:
@@ -389,7 +389,7 @@ class _Walk:
 def _laid_on(base: Entry, over: Entry) -> Entry:
     """Return one recipe with another laid on it, whose policy takes along what belonged to policy `auto` only.
 
-    What an override said stays, to be refused beside that policy, whichever of the two comes first.
+    What an override said stays, to be refused with that policy, whichever of the two comes first.
     """
     section, policy = base.value.get("checkpointing"), _policy_of(over)
     if policy is not None and policy.value != AUTO and section is not None and isinstance(section.value, dict):

@@ -16,7 +16,7 @@ from typing import Any
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.checkpointing import Checkpointing
-from hf_ckpt.recipe.document import Entry, Mistakes, beside, document_of, read_document, there_is_no, write_yaml
+from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document, resolve_path, there_is_no, write_yaml
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import TRAINER, Draft, check_keys
@@ -140,7 +140,7 @@ def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:
     written = draft.get("model.base_recipe")
     if written is None:
         return
-    path = beside(draft.place("model.base_recipe"), written)
+    path = resolve_path(draft.place("model.base_recipe"), written)
     try:
         is_file = path.is_file()
     # A name that is too long.

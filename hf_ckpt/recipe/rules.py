@@ -19,7 +19,7 @@ from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode, Policy
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
-from hf_ckpt.recipe.document import beside
+from hf_ckpt.recipe.document import resolve_path
 from hf_ckpt.recipe.field_types import show
 from hf_ckpt.recipe.schema import Draft, training_keys
 from hf_ckpt.recipe.trainer_rules import TRAINER_RULES
@@ -381,7 +381,7 @@ _READERS: Mapping[str, Callable[[object], object]] = {
     "tiles": parse_tiles,
     "head": parse_head,
 }
-"""What reads the options whose values have a form of their own, so that a mistake is told at its key."""
+"""What reads the options whose values have a form of their own, so that a mistake is reported at its key."""
 
 
 def _policy_can_be_read(draft: Draft) -> None:
@@ -449,7 +449,7 @@ def _with_whole_path(draft: Draft, policy: object) -> object:
     """Return a policy; the file of a plan, which is named from the recipe's folder, as a whole path there too."""
     if not isinstance(policy, str) or not policy.endswith(PLAN_SUFFIX):
         return policy
-    path = str(beside(draft.place("checkpointing.policy"), policy).absolute())
+    path = str(resolve_path(draft.place("checkpointing.policy"), policy).absolute())
     draft.sections["checkpointing"]["policy"] = path
     return path
 

@@ -29,7 +29,7 @@ class Section:
 
 
 TRAINER = "trainer"
-"""The one key beside the sections."""
+"""The one key besides the sections."""
 REQUIRED_SECTIONS = ("model", "data", "training")
 # Whose keys depend on the trainer.
 _OF_TRAINER = ("training",)

@@ -259,7 +259,7 @@ class _Before:
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """What a step needs beside weights, gradients and state."""
+    """What a step needs besides weights, gradients and state."""
 
     share: float
     """Of the bytes of the weights."""

@@ -1,4 +1,4 @@
-"""Errors that say that memory has run out: how they are told from others, what they say, and what they hold."""
+"""Errors that say that memory has run out: how they are recognised, what they say, and what they hold."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Figures:
     wanted: int | None = None  # What was asked for last.
     capacity: int | None = None
     allocated: int | None = None  # What tensors have.
-    unused: int | None = None  # What the allocator holds beside that.
+    unused: int | None = None  # What the allocator holds besides that.
     free: int | None = None  # What nobody holds.
 
     @classmethod

@@ -43,7 +43,7 @@ _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 
 
 def check_asked(on_oom: str | None, args: TrainingArguments) -> None:
-    """Refuse to recover beside another recovery.
+    """Refuse to recover next to another recovery.
 
     Raises:
         PolicyError: `auto_find_batch_size` is on.

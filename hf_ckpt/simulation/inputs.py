@@ -98,4 +98,4 @@ def _is_within(small: Iterable[int], large: tuple[int, ...]) -> bool:
 
 
 Settings = tuple[tuple[str, Hashable], ...]
-"""Plain values that a forward is called with beside tensors, by name, such as `return_loss`."""
+"""Plain values that a forward is called with besides tensors, by name, such as `return_loss`."""

@@ -111,7 +111,7 @@ class LayerReuse:
     def skip_layers(self, fake: FakeCopy, names: Mapping[nn.Parameter, str], tracker: Tracker) -> None:
         """Let the layers of a copy that others represent pass on what they are given.
 
-        `names`: of the parameters of the model, whose gradients and weights the tracker is told.
+        `names`: of the parameters of the model, whose gradients and weights the tracker has to know.
         """
         tracker.marks_recomputation = any(segment is not None for of_stack in self.segments for segment in of_stack)
         recorded: dict[nn.Module, _RecordedCalls] = {}

@@ -159,7 +159,7 @@ def _look(value: Any, tensors: list[Tensor]) -> Hashable:
         tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device.type
     if type(value) is Tensor and value.layout is torch.strided:
-        # One with values, such as labels, beside fake ones: what is made of both is fake.
+        # One with values, such as labels, besides fake ones: what is made of both is fake.
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, tuple | list):

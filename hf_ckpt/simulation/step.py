@@ -75,7 +75,7 @@ class OwnLoss(Protocol):
 
     @property
     def others(self) -> Mapping[str, nn.Module]:
-        """The models on the device beside the trained one, on `meta`, by any names."""
+        """The models on the device besides the trained one, on `meta`, by any names."""
 
     @property
     def rows_per_example(self) -> int:
@@ -125,7 +125,7 @@ class Step:
     tensors: tuple[InputTensor, ...] = ()
     """All tensors that the forward is given, where sizes of a text do not describe them; they go before those."""
     settings: Settings = ()
-    """What the forward is given beside `tensors`."""
+    """What the forward is given besides `tensors`."""
     autocast: str | None = None
     """`bfloat16` or `float16` where the Trainer runs with bf16 or fp16; None without mixed precision."""
     gradient_accumulation_steps: int = 1

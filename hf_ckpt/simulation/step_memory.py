@@ -23,7 +23,7 @@ class Category(StrEnum):
     GATHERED = "gathered parameters"
     """Whole weights that FSDP or ZeRO-3 gathers for a layer, and what travels between ranks."""
     REFERENCE = "reference model"
-    """Weights of models that are asked beside the trained one, such as trl's reference, and what forwards without
+    """Weights of models that are asked besides the trained one, such as trl's reference, and what forwards without
     gradients make in a training step: theirs, and those of the trained model with its adapters disabled."""
     GRADIENTS = "gradients"
     """Gradients of trainable parameters."""

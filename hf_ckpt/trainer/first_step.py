@@ -22,7 +22,7 @@ from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.structure.layers import Layer, Stack
 
 _TILES = "tiles"
-"""The region of what runs in tiles beside the ffn: norms and linear projections, with adapters in them."""
+"""The region of what runs in tiles besides the ffn: norms and linear projections, with adapters in them."""
 _REGIONS = ("layer", "attention", "ffn", _TILES)
 _SHOWN = 4
 """Parameters that a message names; more would bury the sentence."""

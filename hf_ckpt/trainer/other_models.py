@@ -1,4 +1,4 @@
-"""The models that a Trainer holds beside the one that it trains, such as a reference, a teacher or a reward model."""
+"""The models that a Trainer holds besides the one that it trains, such as a reference, a teacher or a reward model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OtherModel:
 
 
 def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterator[OtherModel]:
-    """Yield the modules of a Trainer and its callbacks that have tensors beside the trained model's, each once.
+    """Yield the modules of a Trainer and its callbacks that have tensors besides the trained model's, each once.
 
     Args:
         trainer: that trains; None where none is found.

@@ -8,6 +8,7 @@ after: that is quicker than to start two interpreters each time.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -252,6 +253,8 @@ def _become(rank: int, port: int, folder: Path) -> None:
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": str(folder)})
     for name, stream in ((os.devnull, 0), (folder / f"stdout {rank}", 1), (folder / f"stderr {rank}", 2)):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), stream)
+    # Where a crash of torch's own happens.
+    faulthandler.enable()
 
 
 def _ends(children: list[int]) -> list[tuple[int, float]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,14 +50,31 @@ def starter() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
+def ended(starter: subprocess.Popen[str], folder: Path, fault: str, victim: int) -> list[tuple[int, float]]:
+    """Run two processes, in one of which something happens; return each one's exit code and when it ended, in seconds.
+
+    What they say is in the folder. After a segmentation fault, which no Python code here can cause, the two run once
+    more: seen once in hundreds of runs, under FSDP2 with checkpoints; where is not known.
+    """
+    for _ in range(2):
+        print(json.dumps([fault, victim, str(folder)]), file=starter.stdin, flush=True)
+        ends: list[tuple[int, float]] = json.loads(starter.stdout.readline())
+        if all(code != -signal.SIGSEGV for code, _ in ends):
+            break
+        crashed = "\n".join((folder / f"stderr {rank}").read_text() for rank in range(2))
+        sys.stderr.write(f"A process crashed:\n{crashed}\n")
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return ends
+
+
 @pytest.mark.parametrize(
     ("fault", "victim"), [*((fault, 1) for fault in ABOUT), ("is killed", 0), ("is killed in the command", 0)]
 )
 def test_other_process_ends_and_says_why(
     starter: subprocess.Popen[str], tmp_path: Path, fault: str, victim: int
 ) -> None:
-    print(json.dumps([fault, victim, str(tmp_path)]), file=starter.stdin, flush=True)
-    ends = json.loads(starter.stdout.readline())
+    ends = ended(starter, tmp_path, fault, victim)
     other = 1 - victim
     said = (tmp_path / f"stderr {other}").read_text()
     assert ABOUT[fault].format(victim=victim, other=other) in said
@@ -85,8 +104,7 @@ def test_out_of_memory_under_ddp_ends_all_with_a_checkpoint_of_the_step_before(
 def test_of_two_that_run_out_of_memory_one_writes_and_the_other_waits(
     starter: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    print(json.dumps(["is out of memory under ddp", -1, str(tmp_path)]), file=starter.stdin, flush=True)
-    ends = json.loads(starter.stdout.readline())
+    ends = ended(starter, tmp_path, "is out of memory under ddp", -1)
     folder = tmp_path / "run" / "checkpoint-2"
     said = [(tmp_path / f"stderr {rank}").read_text() for rank in range(2)]
     assert [status for status, _ in ends] == [1, 1], said
@@ -121,10 +139,7 @@ def test_a_trainer_of_trl_under_ddp_ends_with_a_checkpoint_of_the_step_before(
     starter: subprocess.Popen[str], tmp_path: Path, kind: str
 ) -> None:
     pytest.importorskip("trl", minversion="1.16")
-    print(
-        json.dumps([f"is out of memory under ddp in {kind}Trainer", 1, str(tmp_path)]), file=starter.stdin, flush=True
-    )
-    ends = json.loads(starter.stdout.readline())
+    ends = ended(starter, tmp_path, f"is out of memory under ddp in {kind}Trainer", 1)
     own, other = ((tmp_path / f"stderr {rank}").read_text() for rank in (1, 0))
     assert [status for status, _ in ends] == [1, 1], own
     folder = tmp_path / "run" / "checkpoint-2"
@@ -141,8 +156,7 @@ def test_a_trainer_of_trl_under_ddp_ends_with_a_checkpoint_of_the_step_before(
 
 def ended_out_of_memory(starter: subprocess.Popen[str], folder: Path, engine: str, victim: int) -> str:
     """Let a process run out of memory; return what the other one says of it."""
-    print(json.dumps([f"is out of memory under {engine}", victim, str(folder)]), file=starter.stdin, flush=True)
-    ends = json.loads(starter.stdout.readline())
+    ends = ended(starter, folder, f"is out of memory under {engine}", victim)
     own, other = ((folder / f"stderr {rank}").read_text() for rank in (victim, 1 - victim))
     assert [status for status, _ in ends] == [1, 1], own
     assert abs(ends[0][1] - ends[1][1]) < LIMIT_S
@@ -153,8 +167,7 @@ def ended_out_of_memory(starter: subprocess.Popen[str], folder: Path, engine: st
 
 
 def test_process_that_is_slow_or_stopped_is_left_alone(starter: subprocess.Popen[str], tmp_path: Path) -> None:
-    print(json.dumps(["is slow", 1, str(tmp_path)]), file=starter.stdin, flush=True)
-    ends = json.loads(starter.stdout.readline())
+    ends = ended(starter, tmp_path, "is slow", 1)
     said = [(tmp_path / f"stderr {rank}").read_text() for rank in range(2)]
     assert [status for status, _ in ends] == [0, 0], said
     assert "has stopped" not in "".join(said)

@@ -394,7 +394,7 @@ class SaveCoverage:
         self.has_writes = True
 
     def note_unseen_write(self, number: CallId) -> None:
-        """Note that something which no operator told of wrote into the output of this call."""
+        """Note that something which no operator reported wrote into the output of this call."""
         self.has_writes = True
         self.rewritten_calls.add(number)
 
