@@ -105,20 +105,24 @@ def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any
 
 
 def run_once(run: Run, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same."""
+    """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same.
+
+    In a backward, where no function of torch runs, a function mode would see each attribute of a tensor that is read:
+    most of the time of a step would go there.
+    """
     tensors: list[Tensor] = []
-    key = look(function, args, kwargs, tensors)
-    fake = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor)), None)
-    if key is None or fake is None:
-        return run(function, args, kwargs)
-    known = _known.get(key)
-    if known is not None:
-        return known.make(args, fake)
+    with torch._C.DisableTorchFunction():
+        key = look(function, args, kwargs, tensors)
+        fake = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+        known = None if key is None else _known.get(key)
+        if known is not None and fake is not None:
+            return known.make(args, fake)
     output = run(function, args, kwargs)
+    if key is None or fake is None or len(_known) >= _MAX_ENTRIES:
+        return output
     try:
         # An operator that changes what its arguments look like has to run each time.
-        is_same = key[1] == _look(args, [])
-        if is_same and len(_known) < _MAX_ENTRIES:
+        if key[1] == _look(args, []):
             _known[key] = _outputs(output, args, tensors)
     except _NotKnownError:
         pass

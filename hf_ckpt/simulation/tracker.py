@@ -281,18 +281,23 @@ class Tracker(SimulationMode):
         kwargs = kwargs or {}
         held = self.holds(function, args, kwargs)  # noqa: F841  # until this returns
         output = self._run(function, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self._record(function, args, kwargs, output)
+        return output
+
+    def _record(self, function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record an operator that has run. No function mode is to see what is read of tensors here: see `run_once`."""
         if self._awaiting_reason and function is not _DETACH:
             self._add_reason(self._awaiting_reason, _name_of(function))
             self._awaiting_reason = []
         if self._is_silent:
             self._record_outputs(output, self._setup_place)
-            return output
+            return
         place = self._current_place(_name_of(function))
         seconds, num_flops = self._costs(function, args, kwargs, output) if self.counts_time else (0.0, 0)
         if seconds or num_flops:
             self._append(Event(place, seconds=seconds, num_flops=num_flops))
         self._record_outputs(output, place)
-        return output
 
     def _record_outputs(self, output: Any, place: Place) -> None:
         made = set[int]()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from hf_ckpt.simulation.constant_folding import fold
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import read_tape, sort_frees
 from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
@@ -93,3 +98,26 @@ def test_what_is_let_go_at_once_is_put_in_the_order_in_which_it_was_made() -> No
     assert [size for change, size in told(tracker) if change == "free"] == [12, 8, 4]
     sort_frees(tracker.tape)
     assert [size for change, size in told(tracker) if change == "free"] == [4, 8, 12]
+
+
+def test_a_function_mode_does_not_see_what_is_read_of_tensors() -> None:
+    seen: list[object] = []
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode() as mode:
+        weight = torch.ones(8, 8, requires_grad=True)
+    engine: Any = torch.autograd.Variable._execution_engine
+    for _ in range(3):
+        # What ran once is remembered: the last time, as the gradient is there as in the one before, no operator runs.
+        seen.clear()
+        with mode, Tracker(run=fold) as tracker:
+            loss = (weight @ weight).exp().sum()
+            gradients = (torch.ones_like(loss),)
+            with Counting():
+                engine.run_backward((loss,), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert len(tracker.tape.events) > 10
+    assert seen == []
