@@ -67,7 +67,7 @@ def constants_of(module: nn.Module) -> Iterator[Tensor]:
 def restore_states(modules: Iterable[nn.Module], copies: Mapping[int, Any], *, is_cuda: bool) -> None:
     """Give the weights of deep copies of modules what bitsandbytes' layers expect on a weight.
 
-    `copies`: by the id of a module. With `is_cuda` 8-bit layers of the copy compute as on CUDA.
+    `copies`: by the id of a module. With `is_cuda` layers of the copy compute as on CUDA.
     """
     for module in filter(_is_quantized, modules):
         copied: Any = copies[id(module)]
@@ -76,6 +76,9 @@ def restore_states(modules: Iterable[nn.Module], copies: Mapping[int, Any], *, i
                 setattr(copied.weight, attribute, getattr(module.weight, attribute))
             copied.weight.module = copied
             copied.weight.quant_state = copied.quant_state
+            if is_cuda:
+                # On a CPU with this instruction set, layers pack their weights anew in their first evaluation.
+                copied.support_avx512bf16_for_cpu = False
         else:
             _restore_8bit(module, copied, is_cuda=is_cuda)
 

@@ -184,6 +184,19 @@ def test_a_4_bit_layer_makes_a_copy_of_its_weight_in_forward_and_again_in_backwa
     assert backward == narrow + narrow + wide + weight + narrow
 
 
+def test_an_evaluation_on_cuda_leaves_4_bit_weights_as_they_are_whatever_this_cpu_can_do() -> None:
+    model = two_layers(NF4)
+    for layer in model:
+        layer.support_avx512bf16_for_cpu = True
+    twin, mode = fake_copy(model.eval(), is_cuda=True)
+    with mode, torch.no_grad():
+        live = LiveStorages([*twin.parameters(), *quantized.constants(twin)])
+        with live, emulate_cuda(Step(), A100):
+            output = twin(torch.empty(32, 64, dtype=BF16))
+            # The output only.
+            assert live.num_bytes() == output.nbytes
+
+
 def test_an_8_bit_layer_keeps_its_inputs_on_cuda_and_makes_no_copy_of_its_weight_in_forward() -> None:
     forward, kept, _ = peaks({"load_in_8bit": True}, A100)
     wide, narrow, rows = 32 * 256 * 2, 32 * 64 * 2, 32
