@@ -11,46 +11,40 @@ from torch import Tensor
 
 _LONG = 10_000
 """Entries from which on a container is data rather than a record of a run: of a list only its length is noted."""
+_SMALL_BYTES = 4096
+"""Of a tensor that may count or record, and is copied."""
 
 
 class Attributes:
     """The attributes of some objects, or the entries of containers, as they are now.
 
-    Tensors and other objects are noted by reference; with `copies_tensors` the values of an owner's own small tensors
-    are too, such as those of counters.
+    Other objects in them are noted by reference. So are large tensors; `lost` names those written to since.
     """
 
-    def __init__(self, *owners: object, copies_tensors: bool = False) -> None:
+    def __init__(self, *owners: object) -> None:
         contents = [owner if isinstance(owner, _CONTAINERS) else vars(owner) for owner in owners]
         self._noted = [_noted(content, math.inf) for content in contents]
-        copied = [each for content in contents if copies_tensors for each in _tensors(content)]
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in copied]
 
     def restore(self) -> None:
         """Bring them back, containers with their own identity: others may hold them too."""
         for noted in self._noted:
             noted.restore()
-        with torch.no_grad():
-            for tensor, copy in self._copies:
-                tensor.copy_(copy)
+
+    def lost(self) -> list[str]:
+        """Return the names of large tensors that have been written to, of which there is no copy."""
+        return [name for noted in self._noted for name in _lost(noted)]
 
 
-_SMALL_BYTES = 4096
 _CONTAINERS = (dict, list, deque, set)
-
-
-def _tensors(content: Any) -> list[Tensor]:
-    values = content.values() if isinstance(content, dict) else content
-    return [each for each in values if isinstance(each, Tensor) and each.nbytes <= _SMALL_BYTES]
 
 
 class _Dict:
     def __init__(self, value: dict[Any, Any]) -> None:
         self._value = value
-        self._entries = {key: _noted(each) for key, each in value.items()}
+        self.entries = {key: _noted(each) for key, each in value.items()}
 
     def restore(self) -> Any:
-        entries = {key: each.restore() if isinstance(each, _NOTED) else each for key, each in self._entries.items()}
+        entries = {key: each.restore() if isinstance(each, _NOTED) else each for key, each in self.entries.items()}
         self._value.clear()
         self._value.update(entries)
         return self._value
@@ -88,11 +82,29 @@ class _Set:
         return self._value
 
 
-_NOTED = (_Dict, _Sequence, _LongList, _Set)
+class _Tensor:
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._version = value._version
+        self._copy = value.detach().clone() if value.nbytes <= _SMALL_BYTES else None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._copy is None and self._value._version != self._version
+
+    def restore(self) -> Any:
+        # A write would be seen as one by those who look at versions.
+        if self._copy is not None and self._value._version != self._version:
+            with torch.no_grad():
+                self._value.copy_(self._copy)
+        return self._value
+
+
+_NOTED = (_Dict, _Sequence, _LongList, _Set, _Tensor)
 
 
 def _noted(value: Any, long: float = _LONG) -> Any:
-    """Return a value, or a note of what a container holds."""
+    """Return a value, or a note of what a container or a tensor holds."""
     match value:
         case dict() if len(value) < long:
             return _Dict(value)
@@ -102,5 +114,15 @@ def _noted(value: Any, long: float = _LONG) -> Any:
             return _Sequence(value)
         case set() if len(value) < long:
             return _Set(value)
+        # Those of inference mode have no versions.
+        case Tensor() if not value.is_inference():
+            return _Tensor(value)
         case _:
             return value
+
+
+def _lost(noted: Any) -> list[str]:
+    if not isinstance(noted, _Dict):
+        return []
+    own = [str(name) for name, each in noted.entries.items() if isinstance(each, _Tensor) and each.is_lost]
+    return [*own, *(name for each in noted.entries.values() for name in _lost(each))]

@@ -86,7 +86,7 @@ class _ClosureWindow:
         self._gradients = Gradients(self._parameters)
         self._inputs = [(name, tensor, tensor._version) for name, tensor in inputs]
         self._randomness = randomness
-        self._attributes = Attributes(*undo, copies_tensors=True)
+        self._attributes = Attributes(*undo)
         self._buffers = buffers.now()
 
     def learn(self, buffers: Buffers) -> None:
@@ -104,6 +104,8 @@ class _ClosureWindow:
             )
         if written := [name for name, tensor, version in self._inputs if tensor._version != version]:
             return f"it has written to its batch: {', '.join(written)}"
+        if changed := self._attributes.lost():
+            return f"it has written to large tensors among what it is to undo: {', '.join(changed)}"
         if lost := self._buffers.lost():
             return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
         return None

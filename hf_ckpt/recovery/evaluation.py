@@ -14,7 +14,7 @@ from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.attributes import Attributes
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
-from hf_ckpt.recovery.window import describe_inputs, named_tensors
+from hf_ckpt.recovery.window import Randomness, describe_inputs, named_tensors, one_of_each_device
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Evaluation:
         self.num_recovered = 0
         self._trainer = trainer
         self._has_said = False
+        self._on_devices = one_of_each_device(trainer.model)
 
     def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch, and halves of it where memory runs out.
@@ -55,7 +56,7 @@ class Evaluation:
         return returned
 
     def _try(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Failure | None]:
-        noted = Attributes(self._trainer)
+        noted, randomness = Attributes(self._trainer), Randomness.now(self._on_devices)
         # A step may take entries out of what it is given.
         args, kwargs = _with_inputs(args, kwargs, copy.copy(_inputs(args, kwargs)))
         try:
@@ -64,7 +65,11 @@ class Evaluation:
             if not is_out_of_memory(error):
                 raise
             failure = Failure.caught(error)
+        if lost := noted.lost():
+            written = ", ".join(lost)
+            self._give_up(failure, _inputs(args, kwargs), f"The step has written to the Trainer's tensors: {written}.")
         noted.restore()
+        randomness.restore()
         return None, failure
 
     def _in_halves(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], failure: Failure) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers.trainer_utils import get_last_checkpoint
@@ -137,7 +138,8 @@ class OptimizerSteps:
     def _is_known(self, groups: Sequence[Group]) -> bool:
         """Whether the optimizer treats each weight by itself, calls nobody, and shows what it has written."""
         optimizer = self._optimizer
-        hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+        every = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *itertools.chain(*every)]
         if type(optimizer) not in _KNOWN or hooks or getattr(self._trainer.accelerator, "scaler", None) is not None:
             return False
         # Fused kernels write past the versions of tensors, but for the counters of these.

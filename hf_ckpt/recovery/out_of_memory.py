@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from hf_ckpt.errors import DiskFullError, HostMemoryError
+from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError
 from hf_ckpt.units import format_bytes
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -164,7 +164,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory of the device or of the host, or the disk of an offload, has run out."""
     if isinstance(error, torch.OutOfMemoryError | HostMemoryError | DiskFullError | MemoryError):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in _WORDS)
+    # Other errors of this package may mention it: that another process was killed for want of memory.
+    is_of_others = isinstance(error, RuntimeError | OSError) and not isinstance(error, HFCkptError)
+    return is_of_others and any(words in str(error) for words in _WORDS)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

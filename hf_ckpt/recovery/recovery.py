@@ -178,16 +178,14 @@ class Recovery:
         """Run a method of the Trainer. See `instance_methods.Runner`."""
         try:
             return self._parts[name].run(method, args, kwargs)
-        except OutOfMemoryError as error:
-            self.stop()
-            if self._end is None:
+        except BaseException as error:
+            # It ends training, and no event tells of that. An evaluation's may be caught by whoever asked for it.
+            if name != "prediction_step" or self._end is not None:
+                self.stop()
+            if self._end is None or not isinstance(error, OutOfMemoryError):
                 raise
             is_as_before = name == "training_step" and self._steps.undo()
             raise self._end.ended(error, is_as_before_step=is_as_before) from error.__cause__
-        except BaseException:
-            # It ends training, and no event tells of that.
-            self.stop()
-            raise
 
     # --- Events. ---
 

@@ -48,16 +48,23 @@ class TrainingSteps:
         self._counters = counters
         self._data_parallel = data_parallel
         self._buffers = Buffers(model, are_sent=data_parallel is not None)
-        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # Those that are frozen too: they may be trained later, and a forward may write to them.
+        self._parameters = list(model.parameters())
         self._on_devices = one_of_each_device(model)
         self._window: Window | None = None
 
     def begin_step(self) -> None:
         """A window of micro-batches begins."""
         self._escalation.begin_step()
-        self._window = Window(self._trainable)
+        if not self._goes_on():
+            self._window = Window(self._parameters)
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
+
+    def _goes_on(self) -> bool:
+        """Whether a window that no optimizer step has ended goes on: the end of a stream may have cut it short."""
+        has_begun = self._window is not None and bool(self._window.micro_batches) and self._data_parallel is None
+        return has_begun and any(parameter.grad is not None for parameter in self._parameters)
 
     def undo(self) -> bool:
         """Bring back what the step began with, for it to be saved. Returns whether that is so."""

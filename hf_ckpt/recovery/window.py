@@ -227,8 +227,8 @@ class MicroBatch:
     versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        named = list(named_tensors(self.inputs))
-        self.versions = [(name, tensor, tensor._version) for name, tensor in named]
+        named = list(tensors_in(self.inputs))
+        self.versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         self.size = sum(tensor.nbytes for _, tensor in named)
         # A step may take entries out of what it is given.
         self._inputs = copy.copy(self.inputs)
@@ -271,7 +271,7 @@ def tensors_in(batch: Any, name: str = "input") -> Iterator[tuple[str, Tensor]]:
 
 def describe_inputs(inputs: Any) -> str:
     """Return the shapes of the inputs of a step."""
-    return describe_tensors(named_tensors(inputs)) or "no tensors that have a name"
+    return describe_tensors(tensors_in(inputs)) or "no tensors"
 
 
 def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -303,10 +303,15 @@ class Window:
         if self._has_gradients:
             return "there were gradients before its first micro-batch, which nothing keeps"
         if self.has_written_weights:
-            return "weights have changed since its first micro-batch (an optimizer that steps in backward?)"
+            return (
+                "weights have changed since its first micro-batch (an optimizer that steps in backward, or an average "
+                "that forwards update?)"
+            )
         for micro_batch in self.micro_batches:
             if written := micro_batch.changed_inputs:
                 return f"the step has written to its inputs: {', '.join(written)}"
+            if changed := micro_batch.attributes.lost():
+                return f"the step has written to large tensors that the Trainer holds: {', '.join(changed)}"
             if lost := micro_batch.buffers.lost():
                 return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
         return None

@@ -241,7 +241,7 @@ def test_containers_and_counters_are_brought_back() -> None:
 
     metric, many = Metric(), {number: number for number in range(20_000)}
     metric.total = torch.ones(())
-    noted = Attributes(metric, many, copies_tensors=True)
+    noted = Attributes(metric, many)
     metric.total += 1
     many[0] = 7
     noted.restore()

@@ -14,7 +14,7 @@ from transformers import EvalPrediction, LlamaConfig, LlamaForSequenceClassifica
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError
-from tests.training import VOCAB, arguments, llama, rows
+from tests.training import VOCAB, During, arguments, llama, rows, trainer
 
 
 def limit_rows(model: nn.Module, most: int) -> None:
@@ -100,6 +100,50 @@ def test_a_batch_in_parts_gives_loss_and_predictions_of_the_whole(
     assert callback.report()["ckpt/oom_recovered"] >= 1
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sum(line.startswith("Out of memory in the evaluation of input_ids (8, 8)") for line in lines) == 1
+
+
+def test_a_batch_that_runs_again_draws_the_same_numbers(tmp_path: Path) -> None:
+    def drawn(fails: bool) -> tuple[list[float], float]:
+        model = llama(num_hidden_layers=1)
+        numbers: list[float] = []
+        left = [1] * fails
+
+        def draw(module: nn.Module, args: Any, output: Any) -> None:
+            if not module.training:
+                numbers.append(torch.rand(()).item())
+                if left and left.pop():
+                    numbers.pop()
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        model.register_forward_hook(draw)
+        torch.manual_seed(0)
+        _, _, callback = evaluated(model, uneven(), tmp_path, per_device_eval_batch_size=4)
+        assert callback.report()["ckpt/oom_recovered"] == fails
+        return numbers, torch.rand(()).item()
+
+    assert drawn(True) == drawn(False)
+
+
+def test_an_evaluation_that_somebody_lets_fail_does_not_end_the_recovery(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=1)
+
+    def fail(module: nn.Module, args: Any, output: Any) -> None:
+        if not module.training:
+            raise ValueError("on purpose")
+
+    model.register_forward_hook(fail)
+    seen: list[bool] = []
+
+    def look(_: nn.Module) -> None:
+        with pytest.raises(ValueError, match="on purpose"):
+            run.evaluate()
+        seen.extend(name in vars(run) for name in ("training_step", "prediction_step"))
+
+    callbacks = [HFCkptCallback("none", on_oom="escalate"), During("on_step_end", look, step=1)]
+    run = trainer(model, tmp_path, *callbacks)
+    run.train()
+    assert seen == [True, True]
+    assert "prediction_step" not in vars(run)
 
 
 def test_a_row_that_does_not_fit_ends_the_run_with_its_shape(tmp_path: Path) -> None:

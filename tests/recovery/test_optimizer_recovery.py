@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
@@ -132,6 +133,17 @@ def test_an_optimizer_that_is_not_known_is_not_stepped_twice(tmp_path: Path) -> 
         pytest.raises(OutOfMemoryError, match=r"Weights may be half-way .* there is no checkpoint to go on from"),
     ):
         trained(tmp_path, Own, Steps(mode, counts_optimizer=True))
+
+
+def test_hooks_on_all_optimizers_are_called_once(tmp_path: Path) -> None:
+    called: list[int] = []
+    hook = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    try:
+        with pytest.raises(OutOfMemoryError, match="Weights may be half-way"):
+            trained(tmp_path, torch.optim.AdamW, Limited(20_000, first=1))
+    finally:
+        hook.remove()
+    assert len(called) == 1
 
 
 def test_parts_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

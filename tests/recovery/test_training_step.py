@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.errors import OutOfMemoryError
+from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
+from hf_ckpt.recovery.out_of_memory import is_out_of_memory
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
-from tests.training import LENGTH, During, arguments, changed, llama, lora, losses, rows, weights
+from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 
 NUM_STEPS = 5
 MOST_BETWEEN = 6
@@ -44,12 +45,24 @@ def trained(
     mode: FailingOperators,
     *callbacks: Any,
     kind: type[PhasedTrainer] = PhasedTrainer,
+    data: Any = None,
+    collate: Any = None,
+    optimizer: type[torch.optim.Optimizer] | None = None,
     **changes: Any,
 ) -> PhasedTrainer:
     """Train for five steps while operators fail."""
     steps = {"max_steps": NUM_STEPS, "max_grad_norm": 1.0, **changes}
     args = TrainingArguments(**arguments(folder, **steps))
-    run = kind(model=make(), args=args, train_dataset=rows(64), callbacks=[*callbacks, Steps(mode)])
+    model = make()
+    made = None if optimizer is None else optimizer(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
+    run = kind(
+        model=model,
+        args=args,
+        train_dataset=data or rows(64),
+        data_collator=collate,
+        optimizers=(made, None),
+        callbacks=[*callbacks, Steps(mode)],
+    )
     run.mode = mode
     with mode:
         run.train()
@@ -124,9 +137,11 @@ def test_what_a_step_counts_on_the_host_is_counted_once(tmp_path: Path) -> None:
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             self.tokens = getattr(self, "tokens", 0) + 1
-            self.records = vars(self).setdefault("records", {"train": {}})
+            self.records = vars(self).setdefault("records", {"train": {"total": torch.zeros(())}})
             self.records["train"].setdefault("drawn", []).append((random.random(), float(np.random.rand())))
-            return super().compute_loss(*args, **kwargs)
+            loss = super().compute_loss(*args, **kwargs)
+            self.records["train"]["total"] += loss.detach()
+            return loss
 
     def counted(at: dict[int, list[int]]) -> tuple[Any, ...]:
         random.seed(0)
@@ -143,6 +158,41 @@ def test_what_a_step_counts_on_the_host_is_counted_once(tmp_path: Path) -> None:
         return run.tokens, run.records, run.state.num_input_tokens_seen, run.state.total_flos, losses(run)
 
     assert counted({1: [10], 2: [300], 3: [700]}) == counted({})
+
+
+def test_layers_that_are_trained_only_later_are_undone_too(tmp_path: Path) -> None:
+    def unfreezing(callback: HFCkptCallback, at: dict[int, list[int]]) -> PhasedTrainer:
+        def make() -> nn.Module:
+            model = llama(num_hidden_layers=2)
+            model.model.layers[0].requires_grad_(requires_grad=False)
+            return model
+
+        unfreeze = During("on_step_begin", lambda model: model.requires_grad_(requires_grad=True), step=1)
+        steps = FailingOperators(at), callback, unfreeze
+        return trained(make, tmp_path, *steps, optimizer=torch.optim.SGD, gradient_accumulation_steps=2)
+
+    expected = unfreezing(HFCkptCallback("full"), {})
+    # In the second micro-batch.
+    got = unfreezing(escalating(), {2: [700]})
+    assert changed(state(expected.model), state(got.model)) == []
+
+
+def test_a_window_that_the_end_of_a_stream_cut_short_goes_on(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter(rows(6))
+
+    def streamed(callback: HFCkptCallback, at: dict[int, list[int]]) -> PhasedTrainer:
+        make = partial(llama, num_hidden_layers=2)
+        changes = {"gradient_accumulation_steps": 2, "data": Stream()}
+        return trained(make, tmp_path, FailingOperators(at), callback, **changes)
+
+    expected = streamed(HFCkptCallback("full"), {})
+    callback = escalating()
+    got = streamed(callback, {2: [300]})
+    assert callback.report()["ckpt/oom_recovered"] == 1
+    assert changed(state(expected.model), state(got.model)) == []
+    assert losses(got) == losses(expected)
 
 
 HALF_OFFLOADED = {"layers": "0:2", "mode": "full", "offload": {"to": "cpu", "min_bytes": 0}}
@@ -357,6 +407,73 @@ def test_when_no_plan_is_leaner_the_error_says_what_was_tried(tmp_path: Path) ->
         trained(lambda: llama(num_hidden_layers=2), tmp_path, mode, escalating([{"layers": "0:1", "mode": "full"}]))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert mode.raised == 2
+
+
+class WithTeacher(nn.Module):
+    """A Llama beside a frozen one, to which each forward adds of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = llama(num_hidden_layers=1), llama(num_hidden_layers=1).requires_grad_(False)
+        self.config = self.student.config
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        with torch.no_grad():
+            for own, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                own.lerp_(theirs, 0.1)
+        return self.student(input_ids=input_ids, labels=labels)
+
+
+class WithQueue(PhasedTrainer):
+    """Keeps something large, and writes to it."""
+
+    queue = torch.zeros(2000)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["queue"] = self.queue.add_(1)
+        return super().compute_loss(*args, **kwargs)
+
+
+class WritesToInputs(PhasedTrainer):
+    """Writes to a tensor within its inputs."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs["batch"]["input_ids"].add_(1).remainder_(VOCAB)
+        return super().compute_loss(model, inputs["batch"], *args, **kwargs)
+
+
+def nested(batch: list[dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    return {"batch": {name: torch.stack([row[name] for row in batch]) for name in batch[0]}}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"make": WithTeacher},
+            r"weights have changed since its first micro-batch \(.*an average that forwards update",
+        ),
+        ({"kind": WithQueue}, "has written to large tensors that the Trainer holds: queue"),
+        (
+            {"kind": WritesToInputs, "collate": nested, "remove_unused_columns": False},
+            r"forward of step 2, with input_ids \(2, 8\), .* has written to its inputs: input_ids",
+        ),
+    ],
+    ids=["teacher", "queue", "inputs"],
+)
+def test_what_cannot_be_brought_back_ends_the_run(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    make = partial(llama, num_hidden_layers=1)
+    settings = {"make": make, "folder": tmp_path, "mode": FailingOperators({1: [100]}), **options}
+    with pytest.raises(OutOfMemoryError, match=why):
+        trained(settings.pop("make"), settings.pop("folder"), settings.pop("mode"), escalating(), **settings)
+
+
+def test_errors_that_mention_memory_are_not_taken_for_its_want() -> None:
+    # As the watch says it of another process.
+    assert not is_out_of_memory(OtherProcessError("its process is gone (killed, or out of memory)"))
+    assert not is_out_of_memory(ValueError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("NCCL error: Cuda failure 2 'out of memory'"))
+    assert is_out_of_memory(HostMemoryError("no room"))
 
 
 def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -> None:
