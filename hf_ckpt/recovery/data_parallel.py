@@ -125,6 +125,13 @@ def why_not_alone(trainer: Any, planning: Any) -> str | None:
     return None
 
 
+def why_not_evaluated_alone(trainer: Any) -> str | None:
+    """Return why no batch of an evaluation is run again by one of several processes; None if it is."""
+    if _is_trainers(trainer, "prediction_step"):
+        return None
+    return f"{type(trainer).__name__}.prediction_step may send something of its own to the other processes"
+
+
 def _is_trainers(trainer: Any, name: str) -> bool:
     from transformers import Trainer
 

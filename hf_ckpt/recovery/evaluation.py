@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,47 @@ logger = logging.getLogger(__name__)
 
 _IGNORED = -100
 """A label that no loss counts."""
+
+
+class Gathered:
+    """What a batch has gathered from other processes, which is sent once however often the batch runs again.
+
+    The Trainer counts the labels of all processes' batches, to divide the loss of each by: that of a part too, then.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.values: list[Any] = []
+        self.is_lost = False
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Gather what has not been gathered yet."""
+        if self._accelerator.num_processes == 1:
+            yield
+            return
+        known = iter(list(self.values))
+        gather = self._accelerator.gather
+
+        def gathered(tensor: Any) -> Any:
+            value = next(known, None)
+            if value is None:
+                # An error in it does not tell whether the others have been sent something.
+                self.is_lost = True
+                value = gather(tensor)
+                self.is_lost = False
+                self.values.append(value)
+            return value
+
+        found = vars(self._accelerator).get("gather")
+        self._accelerator.gather = gathered
+        try:
+            yield
+        finally:
+            del self._accelerator.gather
+            if found is not None:
+                self._accelerator.gather = found
+
 
 Prediction = tuple[Tensor | None, Any, Any]
 """What `prediction_step` returns: loss, logits and labels."""
@@ -37,6 +79,7 @@ class Evaluation:
         self._trainer = trainer
         self._has_said = False
         self._on_devices = one_of_each_device(trainer.model)
+        self._gathered = Gathered(trainer.accelerator)
 
     def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch, and halves of it where memory runs out.
@@ -44,6 +87,7 @@ class Evaluation:
         Raises:
             OutOfMemoryError: not even one row fits, or what the step returns cannot be put together.
         """
+        self._gathered = Gathered(self._trainer.accelerator)
         returned, failure = self._try(method, args, kwargs)
         if failure is None:
             return returned
@@ -60,11 +104,14 @@ class Evaluation:
         # A step may take entries out of what it is given.
         args, kwargs = _with_inputs(args, kwargs, copy.copy(_inputs(args, kwargs)))
         try:
-            return method(*args, **kwargs), None
+            with self._gathered.once():
+                return method(*args, **kwargs), None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = Failure.caught(error)
+        if self._gathered.is_lost:
+            self._give_up(failure, _inputs(args, kwargs), "It was sending to the other processes.")
         if lost := noted.lost():
             written = ", ".join(lost)
             self._give_up(failure, _inputs(args, kwargs), f"The step has written to the Trainer's tensors: {written}.")
@@ -89,7 +136,7 @@ class Evaluation:
             found.append(returned)
             weights.append(self._num_counted(part))
         try:
-            return _joined(found, weights)
+            return _joined(found, None if self._gathered.values else weights)
         except ValueError as error:
             self._give_up(failure, inputs, f"In parts it would fit, but {error}.")
 
@@ -159,9 +206,11 @@ def _with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Any) -> 
 # --- Parts put together. ---
 
 
-def _joined(found: list[Prediction], weights: list[float]) -> Prediction:
+def _joined(found: list[Prediction], weights: list[float] | None) -> Prediction:
+    """Put parts together, whose losses are means with these weights, or parts of one sum."""
     losses, logits, labels = zip(*found, strict=True)
-    return _mean(losses, weights), _concatenated(logits), _concatenated(labels)
+    loss = torch.stack(losses).sum(0) if weights is None else _mean(losses, weights)
+    return loss, _concatenated(logits), _concatenated(labels)
 
 
 def _mean(losses: tuple[Tensor | None, ...], weights: list[float]) -> Tensor | None:

@@ -17,7 +17,7 @@ from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recovery.clean_end import CleanEnd
-from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone
+from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
 from hf_ckpt.recovery.examples import describe_examples
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 RUNGS_FILE = "hf_ckpt_rungs.json"
 """In a checkpoint: the plans that the run has gone down to, and for which sizes."""
+
+_BEFORE_WEIGHTS_CHANGE = ("training_step", "clip_grad_norm_")
 
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 """Trainers of trl whose inputs are generations, which are not made again."""
@@ -107,6 +109,34 @@ class EndingSteps:
         ) from failure.error
 
 
+class EndingPart:
+    """Runs a method of a step that is not run again.
+
+    Args:
+        trainer: whose step it is.
+        what: the method does.
+        why: it is not run again, as a sentence.
+    """
+
+    def __init__(self, trainer: Any, what: str, why: str) -> None:
+        self._trainer = trainer
+        self._what = what
+        self._why = why
+
+    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Raise `OutOfMemoryError` where memory runs out."""
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = Failure.caught(error)
+        step = int(self._trainer.state.global_step)
+        raise OutOfMemoryError(
+            f"Out of memory in the {self._what}, after {step} steps. {failure.figures.describe()} {self._why}"
+        ) from failure.error
+
+
 class Recovery:
     """Runs the steps of a Trainer so that they go on after they have run out of memory.
 
@@ -149,16 +179,23 @@ class Recovery:
         )
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = Evaluation(trainer)
-        self._parts: dict[str, Part] = {"training_step": self._steps}
+        clipping = EndingPart(trainer, "clipping of gradients", "Some of them may be clipped: it is not run again.")
+        self._parts: dict[str, Part] = {
+            "training_step": self._steps,
+            "prediction_step": self._evaluation,
+            "clip_grad_norm_": clipping,
+            "step": self._optimizer_steps,
+        }
         if why_not is not None:
-            self._parts = {"training_step": EndingSteps(trainer, why_not, self._steps if _is_whole(trainer) else None)}
-        owners = {"training_step": trainer}
-        if why_not is None:
-            self._parts |= {"step": self._optimizer_steps, "prediction_step": self._evaluation}
-            owners |= {"step": trainer.optimizer, "prediction_step": trainer}
+            half = "Weights may be half-way through it: it is not run again."
+            self._parts["training_step"] = EndingSteps(trainer, why_not, self._steps if _is_whole(trainer) else None)
+            self._parts["step"] = EndingPart(trainer, "optimizer step", half)
+        if why := why_not or (data_parallel and why_not_evaluated_alone(trainer)):
+            self._parts["prediction_step"] = EndingPart(trainer, "evaluation", f"It is not run again: {why}.")
+        owners = {"clip_grad_norm_": trainer.accelerator, "step": trainer.optimizer}
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
-        self._undos = [set_method(self, owner, name) for name, owner in owners.items()]
+        self._undos = [set_method(self, owners.get(name, trainer), name) for name in self._parts]
         if data_parallel is not None:
             self._undos.append(data_parallel.remove)
 
@@ -184,7 +221,7 @@ class Recovery:
                 self.stop()
             if self._end is None or not isinstance(error, OutOfMemoryError):
                 raise
-            is_as_before = name == "training_step" and self._steps.undo()
+            is_as_before = name in _BEFORE_WEIGHTS_CHANGE and self._steps.undo()
             raise self._end.ended(error, is_as_before_step=is_as_before) from error.__cause__
 
     # --- Events. ---

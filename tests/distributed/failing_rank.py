@@ -38,7 +38,7 @@ LIMIT_S = 90
 """After so many seconds a process is given up."""
 LINGERS_S = 10
 BOTH = -1
-ENGINES = ("ddp", "fsdp2", "fsdp2 that saves", "ddp in SFTTrainer", "ddp in DPOTrainer")
+ENGINES = ("ddp", "ddp that clips", "fsdp2", "fsdp2 that saves", "ddp in SFTTrainer", "ddp in DPOTrainer")
 
 
 def raise_in_forward(model: nn.Module) -> None:
@@ -85,7 +85,8 @@ def run_out_of_memory(engine: str, victim: int) -> None:
     callbacks = [During("on_step_end", save_weights, step=2)]
     if int(os.environ["RANK"]) == victim or victim == BOTH:
         callbacks.append(During("on_step_begin", lambda _: wait_for_connection(), step=1))
-        callbacks.append(During("on_step_begin", fail_in_backward, step=2))
+        fail = fail_in_clipping if engine.endswith("clips") else fail_in_backward
+        callbacks.append(During("on_step_begin", fail, step=2))
     saving = {"save_strategy": "steps", "save_steps": 1} if engine == "fsdp2 that saves" else {}
     callback = HFCkptCallback("none", on_oom="escalate")
     if engine.startswith("ddp in "):
@@ -127,7 +128,12 @@ def fail_in_backward(model: nn.Module) -> None:
     weight.register_post_accumulate_grad_hook(_out_of_memory)
 
 
-def _out_of_memory(*args: Any) -> NoReturn:
+def fail_in_clipping(_: nn.Module) -> None:
+    """Let gradients that are there not be clipped."""
+    torch.nn.utils.clip_grad_norm_ = _out_of_memory
+
+
+def _out_of_memory(*args: Any, **kwargs: Any) -> NoReturn:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 

@@ -98,6 +98,7 @@ def train(
     engine: str,
     *callbacks: TrainerCallback,
     read: Callable[[nn.Module], dict[str, Tensor]] = shards,
+    evaluated: list[dict[str, Tensor]] | None = None,
     **changes: Any,
 ) -> Outcome:
     """Train for `STEPS` optimizer steps, one row at a time on each rank.
@@ -107,24 +108,32 @@ def train(
         engine: one of `ENGINES`.
         callbacks: given to the Trainer.
         read: what to make of the wrapped model when training has ended.
+        evaluated: rows to evaluate.
         changes: further training arguments.
     """
     names: list[str] = []
     note_names = training.During("on_step_end", lambda wrapped: names.extend(n for n, _ in wrapped.named_modules()), 1)
     with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(model, Path(folder), *callbacks, note_names, **engine_arguments(engine), **changes)
+        asked = {**engine_arguments(engine), **changes}
+        trainer = make_trainer(model, Path(folder), *callbacks, note_names, evaluated=evaluated, **asked)
         trainer.train()
     wrapped = trainer.model_wrapped
     return Outcome(engine_of(wrapped), training.losses(trainer), read(wrapped), names)
 
 
-def make_trainer(model: nn.Module, folder: Path, *callbacks: TrainerCallback, **changes: Any) -> Trainer:
+def make_trainer(
+    model: nn.Module,
+    folder: Path,
+    *callbacks: TrainerCallback,
+    evaluated: list[dict[str, Tensor]] | None = None,
+    **changes: Any,
+) -> Trainer:
     """A Trainer over 64 rows of tokens."""
     run = {"max_steps": STEPS, "per_device_train_batch_size": 1, "use_cpu": not has_gpus(), **changes}
     # FSDP1 is deprecated, which transformers says through its logger.
     with mock.patch.object(logging.getLogger("transformers.training_args"), "disabled", True):
         args = TrainingArguments(**training.arguments(folder, **run))
-    return Trainer(model=model, args=args, train_dataset=rows(), callbacks=list(callbacks))
+    return Trainer(model=model, args=args, train_dataset=rows(), eval_dataset=evaluated, callbacks=list(callbacks))
 
 
 def rows(count: int = 64) -> list[dict[str, Tensor]]:

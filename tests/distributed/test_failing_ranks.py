@@ -101,6 +101,20 @@ def test_out_of_memory_under_ddp_ends_all_with_a_checkpoint_of_the_step_before(
     assert [entry["step"] for entry in run.state.log_history if "loss" in entry] == [1, 2, 3]
 
 
+def test_out_of_memory_in_clipping_ends_all_with_a_checkpoint_of_the_step_before(
+    starter: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    print(json.dumps(["is out of memory under ddp that clips", 1, str(tmp_path)]), file=starter.stdin, flush=True)
+    ends = json.loads(starter.stdout.readline())
+    own, other = ((tmp_path / f"stderr {rank}").read_text() for rank in (1, 0))
+    assert [status for status, _ in ends] == [1, 1], own
+    folder = tmp_path / "run" / "checkpoint-2"
+    assert "Process 1: Out of memory in the clipping of gradients, after 2 steps." in other
+    assert f"All processes end. Nothing is lost: {folder} holds the state before this step." in other
+    saved = LlamaForCausalLM.from_pretrained(folder)
+    assert changed(torch.load(tmp_path / "weights 0.pt"), dict(saved.named_parameters())) == []
+
+
 def test_of_two_that_run_out_of_memory_one_writes_and_the_other_waits(
     starter: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.policy.policy import Mode
 from tests import zoo
-from tests.distributed.runs import Outcome, train
+from tests.distributed.runs import Outcome, rows, train
 from tests.recovery.limits import FailingOperators
 
 NUM_STEPS = 5
@@ -85,6 +85,28 @@ def failures(second: int) -> list[dict[int, list[int]]]:
     return [
         {step: [number] for step, number in enumerate(points[4 * half : 4 * half + 4], start=1)} for half in (second,)
     ]
+
+
+def evaluated(most: int) -> tuple[Outcome, HFCkptCallback]:
+    """Train, and evaluate after each step; in a batch of more than so many rows this process runs out of memory."""
+    bare = model()
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not module.training and kwargs["input_ids"].shape[0] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    bare.register_forward_hook(check, with_kwargs=True)
+    callback = HFCkptCallback("none", on_oom="escalate", prove="off")
+    asked = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
+    return train(bare, "ddp", callback, evaluated=rows(12), max_steps=2, **asked), callback
+
+
+def test_an_evaluation_in_parts_sends_what_the_whole_sends() -> None:
+    expected, _ = evaluated(3)
+    got, callback = evaluated(1 if dist.get_rank() else 3)
+    assert (callback.report()["ckpt/oom_recovered"] > 0) is (dist.get_rank() == 1)
+    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert [name for name in got.weights if not torch.equal(got.weights[name], expected.weights[name])] == []
 
 
 @pytest.mark.parametrize("half", [0, 1])

@@ -26,9 +26,9 @@ from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
 from hf_ckpt.recovery.out_of_memory import is_out_of_memory
 from tests import traces
-from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
+from tests.recovery.limits import FRAGMENTED, FULL, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
-from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
+from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, trainer, weights
 
 NUM_STEPS = 5
 MOST_BETWEEN = 6
@@ -485,6 +485,17 @@ def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -
     model.lm_head.weight.register_post_accumulate_grad_hook(step)
     with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since its first micro-batch"):
         trained(lambda: model, tmp_path, FailingOperators({1: [600]}), escalating())
+
+
+def test_clipping_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", fail)
+    run = trainer(llama(num_hidden_layers=1), tmp_path, escalating())
+    with pytest.raises(OutOfMemoryError, match="in the clipping of gradients, after 0 steps"):
+        run.train()
+    assert "clip_grad_norm_" not in vars(run.accelerator)
 
 
 def test_each_escalation_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
