@@ -13,19 +13,19 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
+from hf_ckpt.simulation.devices import find_device
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.launch_sharding import Launch
     from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.policy.allowances import Exact
-    from hf_ckpt.recipe.recipe import Recipe
 
 HOLDS, FAILS, WRONG_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 """Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C; nobody reads what is printed."""
@@ -60,14 +60,10 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", metavar="RECIPE", help="a YAML file, or a name that `hf-ckpt recipes` lists, such as llama7b_lora"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values to use instead of the recipe's")
-
-
-def read_recipe(options: argparse.Namespace) -> Recipe:
-    """Read the recipe that the command was given."""
-    from hf_ckpt.recipe.recipe import load_recipe
-
-    return load_recipe(options.recipe, options.overrides)
+    # With a default, they are not listed among what is required.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="values to use instead of the recipe's"
+    )
 
 
 def add_exact_option(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +156,12 @@ def check_config_file(option: str, path: Path | None, or_use: str = "--processes
     if path is not None and not path.is_file():
         known = ", ".join(shipped.names(_CONFIGS))
         raise RecipeError(f"{option}: there is no file {path}. Name one or one of {known}, or use {or_use}.")
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Refuse devices that nobody knows, before torch is loaded."""
+    for name in names:
+        find_device(name)
 
 
 def add_cache_option(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from hf_ckpt.cli.common import (
     add_exact_option,
     add_html_option,
     add_launch_options,
+    check_devices,
     check_html,
     check_launch,
     launch_of,
@@ -30,6 +31,7 @@ from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.progress import Progress
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
+from hf_ckpt.recipe.extras import require
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
@@ -95,6 +97,9 @@ def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe_or_model(options)
     check_launch(options)
     check_html(options.html)
+    check_devices(options.device or ())
+    if options.plot is not None:
+        require("matplotlib")
     if options.html is not None and (options.grid or options.max_length or options.max_batch):
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
     # Needs YAML, as the recipe did.

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Sequence
 
 from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT, add_recipe_arguments
+from hf_ckpt.cli.model_options import read_recipe
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
-from hf_ckpt.recipe.recipe import load_recipe
+from hf_ckpt.recipe.extras import require_for
 
 FLAGS = ("print", "resume", "merge")
 """The options that are said or not."""
@@ -54,11 +55,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> None:
     with processes.stage("reading the recipe"):
-        recipe = load_recipe(options.recipe, options.overrides)
+        recipe = read_recipe(options)
     if options.print:
         if processes.rank == 0:
             print(recipe.to_yaml(), end="")
         return
+    require_for(recipe, "datasets")
     _quieten(is_first=processes.rank == 0)
     # Only now: a wrong recipe is refused before torch is loaded.
     from hf_ckpt.finetune.train import finetune

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from hf_ckpt.cli import finetune
 from hf_ckpt.cli.common import Command, check_config_file, count, shipped_config
+from hf_ckpt.cli.model_options import read_recipe
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe.extras import require_for
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,6 +32,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.processes in (None, 1) and options.config_file is None:
         return finetune.run(options)
     check_config_file("--config-file", options.config_file)
+    # What is wrong is said once, here, before processes are started.
+    recipe = read_recipe(options)
+    if not options.print:
+        require_for(recipe, "datasets", *(["deepspeed"] if _is_deepspeed(options.config_file) else []))
     if options.config_file is None:
         _check_gpus(options.processes)
     command = [sys.executable, "-m", "accelerate.commands.launch", *_launch_options(options)]
@@ -49,6 +56,13 @@ def _launch_options(options: argparse.Namespace) -> Iterator[str]:
         yield from ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
     if options.processes is not None:
         yield from ("--num_processes", str(options.processes))
+
+
+def _is_deepspeed(path: Path | None) -> bool:
+    """Whether a configuration of accelerate starts DeepSpeed, which must be there before the launcher is."""
+    return (
+        path is not None and re.search(r"^distributed_type: *DEEPSPEED\b", path.read_text(), re.MULTILINE) is not None
+    )
 
 
 def _check_gpus(num_processes: int) -> None:

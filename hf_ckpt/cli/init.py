@@ -7,11 +7,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hf_ckpt.cli.common import HOLDS, Command, say
+from hf_ckpt.cli.common import HOLDS, Command, check_devices, say
+from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.model_options import add_model_options, training_of
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.recipe.for_model import METHODS, Training
 from hf_ckpt.recipe.recipe import Recipe
+
+_FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")
+_COLUMNS = "a `text`, a `prompt` and a `completion`, or `messages`"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -20,16 +25,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Write a recipe for a model and a data set, checked as a whole, under policy\n"
         "auto: the fastest plan that fits the card it meets. On a terminal, what is left\n"
-        "out is asked.",
+        "out is asked. With a card it is estimated at once.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="""example:
-  hf-ckpt init Qwen/Qwen3-8B --qlora 16 --data rows.jsonl --out my_recipe.yaml
-  hf-ckpt estimate my_recipe.yaml --device rtx4090
+        epilog="""exit codes: 0 it is written; 1 it is written and does not fit the card; 2 wrong
+input, and nothing is written
+
+example:
+  hf-ckpt init Qwen/Qwen3-8B --lora 16 --data rows.jsonl --out my_recipe.yaml \\
+    --device rtx4090
   hf-ckpt finetune my_recipe.yaml""",
     )
     parser.add_argument("model", nargs="?", help="its id on the hub, or its folder")
     parser.add_argument("--data", metavar="NAME", help="a JSON lines file, a folder or an id on the hub")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write the recipe")
+    parser.add_argument("--device", metavar="NAME", help="a card to estimate the recipe for, such as rtx4090")
     add_model_options(parser, title="training", text=None)
     return parser
 
@@ -44,9 +53,25 @@ def _run(options: argparse.Namespace) -> int:
     if not path.absolute().parent.is_dir():
         raise RecipeError(f"--out {path}: there is no folder {path.absolute().parent}.")
     recipe = replace(training_of(options), data=options.data).recipe_for(options.model)
+    if options.device is not None:
+        check_devices([options.device])
+        require_for(recipe)
     path.write_text(recipe_text(recipe, path), encoding="utf-8")
-    say(f"Wrote {path}. Next: hf-ckpt estimate {path}, and hf-ckpt finetune {path}.")
-    return HOLDS
+    _say_what_is_next(path, options)
+    return HOLDS if options.device is None else _estimate(path, options.device)
+
+
+def _say_what_is_next(path: Path, options: argparse.Namespace) -> None:
+    estimate = "" if options.device is not None else f"hf-ckpt estimate {path}, and "
+    say(f"Wrote {path}. Next: {estimate}hf-ckpt finetune {path}.")
+    data = Path(options.data).expanduser()
+    if data.suffix in _FILES and not data.exists():
+        say(f"{options.data} is not there yet. Each row of it has {_COLUMNS}.")
+
+
+def _estimate(path: Path, device: str) -> int:
+    words = ["estimate", str(path), "--device", device, "--quick"]
+    return ESTIMATE.run(ESTIMATE.parser().parse_intermixed_args(words[1:], argparse.Namespace(words=words)))
 
 
 def recipe_text(recipe: Recipe, path: Path) -> str:
@@ -72,6 +97,8 @@ def _ask(options: argparse.Namespace) -> None:
         if not answer:
             raise RecipeError("init stopped: nothing was answered, and nothing was written.")
         setattr(options, name, Path(answer) if name == "out" else answer)
+    if missing and options.device is None:
+        options.device = _answer("Card to estimate it for, such as rtx4090 [none]: ") or None
 
 
 def _answer(question: str) -> str:

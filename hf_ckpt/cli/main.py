@@ -24,6 +24,7 @@ from hf_ckpt.cli.ui import UI
 from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
+from hf_ckpt.recipe.extras import EXTRAS, missing_text
 from hf_ckpt.verify.launch import LostProcessError
 
 _COMMANDS = {
@@ -38,8 +39,6 @@ _COMMANDS = {
     "ui": UI,
 }
 _COMMANDS["completion"] = completion(dict(_COMMANDS))
-# What not every command needs, by the extra that brings it.
-_EXTRAS = {"datasets": "finetune", "bitsandbytes": "qlora", "matplotlib": "plot", "gradio": "ui"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,10 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_shown(error), file=sys.stderr)
         return WRONG_INPUT
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        if error.name not in EXTRAS:
             raise
-        extra = _EXTRAS[error.name]
-        print(f'hf-ckpt needs {error.name}, which is not installed: pip install "hf_ckpt[{extra}]"', file=sys.stderr)
+        print(missing_text(error.name), file=sys.stderr)
         return WRONG_INPUT
     except BrokenPipeError:
         # Such as `| head`: nobody reads on. What Python would still write in the end goes nowhere.

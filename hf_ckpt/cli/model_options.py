@@ -1,4 +1,4 @@
-"""A model by its name, in the place of a recipe: `hf-ckpt estimate meta-llama/Llama-3.1-8B-Instruct --lora 16`."""
+"""What a command is asked about: a recipe, or a model in its place: `hf-ckpt estimate Qwen/Qwen3-8B --lora 16`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from hf_ckpt.cli.common import count
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
+from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.recipe.for_model import DEFAULT_RANK, METHODS, Training
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
@@ -33,8 +34,24 @@ def add_model_options(
     group.add_argument("--batch", type=count, metavar="N", help=f"rows of a micro-batch ({Training.batch})")
 
 
+def read_recipe(options: argparse.Namespace) -> Recipe:
+    """Read the recipe that the command was given."""
+    if not _is_recipe(Path(options.recipe)) and _is_model(options.recipe):
+        raise RecipeError(
+            f"{options.recipe}: there is no such recipe. If it is a model, write a recipe for it: "
+            f"hf-ckpt init {options.recipe} --data rows.jsonl --out my_recipe.yaml"
+        )
+    return load_recipe(options.recipe, options.overrides)
+
+
 def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
-    """Read the recipe that the command was given, or make one for the model."""
+    """Read the recipe that the command was given, or make one for the model, which is going to be simulated."""
+    recipe = _recipe_or_model(options)
+    require_for(recipe)
+    return recipe
+
+
+def _recipe_or_model(options: argparse.Namespace) -> Recipe:
     given = _given(options)
     if _is_recipe(Path(options.recipe)) or not (given or _is_model(options.recipe)):
         if given:
@@ -75,6 +92,8 @@ def _is_model(name: str) -> bool:
 
 def _model(name: str) -> str:
     path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise RecipeError(f"{name}: this folder holds no config.json, which describes a model.")
     if path.suffix != ".json":
         return name
     if path.name != "config.json" or not path.is_file():

@@ -14,6 +14,7 @@ from hf_ckpt.cli.common import (
     add_exact_option,
     add_html_option,
     add_launch_options,
+    check_devices,
     check_html,
     check_launch,
     launch_of,
@@ -26,6 +27,7 @@ from hf_ckpt.cli.common import (
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
+from hf_ckpt.recipe.extras import require
 from hf_ckpt.units import Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -75,6 +77,9 @@ def _run(options: argparse.Namespace) -> int:
     _check_folder(options.out)
     check_launch(options)
     check_html(options.html)
+    check_devices([options.device] if options.device else [])
+    if options.plot is not None:
+        require("matplotlib")
     # Needs YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered
 

@@ -6,7 +6,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from hf_ckpt.cli.common import HOLDS, Command, count, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.cli.common import HOLDS, Command, count, quiet, recipe_parser, say
+from hf_ckpt.cli.model_options import read_recipe
+from hf_ckpt.recipe.extras import require_for
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe(options)
+    require_for(recipe, "datasets")
     say("Building the model without weights ...")
     with quiet(), tempfile.TemporaryDirectory(prefix="hf_ckpt-profile-") as folder:
         from hf_ckpt.estimate import profile

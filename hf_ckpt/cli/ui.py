@@ -6,6 +6,7 @@ import argparse
 import threading
 
 from hf_ckpt.cli.common import HOLDS, Command, count, say
+from hf_ckpt.recipe.extras import require
 
 HOST = "127.0.0.1"
 
@@ -27,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    require("gradio")
     from hf_ckpt.cli.ui_page import launch
 
     address = launch(server_name=HOST, server_port=options.port, prevent_thread_lock=True)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.common import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, read_recipe, recipe_parser, say
+from hf_ckpt.cli.common import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, recipe_parser, say
+from hf_ckpt.cli.model_options import read_recipe
 from hf_ckpt.errors import HFCkptError, RecipeError
+from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.verify.launch import PROGRESS, ProcessResult, run_in_processes, write_result
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         raise RecipeError(f"--engine {options.engine} is for several processes. Add --processes 2.")
     # A wrong recipe is refused before torch is loaded, and before processes are started.
     recipe = read_recipe(options)
+    require_for(recipe, "datasets")
     setup = _setup(options.setup)
     if options.processes == 1:
         return _show(_verified(recipe, options, setup, say), options)
@@ -134,6 +137,7 @@ def _run_as_one_of_many(options: argparse.Namespace) -> int:
 
 def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
     recipe = read_recipe(options)
+    require_for(recipe, "datasets")
     setup = _setup(options.setup)
     with quiet():
         from hf_ckpt.verify.launch import join_processes, with_engine

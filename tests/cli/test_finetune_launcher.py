@@ -105,6 +105,6 @@ def test_missing_library_is_told_with_the_extra_that_brings_it(tmp_path: Path) -
         return done.returncode, done.stderr
 
     recipe = str(small_recipes.write(tmp_path))
-    asked = 'hf-ckpt needs datasets, which is not installed: pip install "hf_ckpt[finetune]"\n'
+    asked = 'hf-ckpt needs datasets, which is not installed. Run: pip install "hf_ckpt[finetune]"\n'
     assert run("finetune", recipe) == (2, asked)
     assert run("plan", recipe, "--memory-budget", "1GiB")[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,15 @@ import pytest
 
 from hf_ckpt import load_recipe
 from hf_ckpt.cli.main import main
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 class Terminal(io.StringIO):
@@ -39,12 +49,22 @@ def test_recipe_is_what_the_options_say() -> None:
 def test_what_is_left_out_is_asked_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal("full\nsome/model\nown.yaml\n"))
+    monkeypatch.setattr(sys, "stdin", Terminal("full\nsome/model\nown.yaml\n\n"))
     assert main(["init", "--data", "rows.jsonl"]) == 0
     asked = capsys.readouterr().err
-    assert "Method (lora, qlora, full) [lora]: Model (id on the hub, or folder): Write the recipe to: " in asked
+    assert "Method (lora, qlora, full) [lora]: Model (id on the hub, or folder): Write the recipe to: Card to " in asked
     recipe = load_recipe("own.yaml")
     assert (recipe.model["name_or_path"], recipe.lora) == ("some/model", None)
+
+
+def test_recipe_for_a_card_is_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(SHAPE))
+    words = ["--full", "--length", "64", "--data", "rows.jsonl", "--device", "rtx4090"]
+    assert main(["init", "shape", *words, "--out", "own.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert "rows.jsonl is not there yet. Each row of it has a `text`, " in printed.err
+    assert printed.out.splitlines()[-1].startswith("The planner's choice fits on rtx4090: ")
 
 
 @pytest.mark.parametrize(

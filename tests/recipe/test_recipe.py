@@ -482,7 +482,7 @@ def test_missing_trl_is_one_message(
     monkeypatch.setattr(field_types, "trl_version", lambda: version)
     (line,) = mistakes_in(write(tmp_path, of_trainer("dpo", "output_dir: x, beta: 0.2, lr: 3")))
     assert f'trainer = "dpo": is a trainer of trl, {says}' in line
-    assert line.endswith("Run: pip install 'hf_ckpt[trl]'")
+    assert line.endswith('Run: pip install "hf_ckpt[trl]"')
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "Reward"])
