@@ -94,16 +94,16 @@ class Page:
 
     def _said(self, name: str, step: StepMemory) -> str:
         peak, seconds = format_bytes(step.peak_bytes), format_seconds(step.time.total)
-        return f"{name}: peak {peak}, a step in {seconds}; it {self._fit(name, step)}"
+        return f"{name}: peak {peak}, a step in {seconds}; it {_WORDS[self._fit(name, step)]}"
 
-    def _fit(self, name: str, step: StepMemory) -> str:
-        return _WORDS[Fit(self.fits.get(name) or fit_of(step.peak_bytes, self.device))]
+    def _fit(self, name: str, step: StepMemory) -> Fit:
+        return Fit(self.fits.get(name) or fit_of(step.peak_bytes, self.device))
 
     def _rows(self) -> str:
         header = element("tr", *(element("th", name, scope="col") for name in ("plan", "peak", "step", "fits")))
         lines = [header]
         for number, (name, step) in enumerate(self.steps.items()):
-            cells = (name, format_bytes(step.peak_bytes), format_seconds(step.time.total), self._fit(name, step))
+            cells = (name, format_bytes(step.peak_bytes), format_seconds(step.time.total), self._fit(name, step).value)
             lines.append(element("tr", *(element("td", escape(cell)) for cell in cells), data_row=number))
         return element("div", element("table", *lines), class_="wide rows")
 
@@ -202,13 +202,20 @@ def _labels(points: Mapping[str, tuple[float, float]], line: Sequence[tuple[floa
     taken += [(x - 3, y - 3, x + 3, y + 3) for ends in pairwise(line) for x, y in _between(*ends)]
     for name, (x, y) in points.items():
         width = _LETTER * len(name)
-        for left, low in ((x + 11, y + 4), (x - 11 - width, y + 4), (x - width / 2, y - 12), (x - width / 2, y + 24)):
+        for at, low, anchor in _places(x, y):
+            left = at - width * {"start": 0, "middle": 0.5, "end": 1}[anchor]
             box = (left, low - _LINE_HEIGHT + 4, left + width, low + 4)
             inside = box[0] > _LEFT and box[2] < _WIDTH and box[1] > 0 and box[3] < _HEIGHT - _BOTTOM
             if inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
-                yield element("text", escape(name), x=f"{left:.1f}", y=f"{low:.1f}")
+                yield element("text", escape(name), x=f"{at:.1f}", y=f"{low:.1f}", text_anchor=anchor)
                 break
+
+
+def _places(x: float, y: float) -> Iterator[tuple[float, float, str]]:
+    """Yield where a name may stand beside its point, and which end of it: text that is larger grows away from it."""
+    yield from ((x + 11, y + 4, "start"), (x - 11, y + 4, "end"), (x, y - 12, "middle"), (x, y + 24, "middle"))
+    yield from ((x + 11, y - 8, "start"), (x - 11, y + 20, "end"))
 
 
 def _between(one: tuple[float, float], other: tuple[float, float]) -> Iterator[tuple[float, float]]:
