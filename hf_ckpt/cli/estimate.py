@@ -219,7 +219,7 @@ def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> 
     facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
     return Page(
         title=f"hf-ckpt estimate {found.subject.title}",
-        verdict=tables.verdict(document),
+        verdict=" ".join([tables.verdict(document), *tables.advice_on_segments(document)]),
         device=device,
         facts=[*facts, *tables.facts_of(document["devices"][0])],
         steps=steps,

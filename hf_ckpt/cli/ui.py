@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import threading
 
-from hf_ckpt.cli.common import HOLDS, Command, count, say
+from hf_ckpt.cli.common import HOLDS, Command, count, quiet, say
 from hf_ckpt.recipe.extras import require
 
 HOST = "127.0.0.1"
@@ -29,7 +29,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     require("gradio")
-    from hf_ckpt.cli.ui_page import launch
+    with quiet():
+        from hf_ckpt.cli.ui_page import launch
 
     address = launch(server_name=HOST, server_port=options.port, prevent_thread_lock=True)
     say(f"Open {address} in a browser. Ctrl-C ends it.")

@@ -94,8 +94,9 @@ def _answer(model: str, training: Training, device: str) -> Answer:
     document = as_json(found)
     _, row = next(iter(found.deciding()))
     plan = None if row.memory is None else row.memory.plan
+    advice = "".join(f"\n\n{text}" for text in tables.advice_on_segments(document))
     return Answer(
-        tables.verdict(document),
+        f"{tables.verdict(document)}{advice}",
         row.refusal if plan is None else plan.summary(),
         recipe_text(recipe, _RECIPE),
         page_of(found, document, shlex.split(command(model, training, device))[1:]).html() if found.steps() else "",

@@ -36,7 +36,7 @@ def blocks(*, is_hosted: bool = False) -> gr.Blocks:
                 models(), value=_FIRST["model"], label="model", allow_custom_value=True, scale=3, min_width=300
             )
             method = gr.Dropdown(list(METHODS), label="method", scale=2, min_width=240)
-            card = gr.Dropdown(list(CARDS), value=first_card, label="card", scale=2, min_width=240)
+            card = gr.Dropdown(list(CARDS), value=first_card, label="card", scale=3, min_width=280)
             length = gr.Number(2048, label="length, tokens", precision=0, minimum=1, min_width=120)
             batch = gr.Number(1, label="batch, rows", precision=0, minimum=1, min_width=120)
         button = gr.Button("Ask", variant="primary")

@@ -205,7 +205,7 @@ def _held(found: Document, device: Document) -> str:
     return f"reserve {_range(*device['reserve_bytes'])}"
 
 
-def _expandable(document: Document) -> Iterator[str]:
+def advice_on_segments(document: Document) -> Iterator[str]:
     """Yield what expandable segments bring where what torch reserves decides."""
     for found in document["verdicts"]:
         if found["fits"] == "perhaps" and found.get("expandable_bytes"):
@@ -292,7 +292,7 @@ def _notes(document: Document) -> Iterator[str]:
     if evaluation is not None:
         peak = format_bytes(evaluation["peak_bytes"])
         yield f"A batch of its evaluation needs {peak}: {_largest(evaluation, _SHOWN_CATEGORIES)}."
-    yield from _expandable(document)
+    yield from advice_on_segments(document)
     yield from _host(document)
 
 
@@ -392,7 +392,7 @@ def verdict_on_plan(document: Document) -> str:
     verdict = (
         f"The plan {words} on {card['name']}: {peak}, {_held(found, card)}, of {format_bytes(card['memory_bytes'])}."
     )
-    return " ".join([verdict, *_expandable({"verdicts": [found]})])
+    return " ".join([verdict, *advice_on_segments({"verdicts": [found]})])
 
 
 # --- JSON text. ---

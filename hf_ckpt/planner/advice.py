@@ -273,15 +273,15 @@ class Exactness:
         return not self.inexact
 
     def describe(self) -> str:
-        """Return it as text, such as `bitwise: 1.21 of none; 1.08 with exact: false, within 1e-6 in float32`."""
+        """Return it as text, such as `bitwise, 1.21 times the time of none`."""
         if not self.is_bitwise:
             within = _WITHIN if self.is_same_step else "not bitwise"
             only = "; no bitwise plan fits" if self.is_only_choice else ""
-            return f"{within} ({' and '.join(self.inexact)}): {self.of_none:.2f} of none{only}"
-        text = f"bitwise: {self.of_none:.2f} of none"
+            return f"{within} ({' and '.join(self.inexact)}), {self.of_none:.2f} times the time of none{only}"
+        text = f"bitwise, {self.of_none:.2f} times the time of none"
         if self.inexact_of_none is None or f"{self.inexact_of_none:.2f}" == f"{self.of_none:.2f}":
             return text
-        return f"{text}; {self.inexact_of_none:.2f} with exact: false, {_WITHIN}"
+        return f"{text} ({self.inexact_of_none:.2f} with exact: false, {_WITHIN})"
 
 
 def inexact_parts(plan: Plan) -> tuple[str, ...]:

@@ -106,17 +106,17 @@ def test_bitwise_plans_come_first_unless_something_else_is_asked_for(
 @pytest.mark.parametrize(
     ("mib", "allowed", "said"),
     [
-        (66, {}, "bitwise: 1.00 of none"),
-        (30, {}, "bitwise: 1.30 of none; 1.18 with exact: false, within 1e-6 in float32"),
-        (30, {"exact": True}, "bitwise: 1.30 of none; 1.18 with exact: false, within 1e-6 in float32"),
-        (30, {"exact": False}, "within 1e-6 in float32 (chunked head): 1.18 of none"),
-        (30, {"head": False, "tiles": False}, "bitwise: 1.30 of none"),
-        (22, {}, "within 1e-6 in float32 (chunked head): 1.25 of none; no bitwise plan fits"),
+        (66, {}, "bitwise, 1.00 times the time of none"),
+        (30, {}, "bitwise, 1.30 times the time of none (1.18 with exact: false, within 1e-6 in float32)"),
+        (30, {"exact": True}, "bitwise, 1.30 times the time of none (1.18 with exact: false, within 1e-6 in float32)"),
+        (30, {"exact": False}, "within 1e-6 in float32 (chunked head), 1.18 times the time of none"),
+        (30, {"head": False, "tiles": False}, "bitwise, 1.30 times the time of none"),
+        (22, {}, "within 1e-6 in float32 (chunked head), 1.25 times the time of none; no bitwise plan fits"),
         # Tiles around dropout are another step, and what was asked for is no last resort.
         (
             15,
             {"head": True, "tiles": True},
-            "not bitwise (tiles and chunked head): 1.52 of none",
+            "not bitwise (tiles and chunked head), 1.52 times the time of none",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_plan_says_what_bitwise_costs(mib: int, allowed: dict[str, Any], said: s
 
 
 def test_difference_that_cannot_be_seen_is_not_told() -> None:
-    assert Exactness((), 1.2049, 1.2001).describe() == "bitwise: 1.20 of none"
+    assert Exactness((), 1.2049, 1.2001).describe() == "bitwise, 1.20 times the time of none"
 
 
 def test_nothing_is_compared_where_nobody_asks() -> None:
