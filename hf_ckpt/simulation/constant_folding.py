@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
-from hf_ckpt.simulation.operator_memo import look, run_once
+from hf_ckpt.simulation.operator_memo import Outputs, look, run_once
 
 _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
@@ -44,15 +44,15 @@ class SimulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Outputs | None]:
     """Run an operator in a `FakeTensorMode`: inputs and constants have values, everything else has a shape only.
 
-    Random numbers are drawn for real too: restore the state of the generator afterwards.
+    Random numbers are drawn for real too: restore the state of the generator afterwards. See `operator_memo.Run`.
     """
     return run_once(_fold, function, args, kwargs)
 
 
-def fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def fold_known(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Outputs | None]:
     """See `fold`. Inputs have the values of a real batch, so that what masks made of them select is known too."""
     return run_once(_fold_known, function, args, kwargs)
 

@@ -78,13 +78,15 @@ class _Value:
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """What an operator returns."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """What an operator returns. There is one such object for all calls that look the same."""
 
     outputs: tuple[_Made | _Given | _Value, ...]
     container: type | None
     """`tuple` or `list` of several; None of a single one."""
+    has_one_cost: bool
+    """Whether those calls read and write the same bytes: an expanded tensor has fewer than its shape says."""
 
     def make(self, args: Any, fake: FakeTensor) -> Any:
         if self.container is None:
@@ -92,19 +94,21 @@ class _Outputs:
         return self.container(output.make(args, fake) for output in self.outputs)
 
 
-_known: dict[Hashable, _Outputs] = {}
+_known: dict[Hashable, Outputs] = {}
 
 
-Run = Callable[[Callable[..., Any], Any, dict[str, Any]], Any]
-"""Runs an operator, from it, its arguments and its named arguments."""
+Run = Callable[[Callable[..., Any], Any, dict[str, Any]], tuple[Any, Outputs | None]]
+"""Runs an operator, from it, its arguments and its named arguments; returns with its output what is known of it."""
 
 
-def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, None]:
     """Run an operator as it is."""
-    return function(*args, **kwargs)
+    return function(*args, **kwargs), None
 
 
-def run_once(run: Run, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def run_once(
+    run: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Outputs | None]:
     """Run an operator on fake tensors, or make its outputs as they were for arguments that look the same.
 
     In a backward, where no function of torch runs, a function mode would see each attribute of a tensor that is read:
@@ -116,17 +120,17 @@ def run_once(run: Run, function: Callable[..., Any], args: Any, kwargs: dict[str
         fake = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor)), None)
         known = None if key is None else _known.get(key)
         if known is not None and fake is not None:
-            return known.make(args, fake)
+            return known.make(args, fake), known
     output = run(function, args, kwargs)
     if key is None or fake is None or len(_known) >= _MAX_ENTRIES:
-        return output
+        return output, None
     try:
         # An operator that changes what its arguments look like has to run each time.
         if key[1] == _look(args, []):
             _known[key] = _outputs(output, args, tensors)
     except _NotKnownError:
         pass
-    return output
+    return output, _known.get(key)
 
 
 def look(
@@ -174,14 +178,17 @@ def _look(value: Any, tensors: list[Tensor]) -> Hashable:
     raise _NotKnownError
 
 
-def _outputs(output: Any, args: Any, tensors: list[Tensor]) -> _Outputs:
+def _outputs(output: Any, args: Any, tensors: list[Tensor]) -> Outputs:
     several = isinstance(output, tuple | list)
     if several and type(output) not in (tuple, list):
         raise _NotKnownError
     made = set[int]()
     held = {tensor.untyped_storage()._cdata for tensor in tensors}
-    found = tuple(_output(each, args, held, made) for each in (output if several else (output,)))
-    return _Outputs(found, type(output) if several else None)
+    outputs = output if several else (output,)
+    found = tuple(_output(each, args, held, made) for each in outputs)
+    seen = [*tensors, *(each for each in outputs if isinstance(each, Tensor))]
+    has_one_cost = all(tensor.numel() <= _extent(tensor) for tensor in seen)
+    return Outputs(found, type(output) if several else None, has_one_cost)
 
 
 def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Made | _Given | _Value:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
-from hf_ckpt.simulation.operator_memo import Run, call
+from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import held_bytes, is_shared, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
@@ -73,6 +73,7 @@ class Tracker(SimulationMode):
         self._marked = (-1, -1)
         self._rounding = rounding
         self._costs = costs
+        self._known_costs: dict[Outputs, tuple[float, int]] = {}
         self._run = run
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._is_silent = False
@@ -280,12 +281,12 @@ class Tracker(SimulationMode):
             return NotImplemented
         kwargs = kwargs or {}
         held = self.holds(function, args, kwargs)  # noqa: F841  # until this returns
-        output = self._run(function, args, kwargs)
+        output, known = self._run(function, args, kwargs)
         with torch._C.DisableTorchFunction():
-            self._record(function, args, kwargs, output)
+            self._record(function, args, kwargs, output, known)
         return output
 
-    def _record(self, function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _record(self, function: Any, args: Any, kwargs: dict[str, Any], output: Any, known: Outputs | None) -> None:
         """Record an operator that has run. No function mode is to see what is read of tensors here: see `run_once`."""
         if self._awaiting_reason and function is not _DETACH:
             self._add_reason(self._awaiting_reason, _name_of(function))
@@ -294,9 +295,15 @@ class Tracker(SimulationMode):
             self._record_outputs(output, self._setup_place)
             return
         place = self._current_place(_name_of(function))
-        seconds, num_flops = self._costs(function, args, kwargs, output) if self.counts_time else (0.0, 0)
-        if seconds or num_flops:
-            self._append(Event(place, seconds=seconds, num_flops=num_flops))
+        if self.counts_time:
+            cost = None if known is None else self._known_costs.get(known)
+            if cost is None:
+                cost = self._costs(function, args, kwargs, output)
+                if known is not None and known.has_one_cost:
+                    self._known_costs[known] = cost
+            seconds, num_flops = cost
+            if seconds or num_flops:
+                self._append(Event(place, seconds=seconds, num_flops=num_flops))
         self._record_outputs(output, place)
 
     def _record_outputs(self, output: Any, place: Place) -> None:

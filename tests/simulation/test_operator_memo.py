@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_ckpt.simulation import operator_memo
-from hf_ckpt.simulation.operator_memo import call, run_once
+from hf_ckpt.simulation.operator_memo import run_once
 
 aten = torch.ops.aten
 CASES: dict[str, tuple[Any, Callable[[Tensor], tuple[Any, ...]], dict[str, Any]]] = {
@@ -30,6 +29,10 @@ CASES: dict[str, tuple[Any, Callable[[Tensor], tuple[Any, ...]], dict[str, Any]]
     "list": (aten._foreach_norm.Scalar, lambda x: ([x, x.t()],), {}),
     "list-in-place": (aten._foreach_mul_.Scalar, lambda x: ([x], 2.0), {}),
 }
+
+
+def call(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 def look(value: Any, args: Any) -> Any:
@@ -51,7 +54,10 @@ def test_outputs_made_again_look_like_those_of_the_fake_mode(name: str) -> None:
     function, arguments, kwargs = CASES[name]
     with FakeTensorMode():
         seen = []
-        for run in (lambda *args, **kwargs: function(*args, **kwargs), lambda *a, **k: run_once(call, function, a, k)):
+        for run in (
+            lambda *args, **kwargs: function(*args, **kwargs),
+            lambda *a, **k: run_once(call, function, a, k)[0],
+        ):
             for _ in range(2):
                 args = arguments(torch.empty(4, 6))
                 seen.append(look(run(*args, **kwargs), args))
@@ -72,7 +78,7 @@ def test_nothing_holds_a_fake_mode_that_is_over() -> None:
 def test_numbers_of_different_types_are_told_apart() -> None:
     with FakeTensorMode():
         counts = torch.empty(3, dtype=torch.long)
-        made = [run_once(call, aten.add.Tensor, (counts, number), {}).dtype for number in (1, 1.0, True)]
+        made = [run_once(call, aten.add.Tensor, (counts, number), {})[0].dtype for number in (1, 1.0, True)]
     assert made == [torch.long, torch.float32, torch.long]
 
 
@@ -108,7 +114,7 @@ def test_what_is_run_on_fake_tensors_and_labels_is_not_run_again(monkeypatch: py
 
     chunks = torch.arange(6).split(3)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for run in (call, partial(run_once, counted)):
+        for run in (call, lambda *each: run_once(counted, *each)[0]):
             for labels in chunks:
                 args = (torch.empty(3, 8), labels, None, 2, -100)
                 seen.append(look(run(aten.nll_loss_forward.default, args, {}), []))
@@ -129,3 +135,10 @@ def test_a_change_in_place_with_real_tensors_runs_each_time(monkeypatch: pytest.
         for _ in range(2):
             run_once(counted, aten.add_.Tensor, (torch.empty(3), values), {})
     assert calls == [aten.add_.Tensor] * 2
+
+
+def test_calls_that_look_the_same_cost_the_same_unless_memory_is_read_again() -> None:
+    with FakeTensorMode():
+        cases = [torch.empty(4, 6), torch.empty(6, 4).t(), torch.empty(8, 6)[::2], torch.empty(6).expand(4, 6)]
+        known = [run_once(call, aten.mul.Tensor, (each, 2.0), {})[1] for each in cases]
+    assert [each is not None and each.has_one_cost for each in known] == [True, True, True, False]
