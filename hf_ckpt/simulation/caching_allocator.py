@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,15 +26,14 @@ from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Stream, Tape
 from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
-_MIB = 2**20
+_MIB = 2**20 // BLOCK_BYTES
+"""Sizes and addresses are counted in blocks of 512 bytes."""
 _LARGEST_SMALL = _MIB
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
 _LEAST_OWN_SEGMENT = 10 * _MIB
 _SEGMENT_UNIT = 2 * _MIB
 _GATHERED_AT_ONCE = 2
 """So many freed weights of units may still be in use when the next one is gathered (FSDP1's `limit_all_gathers`)."""
-_STEPS = 2
-"""From the second one on, all steps are alike."""
 
 
 def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
@@ -44,34 +44,51 @@ def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
     """
     allocator = CachingAllocator(expands=expands)
     columns = tape.columns
-    # Those that exist before the step have numbers of their own below those of the tape.
     numbers = {id(storage): number for number, storage in enumerate(columns.storages)}
-    state = [storage for storage in tape.before if storage.category is Category.OPTIMIZER]
-    blocks: dict[int, Block] = {
-        numbers.get(id(storage), -1 - number): allocator.allocate(storage.num_bytes, storage.stream)
-        for number, storage in enumerate(tape.before)
-        if storage.category is not Category.OPTIMIZER and storage.num_bytes
-    }
-    asked = [allocator.asked(storage.num_bytes, storage.stream) for storage in columns.storages]
-    gathered = {number for number, storage in enumerate(columns.storages) if storage.stream is Stream.GATHER}
+    blocks: list[Block | None] = [None] * len(columns.storages)
+    for storage in tape.before:
+        if storage.category is not Category.OPTIMIZER and storage.num_bytes:
+            block = allocator.allocate(storage.num_bytes, storage.stream)
+            if id(storage) in numbers:
+                blocks[numbers[id(storage)]] = block
+    storages = _Storages(allocator, columns, blocks)
     changes, optimizer_begins = _changes(columns)
-    still_read: deque[Block] = deque()
-    for step in range(_STEPS):
-        for index, (is_allocated, number) in enumerate(changes):
-            if index == optimizer_begins and not step:
-                for each in state:
-                    allocator.allocate(each.num_bytes)
+    storages.play(changes[:optimizer_begins])
+    if optimizer_begins < len(changes):
+        for storage in tape.before:
+            if storage.category is Category.OPTIMIZER:
+                allocator.allocate(storage.num_bytes)
+    storages.play(changes[optimizer_begins:])
+    # From the second one on, all steps are alike.
+    storages.play(changes)
+    return allocator.reserved_bytes
+
+
+class _Storages:
+    """The storages of a tape, and the blocks that they lie in."""
+
+    def __init__(self, allocator: CachingAllocator, columns: Columns, blocks: list[Block | None]) -> None:
+        self._allocator = allocator
+        self._blocks = blocks
+        self._asked = [allocator.asked(storage.num_bytes, storage.stream) for storage in columns.storages]
+        self._gathered = {number for number, each in enumerate(columns.storages) if each.stream is Stream.GATHER}
+        self._still_read: deque[Block] = deque()
+
+    def play(self, changes: Iterable[tuple[bool, int]]) -> None:
+        """Let storages come and go."""
+        serve, free, blocks, asked = self._allocator.serve, self._allocator.free, self._blocks, self._asked
+        gathered, still_read = self._gathered, self._still_read
+        for is_allocated, number in changes:
             if is_allocated:
                 if number in gathered and len(still_read) >= _GATHERED_AT_ONCE:
-                    allocator.free(still_read.popleft())
-                blocks[number] = allocator.serve(*asked[number])
-            elif number in blocks:
-                block = blocks.pop(number)
+                    free(still_read.popleft())
+                blocks[number] = serve(*asked[number])
+            elif (block := blocks[number]) is not None:
+                blocks[number] = None
                 if number in gathered:
                     still_read.append(block)
                 else:
-                    allocator.free(block)
-    return allocator.reserved_bytes
+                    free(block)
 
 
 def _changes(columns: Columns) -> tuple[list[tuple[bool, int]], int]:
@@ -82,61 +99,52 @@ def _changes(columns: Columns) -> tuple[list[tuple[bool, int]], int]:
     in_optimizer = np.flatnonzero(columns.places.is_in(columns.place[rows], Phase.OPTIMIZER))
     is_allocated = (columns.change[rows] == ALLOCATED).tolist()
     changes = list(zip(is_allocated, columns.storage[rows].tolist(), strict=True))
-    return changes, int(in_optimizer[0]) if len(in_optimizer) else -1
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """A part of a segment, in use or free. Made by `CachingAllocator`."""
-
-    address: int
-    num_bytes: int
-    pool: _Pool
-    before: Block | None = None
-    after: Block | None = None
-    key: int = 0
-    """Among its pool's free blocks; 0 while it is in use."""
-
-
-_ADDRESSES = 2**48
-"""Addresses are below."""
+    return changes, int(in_optimizer[0]) if len(in_optimizer) else len(changes)
 
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Free blocks of one kind, the smallest first, of equal ones the lowest."""
+    """Free blocks of one kind."""
 
     is_small: bool
+    cuts_all: bool
+    """Whether all that is left over of a block is cut off, and not only what is large."""
     keys: list[int] = field(default_factory=list)
-    """Bytes and address of each in one number, which is compared faster than a tuple."""
-    by_key: dict[int, Block] = field(default_factory=dict)
-    last: Block | None = None
-    """Of the one segment that grows."""
+    """The size and the begin of each in one number, the smallest first, of equal ones the lowest."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """By where they begin."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """By where they end."""
+    top: int = 0
+    """Where the one segment ends that grows."""
 
     @property
-    def segment_bytes(self) -> int:
+    def segment_size(self) -> int:
         """The least that is asked of the device at a time."""
         return _SMALL_SEGMENT if self.is_small else _LARGE_SEGMENT
 
-    def add(self, block: Block) -> None:
-        block.key = key = block.num_bytes * _ADDRESSES + block.address
-        insort(self.keys, key)
-        self.by_key[key] = block
 
-    def remove(self, block: Block) -> None:
-        del self.keys[bisect_left(self.keys, block.key)], self.by_key[block.key]
-        block.key = 0
+Block = tuple[int, int, _Pool]
+"""A part of a segment that is in use: where it begins and ends, and its pool."""
+
+_SIZE_BITS = 40
+"""Addresses have no more."""
+_ADDRESS = 2**_SIZE_BITS - 1
 
 
 class CachingAllocator:
     """Serves blocks as torch's allocator does, and counts what it holds. See Note [The rules]."""
 
     def __init__(self, *, expands: bool = False) -> None:
-        self.reserved_bytes = 0
-        """Nothing is given back to the device."""
+        self._reserved = 0
         self._expands = expands
         self._pools: dict[tuple[Stream, bool], _Pool] = {}
         self._end = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What it holds: nothing is given back to the device."""
+        return self._reserved * BLOCK_BYTES
 
     def allocate(self, num_bytes: int, stream: Stream = Stream.COMPUTE) -> Block:
         """Return a block of at least so many bytes."""
@@ -144,78 +152,62 @@ class CachingAllocator:
 
     def asked(self, num_bytes: int, stream: Stream = Stream.COMPUTE) -> tuple[_Pool, int]:
         """Return what `serve` takes: where blocks of so many bytes are from, and how large they are."""
-        num_bytes = max(1, -(-num_bytes // BLOCK_BYTES)) * BLOCK_BYTES
-        kind = stream, num_bytes <= _LARGEST_SMALL
-        if kind not in self._pools:
-            self._pools[kind] = _Pool(kind[1])
-        return self._pools[kind], num_bytes
+        size = max(1, -(-num_bytes // BLOCK_BYTES))
+        is_small = size <= _LARGEST_SMALL
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = _Pool(is_small, is_small or self._expands)
+        return pool, size
 
-    def serve(self, pool: _Pool, num_bytes: int) -> Block:
+    def serve(self, pool: _Pool, size: int) -> Block:
         """Return a block of what `asked` returned."""
         keys = pool.keys
-        index = bisect_left(keys, num_bytes * _ADDRESSES)
+        index = bisect_left(keys, size << _SIZE_BITS)
         if index < len(keys):
-            block = pool.by_key.pop(keys.pop(index))
-            block.key = 0
+            begin = keys.pop(index) & _ADDRESS
+            end = pool.ends.pop(begin)
+            del pool.begins[end]
         else:
-            block = (self._at_end if self._expands else self._segment)(pool, num_bytes)
-        rest = block.num_bytes - num_bytes
-        if rest > _LARGEST_SMALL or (rest and (pool.is_small or self._expands)):
-            self._cut(block, num_bytes)
-        return block
+            begin, end = (self._at_end if self._expands else self._segment)(pool, size)
+        rest = begin + size
+        if end - rest > _LARGEST_SMALL or (pool.cuts_all and rest < end):
+            insort(keys, (end - rest) << _SIZE_BITS | rest)
+            pool.ends[rest], pool.begins[end] = end, rest
+            end = rest
+        return begin, end, pool
 
     def free(self, block: Block) -> None:
         """Take a block back, and join it with free neighbours."""
-        pool, before, after = block.pool, block.before, block.after
-        if after is not None and after.key:
-            pool.remove(after)
-            self._join(block, after)
-        if before is not None and before.key:
-            pool.remove(before)
-            self._join(before, block)
-            block = before
-        pool.add(block)
-
-    def _cut(self, block: Block, num_bytes: int) -> None:
-        after = block.after
-        rest = Block(block.address + num_bytes, block.num_bytes - num_bytes, block.pool, block, after)
+        begin, end, pool = block
+        keys, ends, begins = pool.keys, pool.ends, pool.begins
+        after = ends.pop(end, None)
         if after is not None:
-            after.before = rest
-        elif self._expands:
-            block.pool.last = rest
-        block.after, block.num_bytes = rest, num_bytes
-        block.pool.add(rest)
+            del begins[after], keys[bisect_left(keys, (after - end) << _SIZE_BITS | end)]
+            end = after
+        before = begins.pop(begin, None)
+        if before is not None:
+            del ends[before], keys[bisect_left(keys, (begin - before) << _SIZE_BITS | before)]
+            begin = before
+        insort(keys, (end - begin) << _SIZE_BITS | begin)
+        ends[begin], begins[end] = end, begin
 
-    def _join(self, block: Block, after: Block) -> None:
-        block.num_bytes += after.num_bytes
-        block.after = after.after
-        if after.after is not None:
-            after.after.before = block
-        elif self._expands:
-            block.pool.last = block
+    def _segment(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """Return where a new segment begins and ends."""
+        length = pool.segment_size
+        if size >= _LEAST_OWN_SEGMENT:
+            length = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
+        begin, end = self._end, self._end + length
+        # Segments are no neighbours: their blocks are not joined.
+        self._end = end + 1
+        self._reserved += length
+        return begin, end
 
-    def _segment(self, pool: _Pool, num_bytes: int) -> Block:
-        """Return a new segment."""
-        size = pool.segment_bytes
-        if num_bytes >= _LEAST_OWN_SEGMENT:
-            size = -(-num_bytes // _SEGMENT_UNIT) * _SEGMENT_UNIT
-        block = Block(self._end, size, pool)
-        self._end += size
-        self.reserved_bytes += size
-        return block
-
-    def _at_end(self, pool: _Pool, num_bytes: int) -> Block:
-        """Return a block at the end of the pool's one segment, which grows as far as it must."""
-        last = pool.last
-        free_bytes = last.num_bytes if last is not None and last.key else 0
-        grown = -(-(num_bytes - free_bytes) // pool.segment_bytes) * pool.segment_bytes
-        self.reserved_bytes += grown
-        if last is not None and free_bytes:
-            pool.remove(last)
-            last.num_bytes += grown
-            return last
-        block = Block(0 if last is None else last.address + last.num_bytes, grown, pool, last)
-        if last is not None:
-            last.after = block
-        pool.last = block
-        return block
+    def _at_end(self, pool: _Pool, size: int) -> tuple[int, int]:
+        """Return the last block of the pool's one segment, which grows as far as it must."""
+        begin = pool.begins.pop(pool.top, pool.top)
+        if begin < pool.top:
+            del pool.ends[begin], pool.keys[bisect_left(pool.keys, (pool.top - begin) << _SIZE_BITS | begin)]
+        grown = -(-(begin + size - pool.top) // pool.segment_size) * pool.segment_size
+        self._reserved += grown
+        pool.top += grown
+        return begin, pool.top
