@@ -81,6 +81,7 @@ class RunPlanner:
         predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
         batch: the largest one that was planned for, or None.
         input_gradients: what was simulated for the output of the embeddings.
+        check_again: raises before a forward whose step cannot be what was planned for.
     """
 
     def __init__(
@@ -119,6 +120,11 @@ class RunPlanner:
         self._evaluated: list[Batch] = []
         self._has_warned = False
         self._inputs = InputCheck()
+        self.check_again: Callable[[], None] = _nothing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunPlanner:
+        # Hooks of the run lead here, and a copy of the model carries them: it has no run of its own to plan for.
+        return self
 
     @property
     def bound(self) -> Batch | None:
@@ -181,7 +187,7 @@ class RunPlanner:
             model: that the Trainer calls, or the one that an engine's wrapper calls.
             put_in_force: gets a plan that is to replace the one in force, while no layer has run yet.
         """
-        hook = partial(_before_forward, self, put_in_force)
+        hook = _BeforeForward(self, put_in_force)
         return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def adopt(self, plan: Plan) -> None:
@@ -234,6 +240,7 @@ class RunPlanner:
         if self._has_given_up:
             return
         try:
+            self.check_again()
             check()
             assert batch is not None, "a forward without one is refused"
             self._plan_for_larger(batch, read)
@@ -396,6 +403,10 @@ class RunPlanner:
         return self._plans[batch]
 
 
+def _nothing() -> None:
+    """See `RunPlanner.check_again`."""
+
+
 def say_fallback(error: Exception) -> None:
     """Say that a run goes on under its fallback, and why it has no plan."""
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
@@ -410,22 +421,30 @@ def _cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> Budget
     )
 
 
-def _before_forward(
-    planning: RunPlanner, put_in_force: Callable[[Plan], None], model: nn.Module, args: Any, kwargs: Any = None
-) -> None:
-    # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or torch.compiler.is_compiling():
-        return
-    describe = partial(describe_batch, model, args, kwargs)
-    batch = describe(reads=False)
-    if model.training and torch.is_grad_enabled():
-        before = planning.plan
-        planning.before_forward(batch, describe, partial(planning._inputs.check, model, batch, args, kwargs))
-        if planning.plan != before:
-            put_in_force(planning.plan)
-    elif batch is not None and not model.training and "labels" in kwargs:
-        # Without labels it is a generation, one token after the other.
-        planning.check_evaluation(batch, describe)
+class _BeforeForward:
+    """Plans before a forward of the model that is trained. A copy of the model, such as an average, plans nothing."""
+
+    def __init__(self, planning: RunPlanner | None = None, put_in_force: Callable[[Plan], None] | None = None) -> None:
+        self._planning = planning
+        self._put_in_force = put_in_force
+
+    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
+        return _BeforeForward, ()
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # torch calls a hook without keywords that another hook of the same call has just removed.
+        if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
+            return
+        planning, describe = self._planning, partial(describe_batch, model, args, kwargs)
+        batch = describe(reads=False)
+        if model.training and torch.is_grad_enabled():
+            before = planning.plan
+            planning.before_forward(batch, describe, partial(planning._inputs.check, model, batch, args, kwargs))
+            if planning.plan != before:
+                self._put_in_force(planning.plan)
+        elif batch is not None and not model.training and "labels" in kwargs:
+            # Without labels it is a generation, one token after the other.
+            planning.check_evaluation(batch, describe)
 
 
 def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:

@@ -205,6 +205,10 @@ class Recovery:
         """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
         return self._run.is_removed or (self._call is not None and not self._call.is_running())
 
+    def __reduce__(self) -> tuple[Callable[[], Recovery], tuple[()]]:
+        # A copy of the model leads here by its hooks: without this the Trainer would be copied with it.
+        return _stopped, ()
+
     def stop(self) -> None:
         """Take all methods back; a second call does nothing."""
         for undo in reversed(self._undos):
@@ -320,3 +324,10 @@ def _clean_end(trainer: Any, run: TrainingRun, save: Callable[[Path], None]) -> 
 def _is_whole(trainer: Any) -> bool:
     """Whether each process has the whole model and the optimizer's whole state."""
     return isinstance(getattr(trainer, "model_wrapped", None), DistributedDataParallel)
+
+
+def _stopped() -> Recovery:
+    """Return one that has taken all methods back."""
+    made = object.__new__(Recovery)
+    made._undos = []
+    return made
