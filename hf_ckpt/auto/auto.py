@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, forward_names, further_inputs, is_packing, largest_batch, reads_text
+from hf_ckpt.auto.batch_bounds import Batch, is_packing, largest_batch, reads_text, with_inputs
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
-from hf_ckpt.auto.coverage import check_call, check_run, evaluates
+from hf_ckpt.auto.coverage import NewModels, check_call, check_run, evaluates
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
@@ -119,7 +119,7 @@ class Auto:
         made, trainer = innermost_optimizer(optimizer), running_trainer()
         collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
         sharding = sharding_of(args, model)
-        loss = trl_loss(trainer, args, model, sharding, dataset, collator) or users_loss(trainer, sharding)
+        loss = trl_loss(trainer, args, model, sharding, dataset, collator) or users_loss(trainer, model, sharding)
         optimizer_name = args.optim if made is None else type(made).__name__
         coverage = check_run(trainer, args, model, optimizer_name, loss)
         shape = self._shape_of(model)
@@ -132,7 +132,7 @@ class Auto:
                 batches = _largest_batches(shape, dataset, collator, num_rows, self._max_length)
             else:
                 batch = loss.batch.largest(dataset, collator, num_rows, self._max_length)
-                batches = [] if batch is None else [replace(batch, more=further_inputs(dataset, forward_names(shape)))]
+                batches = [] if batch is None else [with_inputs(batch, dataset, collator, shape)]
             free = free_host_bytes(self._allowed.offload)
             return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batches, free)
 
@@ -149,7 +149,7 @@ class Auto:
         def simulator(batch: Batch) -> StepSimulator:
             own = None if loss is None else loss.of(batch)
             step = step_of(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
-            return any_step.anew(step)
+            return any_step.anew(replace(step, beside_bytes=coverage.beside_bytes))
 
         if isinstance(loss, UsersLoss):
             small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
@@ -173,6 +173,8 @@ class Auto:
             fallback=None if self.fallback is None else make_plan(shape, self.fallback, **self._structure),
         )
         planning.input_gradients = is_on
+        if trainer is not None:
+            planning.check_again = NewModels(trainer, model, args.device, coverage, loss).check
         planning.start_all(batches)
         if evaluates(args) and batches and not batches[0].tensors:
             planning.check_evaluation(
@@ -241,7 +243,7 @@ def _largest_batches(
     if found or not reads_text(model):
         return found
     batch = largest_batch(dataset, collator, num_rows, max_length)
-    return [] if batch is None else [replace(batch, more=further_inputs(dataset, forward_names(model)))]
+    return [] if batch is None else [with_inputs(batch, dataset, collator, model)]
 
 
 def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:

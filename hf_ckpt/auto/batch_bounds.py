@@ -37,7 +37,7 @@ class Batch:
     is_packed: bool = False
     """Whether a row holds several documents."""
     more: tuple[str, ...] = ()
-    """Names of further inputs [B, S], such as `token_type_ids`."""
+    """Names of further inputs [B, S], such as `token_type_ids`, and a mask that comes without padding too."""
     tensors: tuple[InputTensor, ...] = ()
     """Everything that the forward gets, where it is more than text, such as images."""
     settings: Settings = ()
@@ -69,7 +69,7 @@ class Batch:
         if self.tensors:
             return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
         rest = [(_MASK, self.is_padded), (_POSITIONS, self.is_packed)]
-        return (_TOKENS, _LABELS, *self.more, *(name for name, is_there in rest if is_there))
+        return (*dict.fromkeys((_TOKENS, _LABELS, *self.more, *(name for name, is_there in rest if is_there))),)
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +81,8 @@ class Batch:
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         length = f" of {self.length:,} tokens" if self.length else ""
         further = [each.describe() for each in self.tensors if each.shape != (self.rows, self.length)]
-        more = f" with {', '.join([*self.more, *further])}" if self.more or further else ""
+        further = [*(name for name in self.more if name != _MASK), *further]
+        more = f" with {', '.join(further)}" if further else ""
         return f"{rows}{length}{' of several documents' if self.is_packed else ''}{more}"
 
 
@@ -262,7 +263,10 @@ def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
 
 
 def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
-    """Return the columns of a data set, of those that a forward takes, which hold a whole number for each token."""
+    """Return the columns of a data set, of those that a forward takes, which hold a whole number for each token.
+
+    A mask is one: models compute with it where nothing is padded too.
+    """
     if isinstance(dataset, Subset):
         return further_inputs(dataset.dataset, names)
     if isinstance(dataset, ConcatDataset):
@@ -278,9 +282,21 @@ def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
     else:
         return ()
     ids = torch.as_tensor(example.get(_TOKENS, ()))
-    known = (_TOKENS, _MASK, _POSITIONS, _LABELS)
+    known = (_TOKENS, _POSITIONS, _LABELS)
     rest = {name: torch.as_tensor(value) for name, value in example.items() if name not in known and _is_row(value)}
     return tuple(sorted(name for name, value in rest.items() if is_like_tokens(value, ids)))
+
+
+def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> Batch:
+    """Return a batch of text with the further inputs that come with it, from columns or made by the collator."""
+    names = forward_names(model)
+    more = {*further_inputs(dataset, names)}
+    if getattr(_innermost(collator), "tokenizer", None) is not None and _MASK in names:
+        # What pads by a tokenizer gives a mask with every batch.
+        more.add(_MASK)
+    if batch.is_packed:
+        more.discard(_MASK)
+    return replace(batch, more=tuple(sorted(more)))
 
 
 def _is_row(value: Any) -> bool:

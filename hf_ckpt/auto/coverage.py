@@ -13,7 +13,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _SMALL = 0.01
 """Of the trained model: what another module on the device may have without being refused."""
+_TINY = 0.001
+"""Of the trained model: what tensors on their own may have without being named."""
+_STEPS_LOOKED_AT = 2
 _FIXED = 'Use a fixed policy, such as HFCkptCallback("full")'
 _EXACT = ": none, full, attention, ffn, selective and selective_attention are exact to the bit under tensor parallelism"
 _TENSOR_PARALLEL = frozenset(
@@ -50,6 +55,13 @@ class Coverage:
 
     counted: tuple[str, ...]
     not_counted: tuple[str, ...]
+    beside: tuple[OtherModel, ...] = ()
+    """What the Trainer reaches that has tensors beside the trained model's."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of tensors that are in no module."""
+        return sum(each.num_bytes for each in self.beside if each.module is None)
 
     def without(self, what: str) -> Coverage:
         """Return the same, which leaves out something more."""
@@ -93,8 +105,9 @@ def check_run(
     check_not_compiled(model)
     _check_backward(args, model)
     others = list(other_models(trainer, model, args.device))
-    is_counted = {other.name: loss is not None and other.attribute in loss.others for other in others}
-    counted = (f"{other.attribute} ({_shown(other)})" for other in others if is_counted[other.name])
+    is_counted = {other.name: _is_counted(other, trainer, loss) for other in others}
+    shown = (other for other in others if is_counted[other.name] and not _is_negligible(other, model))
+    counted = (f"{other.attribute if other.module else other.name} ({_shown(other)})" for other in shown)
     left_out = list(_small_models(model, (other for other in others if not is_counted[other.name])))
     left_out += _generation(trainer, args, loss)
     left_out += _steps_of_its_own(trainer, loss)
@@ -102,7 +115,8 @@ def check_run(
     engine += " of tensor parallelism" if has_shared(model) and not fsdp.is_sharded(model) else ""
     own = [] if loss is None else [f"{type(trainer).__name__}.compute_loss"]
     own += [loss.prepares] if loss is not None and loss.prepares else []
-    return Coverage((type(without_adapter(model)).__name__, *counted, *own, optimizer, engine), tuple(left_out))
+    known = (type(without_adapter(model)).__name__, *counted, *own, optimizer, engine)
+    return Coverage(known, tuple(left_out), tuple(others))
 
 
 def evaluates(args: TrainingArguments) -> bool:
@@ -233,8 +247,57 @@ def _small_models(model: nn.Module, others: Iterable[OtherModel]) -> Iterator[st
         yield what
 
 
+def _is_counted(other: OtherModel, trainer: Any, loss: OwnLoss | None) -> bool:
+    if other.module is None:
+        return True
+    is_the_loss_s = loss is not None and other.attribute in loss.others
+    return is_the_loss_s and getattr(trainer, other.attribute, None) is other.module
+
+
+def _is_negligible(other: OtherModel, model: nn.Module) -> bool:
+    """Whether tensors on their own are too few to be named; they are counted all the same."""
+    return other.module is None and other.num_bytes < _TINY * sum(tensor.nbytes for tensor in tensors_of(model))
+
+
 def _shown(other: OtherModel) -> str:
-    return f"{type(other.module).__name__}, {format_bytes(other.num_bytes)}"
+    return f"{other.kind}, {format_bytes(other.num_bytes)}"
+
+
+class NewModels:
+    """Looks again, when the first two steps begin, for what a Trainer and its callbacks have made since."""
+
+    def __init__(self, trainer: Any, model: nn.Module, device: torch.device, known: Coverage, loss: Any) -> None:
+        # The hook that calls this is copied with the model, and the Trainer must not be.
+        self._trainer, self._model, self._device = ref(trainer), ref(model), device
+        # What its loss makes, as it is first called, is in the simulated step.
+        self._counted = "" if loss is None else f"{type(trainer).__name__}."
+        self._small = _SMALL * sum(tensor.nbytes for tensor in tensors_of(model))
+        self._known = {id(tensor) for other in known.beside for tensor in other.tensors}
+        self._steps_seen: set[int] = set()
+
+    def check(self) -> None:
+        """Refuse, before the first step, what is new and not small; name it afterwards.
+
+        Raises:
+            UnsupportedError: names it.
+        """
+        trainer, model = self._trainer(), self._model()
+        if trainer is None or model is None:
+            return
+        step = trainer.state.global_step
+        if step in self._steps_seen or len(self._steps_seen) == _STEPS_LOOKED_AT:
+            return
+        self._steps_seen.add(step)
+        for other in other_models(trainer, model, self._device):
+            new = [tensor for tensor in other.tensors if id(tensor) not in self._known]
+            self._known |= {id(tensor) for tensor in new}
+            num_bytes = sum(tensor.nbytes for tensor in new)
+            if num_bytes <= self._small or (self._counted and other.name.startswith(self._counted)):
+                continue
+            what = f"{other.name} ({other.kind}, {format_bytes(num_bytes)})"
+            if len(self._steps_seen) == 1:
+                raise refuse(f"{what} was put on the device after the plan was made, which does not count it")
+            logger.warning("Not counted: %s, which was put on the device after the plan was made.", what)
 
 
 def _steps_of_its_own(trainer: Any, loss: OwnLoss | None) -> Iterator[str]:

@@ -11,21 +11,19 @@ import heapq
 import importlib
 import io
 import logging
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.auto.batch_bounds import Batch, describe_batch, reads_text
+from hf_ckpt.auto.batch_bounds import Batch, describe_batch, forward_names, reads_text
+from hf_ckpt.simulation.random_states import random_states_kept
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: in
         Nothing where text alone describes the batches, or where no bound is known.
     """
     rows = _readable(dataset)
-    if rows is None or (reads_text(model) and _has_text_alone(rows)):
+    if rows is None or (reads_text(model) and _has_text_alone(rows, {*forward_names(model)} - {"labels"})):
         return []
     sizes = _read_sizes(rows)
     may_pad = num_rows > 1 and len(set(map(tuple, sizes.values()))) > 1
@@ -67,7 +65,7 @@ def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: in
 
 
 def _collated(model: nn.Module, examples: list[Any], collator: Any, *, may_pad: bool) -> Batch | None:
-    with _random_states_kept():
+    with random_states_kept():
         try:
             made = copy.deepcopy(collator)(copy.deepcopy(examples))
         except Exception as error:  # noqa: BLE001
@@ -75,17 +73,6 @@ def _collated(model: nn.Module, examples: list[Any], collator: Any, *, may_pad: 
             logger.info("The largest examples could not be collated, so no bound is known: %s", error)
             return None
     return describe_batch(model, (), made, may_pad=may_pad) if isinstance(made, Mapping) else None
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    state, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(of_numpy)
 
 
 # --- Which examples. ---
@@ -199,15 +186,20 @@ def _concatenated(parts: list[_Rows | None]) -> _Rows | None:
 _FEW = 8
 
 
-def _has_text_alone(rows: _Rows) -> bool:
-    """Whether a few examples hold token ids, and nothing but what has a place in a text."""
+def _has_text_alone(rows: _Rows, names: Container[str]) -> bool:
+    """Whether a few examples hold token ids, and nothing but what has a place in a text.
+
+    A number of an example has none where it is one of the `names` that the forward takes, such as a second label.
+    """
     few = [rows.header(place) for place in range(0, rows.count, -(-rows.count // _FEW))]
-    return all("input_ids" in each and all(map(_is_of_text, each.values())) for each in few)
+    return all(
+        "input_ids" in each and all(_is_of_text(value, name in names) for name, value in each.items()) for each in few
+    )
 
 
-def _is_of_text(value: Any) -> bool:
+def _is_of_text(value: Any, is_taken: bool) -> bool:
     if isinstance(value, Tensor):
         # Several texts of one example are choices among them.
-        return not value.dim() or (value.dim() == 1 and not value.is_floating_point())
+        return (not value.dim() and not is_taken) or (value.dim() == 1 and not value.is_floating_point())
     is_row = isinstance(value, list) and all(isinstance(each, int) for each in value)
-    return is_row or isinstance(value, str | int | float)
+    return is_row or isinstance(value, str) or (isinstance(value, int | float) and not is_taken)

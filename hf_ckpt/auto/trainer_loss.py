@@ -21,7 +21,9 @@ from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.coverage import losses_of_its_own, refuse
 from hf_ckpt.auto.trl_kernels import use_cuda_kernels
 from hf_ckpt.simulation.constant_folding import has_values
+from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
+from hf_ckpt.trainer.other_models import other_models
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +131,21 @@ class UsersLoss(TrainerLoss):
         return self
 
 
-def users_loss(trainer: Any, sharding: Sharding) -> UsersLoss | None:
-    """Return what a Trainer computes in the place of the model's own loss; None of any other, and of those of trl."""
+def users_loss(trainer: Any, model: nn.Module, sharding: Sharding) -> UsersLoss | None:
+    """Return what a Trainer computes in the place of the model's own loss; None of any other, and of those of trl.
+
+    A model that the Trainer has as an attribute, such as a teacher, is one that its loss may ask.
+    """
     if trainer is None or sharding.engine not in ("none", "ddp"):
         return None
     is_trls = any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
     is_replaced = getattr(trainer, "label_smoother", None) is not None or any(losses_of_its_own(trainer))
-    return UsersLoss(trainer, ModelInputs(), {}) if is_replaced and not is_trls else None
+    if not is_replaced or is_trls:
+        return None
+    found = other_models(trainer, model, trainer.args.device)
+    asked = {other.attribute: other.module for other in found if other.module is not None}
+    has = {name: module for name, module in asked.items() if vars(trainer).get(name) is module}
+    return UsersLoss(trainer, ModelInputs(), {name: meta_copy(module) for name, module in has.items()})
 
 
 def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:

@@ -139,16 +139,20 @@ class _StepRecorder(TrainerCallback):
         assert self._trainer.optimizer is not None, "a step is about to run"
         state = state_tensors(self._trainer.optimizer)
         tracker.record_existing((("", tensor) for _, tensor in state), Category.OPTIMIZER)
-        others = [each.module for each in other_models(self._trainer, model, self._trainer.args.device)]
+        others = list(other_models(self._trainer, model, self._trainer.args.device))
         for other in others:
             # Their names may be those of the model's own parameters.
-            tracker.record_existing((("", tensor) for _, tensor in parameters_and_buffers(other)), Category.REFERENCE)
+            tracker.record_existing((("", tensor) for tensor in other.tensors), Category.REFERENCE)
+            if other.module is not None:
+                constants = (("", tensor) for _, tensor in parameters_and_buffers(other.module))
+                tracker.record_existing(constants, Category.REFERENCE)
         for batch in self._held_batches():
             tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
             tracker.record_existing(tensors, Category.TEMPORARY)
+        modules = [other.module for other in others if other.module is not None]
         self._entered.enter_context(tracker)
         self._entered.enter_context(track_modules(model, stacks, tracker))
-        self._entered.enter_context(track_references(model, others, tracker))
+        self._entered.enter_context(track_references(model, modules, tracker))
         if not is_cuda:
             # Memory that kernels allocate for themselves: not visible on CUDA, shown here.
             self._entered.enter_context(emulate_cuda(Step(), CPU))

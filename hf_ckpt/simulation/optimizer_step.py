@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer, state_tensors
+from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.shared_tensors import local_part
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
@@ -56,7 +57,7 @@ def simulate_optimizer(
     with mode:
         # Without the tracker: `fold` makes for real what depends on no tensor.
         fakes = {parameter: nn.Parameter(_fake(parameter, step)) for _, parameter in trainable}
-    with torch.random.fork_rng(devices=[]), mode, tracker:
+    with random_states_kept(), mode, tracker:
         with tracker.before_step():
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]

@@ -30,12 +30,13 @@ from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_l
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
+from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, make_inputs, prepare_forward, prepare_loss, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
-from hf_ckpt.simulation.tape import Places, Tape, read_tape, sort_frees
+from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import (
     BLOCK_BYTES,
@@ -363,17 +364,16 @@ class StepSimulator:
     def _tracked(
         self, fake: FakeCopy, stacks: Sequence[Stack], tracker: Tracker, others: Mapping[str, nn.Module]
     ) -> Iterator[None]:
-        """Run what is inside on a fake copy in training mode, as on the device, and track it.
-
-        Random numbers that are drawn for real are drawn again afterwards.
-        """
+        """Run what is inside on a fake copy in training mode, as on the device, and track it."""
         with ExitStack() as entered:
-            for context in (torch.random.fork_rng(devices=[]), fake.mode, tracker):
+            for context in (random_states_kept(), fake.mode, tracker):
                 entered.enter_context(context)
             entered.enter_context(_explained(tracker, self.step))
             if has_shared(self.model):
                 entered.enter_context(shapes_found_apart())
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
+            beside = self.step.beside_bytes
+            tracker.record_apart([Storage(beside, category=Category.REFERENCE)] if beside else ())
             entered.enter_context(track_modules(fake.model, stacks, tracker))
             for other in others.values():
                 # Their names may be those of the model's own parameters.

@@ -139,6 +139,8 @@ class Step:
     """Further fields of `TrainingArguments` that the optimizer reads, such as `optim_args`."""
     given_optimizer: GivenOptimizer | None = field(default=None, hash=False)
     """Goes before `optim`."""
+    beside_bytes: int = 0
+    """That other tensors of the run have all the time, such as averaged weights."""
     sharding: Sharding = Sharding()
     is_proven: bool = False
     """Whether the first micro-batch is proven (`prove` of `apply`): that adds memory, and no time."""
@@ -202,6 +204,9 @@ def run_step(
             tracker.free_copied_gradients()
 
 
+_MASK = "attention_mask"
+
+
 def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
     """Return one micro-batch: token ids [B, S], labels, what padding or packing adds, and further inputs [B, S].
 
@@ -214,11 +219,11 @@ def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
         return {each.name: each.make(like) for each in step.tensors}
     shape = (step.batch_size, step.seq_length)
     inputs = {"input_ids": torch.full(shape, _TOKEN, dtype=torch.long), "labels": _make_labels(model, *shape)}
-    # A type of a token, or a position: 0 is one everywhere.
-    inputs |= {name: torch.zeros(shape, dtype=torch.long) for name in step.more_inputs}
+    # A type of a token, or a position: 0 is one everywhere. In a mask 1 is what is no padding.
+    inputs |= {name: torch.full(shape, int(name == _MASK), dtype=torch.long) for name in step.more_inputs}
     if step.is_padded:
         # One token of the first row is padding, for code that checks whether there is any.
-        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long).index_fill_(1, torch.tensor([-1]), 0)
+        inputs[_MASK] = torch.ones(shape, dtype=torch.long).index_fill_(1, torch.tensor([-1]), 0)
     if step.is_packed:
         # Two documents in each row.
         positions = torch.arange(step.seq_length) % max(1, (step.seq_length + 1) // 2)

@@ -1,33 +1,63 @@
-"""The models that a Trainer holds besides the one that it trains, such as a reference, a teacher or a reward model."""
+"""What a Trainer reaches besides the model that it trains: reference, teacher and reward models, copies of weights.
+
+It is looked for where users put it: in attributes of the Trainer and of its callbacks, in containers and objects there,
+in what functions close over, and in globals that the user's own methods name. What is larger than a few hundred
+entries, such as data, is left alone, and so are data sets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_MAX_DEPTH = 6
+"""Steps from the Trainer or a callback."""
+_MAX_ENTRIES = 500
+"""Of a container that is looked into."""
+_MAX_REACHED = 20000
+"""Objects that are looked at."""
+_LIBRARIES = frozenset(
+    "accelerate builtins collections datasets deepspeed functools hf_ckpt huggingface_hub logging numpy peft "
+    "tokenizers torch transformers trl".split()
+)
+"""Whose own objects and functions are not looked into."""
+_DATA = ("train_dataset", "eval_dataset", "optimizer", "lr_scheduler", "model_init")
+
 
 @dataclass(frozen=True)
 class OtherModel:
-    """A module on the device with tensors that the trained model does not have."""
+    """Tensors on the device that the trained model does not have: of a module, or on their own."""
 
     name: str
-    """Where it was found, such as `DPOTrainer.ref_model`."""
-    module: nn.Module
-    num_bytes: int
-    """Of the tensors that are its own."""
+    """Where they were found, such as `DPOTrainer.ref_model`."""
+    module: nn.Module | None
+    """None of tensors that are in none."""
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(each.nbytes for each in self.tensors)
 
     @property
     def attribute(self) -> str:
         """Under which its holder has it."""
         return self.name.rpartition(".")[2]
 
+    @property
+    def kind(self) -> str:
+        """What it is, in a word."""
+        return "tensors" if self.module is None else type(self.module).__name__
+
 
 def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterator[OtherModel]:
-    """Yield the modules of a Trainer and its callbacks that have tensors besides the trained model's, each once.
+    """Yield what a Trainer and its callbacks reach that has tensors besides the trained model's, each once.
 
     Args:
         trainer: that trains; None where none is found.
@@ -36,12 +66,17 @@ def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterat
     """
     trained = [getattr(trainer, name, None) for name in ("model", "model_wrapped")]
     own = {id(tensor) for each in (model, *trained) if isinstance(each, nn.Module) for tensor in tensors_of(each)}
-    for name, module in _modules_of(trainer):
-        tensors = {id(each): each for each in tensors_of(module) if id(each) not in own}
+    loose: dict[str, list[Tensor]] = {}
+    for name, found in _reached(trainer):
+        candidates = [found] if isinstance(found, Tensor) else tensors_of(found)
+        tensors = {id(each): each for each in candidates if id(each) not in own}
         own |= tensors.keys()
-        if tensors:
-            on_device = (each for each in tensors.values() if each.device.type == device.type)
-            yield OtherModel(name, module, sum(each.nbytes for each in on_device))
+        on_device = [each for each in tensors.values() if each.device.type == device.type]
+        if isinstance(found, Tensor):
+            loose.setdefault(name, []).extend(on_device)
+        elif tensors:
+            yield OtherModel(name, found, tuple(on_device))
+    yield from (OtherModel(name, None, tuple(tensors)) for name, tensors in loose.items() if tensors)
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
@@ -50,17 +85,90 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _modules_of(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that a Trainer and its callbacks hold, in lists and dictionaries too, by their names."""
+def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield the modules and tensors that a Trainer and its callbacks reach, by the attribute that leads there."""
     handler = getattr(trainer, "callback_handler", None)
-    for holder in (trainer, *getattr(handler, "callbacks", ())):
+    holders = (trainer, *getattr(handler, "callbacks", ()))
+    search = _Search(holders)
+    for holder in holders:
+        if _is_ours(type(holder)):
+            continue
         for name, value in getattr(holder, "__dict__", {}).items():
-            for each in (value, *_held_by(value)):
-                if isinstance(each, nn.Module):
-                    yield f"{type(holder).__name__}.{name}", each
+            if holder is not trainer or name not in _DATA:
+                yield from search.inside(f"{type(holder).__name__}.{name}", value)
+        for kind in type(holder).__mro__:
+            if not _is_of_library(kind.__module__):
+                for name, value in list(vars(kind).items()):
+                    yield from search.inside(f"{type(holder).__name__}.{name}", value)
 
 
-def _held_by(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list | tuple) else ()
+class _Search:
+    """Looks into each object once, and not into those it begins with, which their own methods lead to."""
+
+    def __init__(self, holders: Iterable[Any]) -> None:
+        # Kept, so that no other object gets the id of one that was seen.
+        self._seen: dict[int, Any] = {id(holder): holder for holder in holders}
+
+    def inside(self, name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, nn.Module | Tensor]]:
+        """Yield modules and tensors that a value is or leads to."""
+        if isinstance(value, str | bytes | int | float | bool | None) or depth > _MAX_DEPTH:
+            return
+        if id(value) in self._seen or len(self._seen) > _MAX_REACHED:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module | Tensor):
+            yield name, value
+            return
+        for each in _leads_to(value):
+            yield from self.inside(name, each, depth + 1)
+
+
+def _leads_to(value: Any) -> Iterable[Any]:
+    """Return what an object holds, or what a function reads."""
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        if len(value) > _MAX_ENTRIES:
+            return ()
+        return list(value.values()) if isinstance(value, Mapping) else list(value)
+    if isinstance(value, partial):
+        if _is_ours(value.func):
+            return ()
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, property):
+        return (value.fget,)
+    if isinstance(value, FunctionType):
+        return () if _is_of_library(value.__module__) else _read_by(value)
+    if isinstance(value, type) or _is_of_library(type(value).__module__):
+        return ()
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _read_by(function: FunctionType) -> list[Any]:
+    """Return what a function closes over, and the modules and functions among the globals that it names."""
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            # It is filled later.
+            continue
+    globals_ = [function.__globals__.get(name) for name in _names(function.__code__)]
+    return found + [each for each in globals_ if isinstance(each, nn.Module | FunctionType | partial)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that code reads, that of functions inside included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a class or function is of this package, which holds batches and gradients that are counted elsewhere."""
+    return str(getattr(value, "__module__", "")).startswith("hf_ckpt.")
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES

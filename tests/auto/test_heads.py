@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMultipleChoice,
+    BertForPreTraining,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
     LlamaConfig,
     LlamaForQuestionAnswering,
     Trainer,
@@ -132,3 +135,29 @@ def test_followed_step_is_the_predicted_one_and_keeps_a_budget(tmp_path: Path, n
     without, _ = run_of(KINDS[name], tmp_path, None, length)
     without.train()
     assert losses(run) == losses(without)
+
+
+def deberta(length: int) -> nn.Module:
+    settings = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": length}
+    return DebertaV2ForMaskedLM(DebertaV2Config(**SIZES, **settings, type_vocab_size=0))
+
+
+def masked(length: int) -> Example:
+    return {"input_ids": text(length), "labels": text(length), "attention_mask": torch.ones(length).long()}
+
+
+def in_order(length: int) -> Example:
+    return {"input_ids": text(length), "labels": text(length), "next_sentence_label": 1}
+
+
+ONCE = {
+    # It computes with the mask, in the mask's own type.
+    "mask that hides nothing": Kind(lambda: deberta(64), masked),
+    "second label of each example": Kind(lambda: BertForPreTraining(bert()), in_order),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_further_inputs_are_predicted(tmp_path: Path, name: str) -> None:
+    run, callback = run_of(ONCE[name], tmp_path, "1GiB", 64)
+    assert follow_trainer(run).peak_bytes == pytest.approx(predicted(callback), rel=0.001)
