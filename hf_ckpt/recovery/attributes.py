@@ -36,6 +36,7 @@ class Attributes:
 
 
 _CONTAINERS = (dict, list, deque, set)
+_CHANGEABLE = (*_CONTAINERS, Tensor)
 
 
 class _Dict:
@@ -105,6 +106,9 @@ _NOTED = (_Dict, _Sequence, _LongList, _Set, _Tensor)
 
 def _noted(value: Any, long: float = _LONG) -> Any:
     """Return a value, or a note of what a container or a tensor holds."""
+    # Most values are none of them, and each of the cases costs time in each micro-batch.
+    if not isinstance(value, _CHANGEABLE):
+        return value
     match value:
         case dict() if len(value) < long:
             return _Dict(value)

@@ -28,7 +28,7 @@ def apply_on_all_ranks(
     all where ranks were given different policies, or different plans are in force.
     """
     if num_processes() == 1:
-        return apply_here(model, policy, structure, prove)
+        return apply(model, policy, prove=prove, **structure)
     plan = _plan_of_rank_0(model, policy, structure)
     applied: list[Applied] = []
 
@@ -43,13 +43,6 @@ def apply_on_all_ranks(
             handle.remove()
         raise
     return applied[0]
-
-
-def apply_here(
-    model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove = "first_step"
-) -> Applied:
-    """Put a policy in force on this rank's model alone. See `apply_on_all_ranks`."""
-    return apply(model, policy, prove=prove, **structure)
 
 
 def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.distributed import watchdog
-from hf_ckpt.patch.apply import Applied
+from hf_ckpt.patch.apply import Applied, apply_plan
 from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.patch.use_cache import UseCache
 from hf_ckpt.policy.options import Prove
@@ -21,7 +21,7 @@ from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
-from hf_ckpt.trainer.plan_sync import apply_here, apply_on_all_ranks
+from hf_ckpt.trainer.plan_sync import apply_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +70,18 @@ class TrainingRun:
     def change_plan(self, plan: Plan, *, is_alone: bool = False) -> None:
         """Put another plan in force, before a forward. What the old one's removal would undo, the new one's undoes.
 
-        With `is_alone` other processes know nothing of it. A plan under which a step of this run has been proven is not
-        proven again, unless each n-th step is.
+        With `is_alone` other processes know nothing of it, and it is known to suit the model. A plan under which a step
+        of this run has been proven is not proven again, unless each n-th step is.
         """
         is_proven = self._prove == "first_step" and plan in self._proven
-        undos = self.applied.remove_keeping_undos()
+        stacks, undos = self.applied.stacks, self.applied.remove_keeping_undos()
         try:
             prove: Prove = "off" if is_proven else self._prove
-            change = apply_here if is_alone else apply_on_all_ranks
-            self.applied = change(self.model, plan, self._structure, prove)
+            if is_alone:
+                # Batches of different lengths may change it in each step: nothing is looked for again.
+                self.applied = apply_plan(self.model, plan, stacks, prove=prove)
+            else:
+                self.applied = apply_on_all_ranks(self.model, plan, self._structure, prove)
         except BaseException:
             for undo in undos:
                 undo()
