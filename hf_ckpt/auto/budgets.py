@@ -115,7 +115,7 @@ class TrainingPeak:
 def _compared(predicted_bytes: int, before: int | None, now: int | None) -> str:
     predicted = f"Predicted peak {format_bytes(predicted_bytes)}"
     if before is None or now is None:
-        return f"{predicted}; a CPU does not count what is allocated, so nothing was measured."
+        return f"{predicted}; a CPU does not count what is allocated."
     if now <= before:
         # Others read the counter too, so it is not reset: it says something about this run only once it has risen.
         return f"{predicted}; measured no more than the {format_bytes(before)} that were allocated before."

@@ -32,6 +32,7 @@ class RunSummary:
     engine: str | None = None  # What ran on how many processes, and what it sharded, in words.
     verdict: str | None = None  # That what was saved is complete, in words.
     batch: str | None = None  # Rows of an optimizer step over all processes, in words.
+    measured_bytes: int | None = None  # The peak of a step whose tensors were followed; see `measured_peak`.
 
     def table(self) -> str:
         """Return the summary as a table of two columns."""
@@ -43,12 +44,16 @@ class RunSummary:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "Recipe", self.title
+        if self.prediction:
+            # First what the plan is for, then what it is.
+            yield from self._memory_rows()
         if self.engine is not None:
             yield "Engine", self.engine
         if self.batch is not None:
             yield "Batch", self.batch
         yield from self._plan_rows()
-        yield from self._memory_rows()
+        if not self.prediction:
+            yield from self._memory_rows()
         if "ckpt/tokens_per_sec" in self.figures:
             yield "Speed", f"{self.figures['ckpt/tokens_per_sec']:,.0f} tokens/s per process"
         yield from self._loss_row("Training loss", "loss")
@@ -65,14 +70,17 @@ class RunSummary:
         if "ckpt/predicted_peak_gib" in self.figures:
             predicted = format_bytes(self.figures["ckpt/predicted_peak_gib"] * 2**30)
             yield "Predicted peak", f"{predicted}{self._measured()}"
-        for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", "of the process")):
+        process = "of the process, Python and libraries included"
+        for key, what in (("peak_allocated_gib", "on the device"), ("peak_resident_gib", process)):
             if f"ckpt/{key}" in self.figures:
                 yield "Peak memory", f"{self.figures[f'ckpt/{key}']:.2f} GiB {what}"
 
     def _measured(self) -> str:
         if "ckpt/peak_allocated_gib" in self.figures:
             return ""
-        return "; a CPU does not count what is allocated, so nothing was measured (hf-ckpt profile does)"
+        if self.measured_bytes is not None:
+            return f", measured {format_bytes(self.measured_bytes)} in a further step of that size"
+        return "; a CPU does not count what is allocated, so nothing was measured"
 
     def _plan_rows(self) -> Iterator[tuple[str, str]]:
         if self.plan is None:

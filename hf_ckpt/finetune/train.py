@@ -22,6 +22,7 @@ from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune import termination
+from hf_ckpt.finetune.measured_step import measured_peak
 from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import RunWatch, explained
 from hf_ckpt.finetune.summary import RunSummary
@@ -99,22 +100,27 @@ def finetune(
         _save(trainer, expected)
     with processes.stage("merging the adapter"), termination.named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
+    with processes.stage("writing a sample"):
+        prompt = _prompt(trainer, data) if _takes_part(trainer) else None
+        sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
+    figures, log_history = ({} if callback is None else callback.report()), list(trainer.state.log_history)
+    with processes.stage("measuring a step"):
+        # Trains on: what was learned is saved.
+        measured_bytes = measured_peak(trainer, callback)
     summary = RunSummary(
         title=shown(recipe.path),
         plan=None if callback is None else callback.plan,
-        figures={} if callback is None else callback.report(),
+        figures=figures,
         prediction=None if callback is None else callback.prediction,
-        log_history=trainer.state.log_history,
+        log_history=log_history,
         saved=_output_dir(args),
         is_adapter=recipe.adapter_section is not None,
         merged=merged,
         engine=describe(trainer),
         verdict=expected.verdict(),
         batch=describe_batch(args),
+        measured_bytes=measured_bytes,
     )
-    with processes.stage("writing a sample"):
-        prompt = _prompt(trainer, data) if _takes_part(trainer) else None
-        sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
     if _is_main(args):
         if sample:
             _say(args, sample)

@@ -143,7 +143,7 @@ def test_a_large_budget_recomputes_nothing(tmp_path: Path, caplog: pytest.LogCap
     assert callback.plan.count(Mode.NONE) == 1
     assert "Planning for 2 rows of 64 tokens within" in caplog.text
     assert "Planned for 2 rows of 64 tokens: predicted peak" in caplog.text
-    assert "a CPU does not count what is allocated, so nothing was measured." in caplog.text
+    assert "a CPU does not count what is allocated." in caplog.text
 
 
 @pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
