@@ -13,6 +13,7 @@ are sent while earlier layers run backward, and the optimizer waits for the last
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,13 +51,27 @@ class LaunchQueue:
         `busy` is that of `busy_seconds`. `records_graph` holds in a forward, and not in a backward or an optimizer.
         `is_intercepted` is whether a layer in a selective mode handles the operator in Python.
         """
+        issued = self.issue_seconds(records_graph=records_graph, is_intercepted=is_intercepted)
+        return self._run(issued, busy) if self._device.is_cuda else issued + busy
+
+    def issue_seconds(self, *, records_graph: bool, is_intercepted: bool = False) -> float:
+        """Return the seconds that the host takes to issue an operator; see `take`."""
         device = self._device
         issued = device.launch_seconds if records_graph else device.backward_launch_seconds
-        if is_intercepted:
-            issued += device.selective_seconds
-        if not device.is_cuda:
-            return issued + busy
-        return self._run(issued, busy)
+        return issued + device.selective_seconds if is_intercepted else issued
+
+    def take_all(self, issued: Sequence[float], busy: Sequence[float]) -> list[float]:
+        """Return the seconds of operators on a GPU, one after another, while ranks send each other nothing.
+
+        `issued` are those of `issue_seconds`. See `take`.
+        """
+        queued, taken = self._queued_seconds, []
+        for issuing, working in zip(issued, busy, strict=True):
+            waited = issuing - queued if issuing > queued else 0.0
+            queued = (queued - issuing if queued > issuing else 0.0) + working
+            taken.append(waited + working)
+        self._queued_seconds = queued
+        return taken
 
     def gather(self, num_bytes: int) -> float:
         """Return the seconds until a unit's weights are there; `num_bytes` come from other ranks."""
@@ -106,6 +121,16 @@ def queue_operators(tape: Tape, device: Device, plan: Plan | None, *, limits_uni
     columns = tape.columns
     issued = _issued(tape, plan)
     transfers = {row: note for row, note in columns.noted() if isinstance(note, Transfer)}
+    if device.is_cuda and not transfers:
+        rows = np.flatnonzero(columns.seconds)
+        issuing = {
+            number: queue.issue_seconds(records_graph=is_recorded, is_intercepted=is_intercepted)
+            for number, (is_recorded, is_intercepted) in issued.items()
+        }
+        hosts = [issuing[number] for number in columns.place[rows].tolist()]
+        columns.seconds[rows] = queue.take_all(hosts, columns.seconds[rows].tolist())
+        tape.columns = columns
+        return
     optimizer = columns.places.is_in(columns.place, Phase.OPTIMIZER)
     for row in sorted({*np.flatnonzero(columns.seconds).tolist(), *transfers}):
         transfer = transfers.get(row)

@@ -46,6 +46,16 @@ def test_times_add_up_to_what_the_slower_of_host_and_device_needs() -> None:
     assert sum(issued(H200, busy)) == pytest.approx(max(10 * 10 + 2, 10 + sum(busy)))
 
 
+def test_operators_that_are_taken_at_once_take_what_they_take_one_by_one() -> None:
+    busy = [3e-6, 25e-6, 1e-6, 40e-6, *[2e-6] * 12]
+    kinds = [{"records_graph": number % 3 > 0, "is_intercepted": number % 5 == 0} for number in range(len(busy))]
+    single, several = LaunchQueue(H200), LaunchQueue(H200)
+    one_by_one = [single.take(each, **kind) for each, kind in zip(busy, kinds, strict=True)]
+    hosts = [several.issue_seconds(**kind) for kind in kinds]
+    halves = [several.take_all(hosts[part], busy[part]) for part in (slice(0, 7), slice(7, None))]
+    assert [*halves[0], *halves[1]] == one_by_one
+
+
 def test_cpu_issues_and_works_in_turn() -> None:
     assert issued(replace(H200, is_cuda=False), [30, 30]) == [40.0, 40.0]
 
