@@ -133,8 +133,7 @@ def _deep_copy(
     stand_ins: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
 ) -> tuple[nn.Module, dict[int, Any]]:
     """Copy a model, with the outputs of `empty` in the place of its tensors; return the memo of the copy as well."""
-    left_out = {module for original in stand_ins for module in original.modules()}
-    modules = [module for module in model.modules() if module not in left_out]
+    modules = list(_modules_of(model, {*stand_ins}))
     memo: dict[int, Any] = {id(original): object.__new__(type(original)) for original in stand_ins}
     for tensor in _tensors_of(modules):
         if id(tensor) not in memo:
@@ -148,6 +147,15 @@ def _deep_copy(
     for original, like in stand_ins.items():
         _fill_stand_in(memo[id(original)], original, memo[id(like)])
     return copied, memo
+
+
+def _modules_of(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and those in it, each once, but for those that are `seen` and what only they hold."""
+    seen.add(module)
+    yield module
+    for child in module._modules.values():
+        if child is not None and child not in seen:
+            yield from _modules_of(child, seen)
 
 
 def _made_like(tensor: Tensor, empty: Callable[[Tensor], Tensor]) -> Tensor:

@@ -322,20 +322,21 @@ class _Expansion:
             originals = made[representative, slots]
             shift = layer - representative
             places = self._places.moved(self._traced.place[rows[originals]], path, shift).tolist()
-            for slot, original, place in zip(slots.tolist(), originals.tolist(), places, strict=True):
-                storage = self._copied_storage(self._storages[original], place, path, shift)
-                number = numbers.get(id(storage), len(self._storages))
+            copies: list[int] = []
+            for original, place in zip(originals.tolist(), places, strict=True):
+                storage, number = self._storages[original], len(self._storages)
+                if storage.parameter:
+                    copy = self._copied_gradient(storage, path, shift)
+                    number = numbers.get(id(copy), number)
+                else:
+                    at = self._places.all[place]
+                    copy = Storage(storage.num_bytes, at, storage.shape, storage.dtype, storage.category, storage.why)
                 if number == len(self._storages):
-                    self._storages.append(storage)
+                    self._storages.append(copy)
                     self._looks.append(0)
                 self._looks[number] = self._looks[original]
-                made[layer, slot] = number
-
-    def _copied_storage(self, storage: Storage, place: int, path: str, shift: int) -> Storage:
-        if storage.parameter:
-            return self._copied_gradient(storage, path, shift)
-        made = self._places.all[place]
-        return Storage(storage.num_bytes, made, storage.shape, storage.dtype, storage.category, storage.why)
+                copies.append(number)
+            made[layer, slots] = copies
 
     def _copied_gradient(self, storage: Storage, path: str, shift: int) -> Storage:
         """Return the gradient that the tracker has made for the skipped layer."""
