@@ -142,10 +142,10 @@ class _StepRecorder(TrainerCallback):
         others = list(other_models(self._trainer, model, self._trainer.args.device))
         for other in others:
             # Their names may be those of the model's own parameters.
-            tracker.record_existing((("", tensor) for tensor in other.tensors), Category.REFERENCE)
+            tracker.record_existing((("", tensor) for tensor in other.tensors), Category.OTHER)
             if other.module is not None:
-                constants = (("", tensor) for _, tensor in parameters_and_buffers(other.module))
-                tracker.record_existing(constants, Category.REFERENCE)
+                weights = (("", tensor) for _, tensor in parameters_and_buffers(other.module))
+                tracker.record_existing(weights, Category.REFERENCE)
         for batch in self._held_batches():
             tensors = ((name, value) for name, value in batch.items() if isinstance(value, Tensor))
             tracker.record_existing(tensors, Category.TEMPORARY)

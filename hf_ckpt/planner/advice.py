@@ -29,6 +29,7 @@ _SHARES = {
         *(Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER),
     ),
     "reference model": (Category.REFERENCE,),
+    "other tensors": (Category.OTHER,),
     "saved activations": (Category.SAVED,),
     "recomputation and temporary tensors": (Category.RECOMPUTED, Category.TEMPORARY, Category.WORKSPACES),
     "logits and loss": (Category.LOSS,),

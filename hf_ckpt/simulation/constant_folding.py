@@ -216,6 +216,27 @@ def _grouped_mm(
     return torch.empty_strided((rows, columns), (stride, 1), dtype=dtype)
 
 
+def _dense(function: Callable[..., Any], num_inputs: int, *args: Any, **kwargs: Any) -> Any:
+    """Normalise a batch: the kernels return what is dense, where torch's fake ones keep the order of dimensions.
+
+    So what is transposed before and after has to be copied for the product that comes next.
+    """
+    laid = _densely_laid(args[num_inputs - 1])
+    given = (
+        each if each.stride() == laid.stride() else torch.empty_like(laid, dtype=each.dtype)
+        for each in args[:num_inputs]
+    )
+    return function(*given, *args[num_inputs:], **kwargs)
+
+
+def _densely_laid(tensor: Tensor) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    of_images = formats.get(tensor.dim())
+    if tensor.is_contiguous() or (of_images is not None and tensor.is_contiguous(memory_format=of_images)):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Step an optimizer in place, which returns nothing. The fake mode would make a fake of each counter of steps."""
 
@@ -233,6 +254,10 @@ def _waited_for(tensor: Tensor) -> Tensor:
 _SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten._grouped_mm.default: _grouped_mm,
+        torch.ops.aten.native_batch_norm.default: partial(_dense, torch.ops.aten.native_batch_norm.default, 1),
+        torch.ops.aten.native_batch_norm_backward.default: partial(
+            _dense, torch.ops.aten.native_batch_norm_backward.default, 2
+        ),
         torch.ops.aten._fused_adam_.default: _nothing,
         torch.ops.aten._fused_adamw_.default: _nothing,
         torch.ops._c10d_functional.wait_tensor.default: _waited_for,

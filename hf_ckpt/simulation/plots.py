@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
-_DARK = (Category.GATHERED, Category.REFERENCE, Category.OPTIMIZER, Category.WORKSPACES)
+_DARK = (Category.GATHERED, Category.REFERENCE, Category.OTHER, Category.OPTIMIZER, Category.WORKSPACES)
 """Those that are written on in white."""
 
 Line = Sequence[tuple[float, float]]

@@ -373,7 +373,7 @@ class StepSimulator:
                 entered.enter_context(shapes_found_apart())
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
             beside = self.step.beside_bytes
-            tracker.record_apart([Storage(beside, category=Category.REFERENCE)] if beside else ())
+            tracker.record_apart([Storage(beside, category=Category.OTHER)] if beside else ())
             entered.enter_context(track_modules(fake.model, stacks, tracker))
             for other in others.values():
                 # Their names may be those of the model's own parameters.

@@ -25,6 +25,8 @@ class Category(StrEnum):
     REFERENCE = "reference model"
     """Weights of models that are asked besides the trained one, such as trl's reference, and what forwards without
     gradients make in a training step: theirs, and those of the trained model with its adapters disabled."""
+    OTHER = "other tensors"
+    """What a run keeps beside its models, such as averaged weights."""
     GRADIENTS = "gradients"
     """Gradients of trainable parameters."""
     OPTIMIZER = "optimizer state"
@@ -45,6 +47,7 @@ COLOURS: Mapping[Category, str] = {
     Category.PARAMETERS: "#999999",
     Category.GATHERED: "#000000",
     Category.REFERENCE: "#882255",
+    Category.OTHER: "#117733",
     Category.OPTIMIZER: "#0072B2",
     Category.GRADIENTS: "#009E73",
     Category.WORKSPACES: "#332288",

@@ -32,7 +32,7 @@ _DATA = ("train_dataset", "eval_dataset", "optimizer", "lr_scheduler", "model_in
 
 @dataclass(frozen=True)
 class OtherModel:
-    """Tensors on the device that the trained model does not have: of a module, or on their own."""
+    """Tensors on the device that the trained model does not have: of a module, or on their own, of some numbers."""
 
     name: str
     """Where they were found, such as `DPOTrainer.ref_model`."""
@@ -117,7 +117,9 @@ class _Search:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module | Tensor):
-            yield name, value
+            # Single numbers are meters.
+            if isinstance(value, nn.Module) or value.dim():
+                yield name, value
             return
         for each in _leads_to(value):
             yield from self.inside(name, each, depth + 1)

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.simulation.step_memory import Category
 from tests.training import VOCAB, arguments, changed, llama, losses, weights
 
 LENGTH = 64
@@ -165,9 +166,10 @@ def test_teacher_of_a_loss_is_counted_and_a_budget_is_kept(tmp_path: Path, caplo
 def test_tensors_that_are_kept_beside_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, callback = run_of(tmp_path, Averages(copies=tensors_of))
     with caplog.at_level(logging.INFO, "hf_ckpt"):
-        followed = follow_trainer(run).peak_bytes
+        followed = follow_trainer(run)
+    assert followed.by_category[Category.OTHER] == sum(each.nbytes for each in tensors_of(run.model))
     assert "; Averages.averaged (tensors, 346.2 KiB); AdamW; one process. Not counted: nothing" in caplog.text
-    assert predicted(callback) == pytest.approx(followed, rel=0.001)
+    assert predicted(callback) == pytest.approx(followed.peak_bytes, rel=0.001)
 
 
 def test_tensors_that_come_after_the_first_step_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

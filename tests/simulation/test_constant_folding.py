@@ -36,6 +36,39 @@ class Outputs(TorchDispatchMode):
         return output
 
 
+class Seen(TorchDispatchMode):
+    """Notes the strides of what each operator on a batch's statistics returns first."""
+
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        super().__init__()
+        self._mode = mode
+        self.strides: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        run = (None if self._mode is None else substitute(function)) or function
+        output = run(*args, **(kwargs or {}))
+        if "batch_norm" in str(function):
+            self.strides.append(output[0].stride())
+        return output
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.ones(4, 5, 8).transpose(1, 2), torch.ones(4, 8, 5), torch.ones(4, 3, 3, 8).permute(0, 3, 1, 2)],
+)
+def test_normalised_batches_are_laid_out_as_the_real_ones(batch: Tensor) -> None:
+    found = []
+    for mode in (None, FakeTensorMode(allow_non_fake_inputs=True)):
+        norm = nn.BatchNorm1d(8) if batch.dim() == 3 else nn.BatchNorm2d(8)
+        seen = Seen(mode)
+        with nullcontext() if mode is None else mode, seen:
+            given = batch.detach().clone() if mode is None else mode.from_tensor(batch.detach())
+            norm(given.requires_grad_()).sum().backward()
+        found.append(seen.strides)
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
 def describe(tensor: Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes()
 
