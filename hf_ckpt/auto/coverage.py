@@ -57,6 +57,8 @@ class Coverage:
     not_counted: tuple[str, ...]
     beside: tuple[OtherModel, ...] = ()
     """What the Trainer reaches that has tensors beside the trained model's."""
+    loss: OwnLoss | None = None
+    """The Trainer's own, which knows what its batches are made of."""
 
     @property
     def beside_bytes(self) -> int:
@@ -71,7 +73,8 @@ class Coverage:
         """Say both in one line; at the level of a warning where something is left out."""
         level = logging.WARNING if self.not_counted else logging.INFO
         left_out = "; ".join(self.not_counted) or "nothing that is known"
-        counted = "; ".join((", ".join(batch.names), *self.counted))
+        names = batch.names if self.loss is None or batch.tensors else self.loss.names_of(batch)
+        counted = "; ".join((", ".join(names), *self.counted))
         logger.log(level, "Counted: %s. Not counted: %s.", counted, left_out)
 
 
@@ -116,7 +119,7 @@ def check_run(
     own = [] if loss is None else [f"{type(trainer).__name__}.compute_loss"]
     own += [loss.prepares] if loss is not None and loss.prepares else []
     known = (type(without_adapter(model)).__name__, *counted, *own, optimizer, engine)
-    return Coverage(known, tuple(left_out), tuple(others))
+    return Coverage(known, tuple(left_out), tuple(others), loss)
 
 
 def evaluates(args: TrainingArguments) -> bool:

@@ -45,6 +45,9 @@ class MicroBatch(Protocol):
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         """Return a micro-batch of the step's size, with values."""
 
+    def names_of(self, batch: Batch) -> tuple[str, ...]:
+        """Return the names of what a micro-batch of this size is made of."""
+
 
 @dataclass(frozen=True, eq=False)
 class TrainerLoss:
@@ -64,6 +67,10 @@ class TrainerLoss:
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
         return self.batch.rows_per_example
+
+    def names_of(self, batch: Batch) -> tuple[str, ...]:
+        """Return the names of what a micro-batch of this size is made of."""
+        return self.batch.names_of(batch)
 
     @property
     def keeps_predictions(self) -> bool:
@@ -121,6 +128,10 @@ class ModelInputs:
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         """See `hf_ckpt.simulation.step.make_inputs`."""
         return make_inputs(replace(step, loss=None), model)
+
+    def names_of(self, batch: Batch) -> tuple[str, ...]:
+        """See `Batch.names`."""
+        return batch.names
 
 
 class UsersLoss(TrainerLoss):

@@ -27,6 +27,8 @@ _OF_GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_com
 _MODULE = "trl.trainer.{}_trainer"
 _LOSSES = ("compute_loss", "_compute_loss", "_prepare_inputs", *_OF_GENERATION)
 _REFERENCE, _PROMPT = "ref_model", "prompt_ids"
+_IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
+_KL = "KL_"
 
 
 def trl_loss(
@@ -106,8 +108,12 @@ class _Texts(ModelInputs):
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         inputs = super().make(step, model)
         if not step.is_packed:
-            inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+            inputs.setdefault(_MASK, torch.ones_like(inputs["input_ids"]))
         return inputs
+
+    def names_of(self, batch: Batch) -> tuple[str, ...]:
+        names = super().names_of(batch)
+        return names if batch.is_packed or _MASK in names else (*names, _MASK)
 
 
 _Columns = tuple[str, ...]
@@ -168,12 +174,17 @@ class _Preferences:
         length = _padded(longest, collator)
         return Batch(rows, length, is_padded=length > min(lengths, default=0))
 
+    def names_of(self, batch: Batch) -> tuple[str, ...]:
+        of_rows = [_IDS, _MASK, *([_COMPLETION] if self.has_completions else [])]
+        of_kl = [] if self.kl_lengths is None else [f"{_KL}{name}" for name in of_rows]
+        return (*of_rows, *of_kl, *(name for name, _ in self.numbers))
+
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         inputs = self._rows(step, step.seq_length)
         if self.kl_lengths is not None:
             longest, kl = self.kl_lengths
             # Shorter rows than those of the data are cut, and so are these.
-            inputs |= self._rows(step, kl if step.seq_length >= longest else min(kl, step.seq_length), "KL_")
+            inputs |= self._rows(step, kl if step.seq_length >= longest else min(kl, step.seq_length), _KL)
         # Every second one is liked.
         numbers = torch.arange(step.batch_size) % 2 == 0
         return inputs | {name: numbers.to(dtype) for name, dtype in self.numbers}
@@ -184,9 +195,9 @@ class _Preferences:
         if step.is_padded:
             # One token of the first row is padding, for code that checks whether there is any.
             mask[0, -1] = 0
-        inputs = {"input_ids": torch.full(shape, _TOKEN, dtype=torch.long), "attention_mask": mask}
+        inputs = {_IDS: torch.full(shape, _TOKEN, dtype=torch.long), _MASK: mask}
         if self.has_completions:
-            inputs["completion_mask"] = (torch.arange(length) >= length // 2).long().expand(shape).contiguous()
+            inputs[_COMPLETION] = (torch.arange(length) >= length // 2).long().expand(shape).contiguous()
         return {f"{prefix}{name}": value for name, value in inputs.items()}
 
 

@@ -206,6 +206,7 @@ def test_what_is_counted_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "hf_ckpt"):
         trainer("GRPO", tmp_path, auto(), max_steps=1, eval_strategy="no", **KL).train()
     told = next(entry.getMessage() for entry in caplog.records if entry.msg.startswith("Counted"))
+    assert told.startswith("Counted: prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, num_items")
     assert "ref_model (LlamaForCausalLM, 1.1 MiB); GRPOTrainer.compute_loss; " in told
     assert "generation of 4 completions of 27 tokens at a time" in told
     assert told.endswith("Not counted: what functions that reward completions take.")

@@ -272,14 +272,22 @@ def test_evaluation_is_predicted(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 # --- What is said. ---
 
+_OF_DPO = "input_ids, attention_mask, completion_mask"
+
 
 @pytest.mark.parametrize(
     ("kind", "case", "counted"),
     [
-        ("DPO", "separate", "LlamaForCausalLM; ref_model (LlamaForCausalLM, 1.1 MiB); DPOTrainer.compute_loss; AdamW;"),
-        ("DPO", "adapters off", "LlamaForCausalLM; DPOTrainer.compute_loss; AdamW;"),
-        ("DPO", "computed before", "LlamaForCausalLM; DPOTrainer.compute_loss; AdamW;"),
-        ("SFT", "whole", "LlamaForCausalLM; SFTTrainer.compute_loss; AdamW;"),
+        (
+            *("DPO", "separate"),
+            f"{_OF_DPO}; LlamaForCausalLM; ref_model (LlamaForCausalLM, 1.1 MiB); DPOTrainer.compute_loss; AdamW;",
+        ),
+        ("DPO", "adapters off", f"{_OF_DPO}; LlamaForCausalLM; DPOTrainer.compute_loss; AdamW;"),
+        (
+            *("DPO", "computed before"),
+            f"{_OF_DPO}, ref_chosen_logps, ref_rejected_logps; LlamaForCausalLM; DPOTrainer.compute_loss; AdamW;",
+        ),
+        ("SFT", "whole", "input_ids, labels, attention_mask; LlamaForCausalLM; SFTTrainer.compute_loss; AdamW;"),
     ],
 )
 def test_what_is_counted_is_said(
@@ -289,7 +297,7 @@ def test_what_is_counted_is_said(
         trainer(kind, case, tmp_path, auto()).train()
     told = [entry.getMessage() for entry in caplog.records if entry.msg.startswith("Counted")]
     assert told[0].endswith("Not counted: nothing that is known.")
-    assert counted in told[0]
+    assert told[0].startswith(f"Counted: {counted}")
 
 
 # --- What is refused. ---
