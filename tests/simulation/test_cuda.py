@@ -360,6 +360,15 @@ def test_other_operators_and_those_asked_for_a_dtype_keep_it(function: Callable[
     assert follow(function, (4, 64), autocast=BF16).dtype is BF16
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_makes_logarithms_in_16_bits_and_a_copy_in_float32_under_autocast(smoothing: float) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        return functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long), label_smoothing=smoothing)
+
+    kept = follow(loss, (64, 512), autocast=BF16).kept
+    assert 64 * 512 * (2 + 4) <= kept < 64 * 512 * (2 + 4) + 64 * 4 * 4
+
+
 def test_a_norm_of_a_16_bit_model_keeps_a_copy_in_float32_under_autocast() -> None:
     followed = follow(lambda inputs: functional.layer_norm(inputs, (64,)), (4, 64), autocast=BF16)
     assert followed.kept == 4 * 64 * 4 + 2 * (4 * 4)

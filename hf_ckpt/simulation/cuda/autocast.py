@@ -7,10 +7,12 @@ operators run in the lower precision, and has few that run in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 _IN_FLOAT32 = frozenset(
@@ -20,7 +22,7 @@ _IN_FLOAT32 = frozenset(
         *("norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "kl_div", "l1_loss"),
         *("hinge_embedding_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "dist", "pdist"),
         *("multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "cdist", "renorm"),
-        *("binary_cross_entropy_with_logits", "cross_entropy", "logsumexp", "interpolate"),
+        *("binary_cross_entropy_with_logits", "logsumexp", "interpolate"),
     ]
 )
 """Their floating-point arguments are converted to float32."""
@@ -31,7 +33,10 @@ _WITH_FLOAT32_OUTPUT = frozenset(
 """They return float32 where the call names no dtype."""
 
 
-_CHANGED = _IN_FLOAT32 | _WITH_FLOAT32_OUTPUT
+_CROSS_ENTROPY = "cross_entropy"
+"""In neither list, but made of operators that are."""
+
+_CHANGED = _IN_FLOAT32 | _WITH_FLOAT32_OUTPUT | {_CROSS_ENTROPY}
 
 
 def is_on() -> bool:
@@ -56,10 +61,38 @@ def call_with_autocast(function: Callable[..., Any], name: str, args: Any, kwarg
         return function(*args, **kwargs)
     if name in _IN_FLOAT32:
         args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+    elif name == _CROSS_ENTROPY:
+        function = partial(_cross_entropy, function)
     elif not _asks_for_dtype(args, kwargs) and isinstance(args[0], Tensor) and _is_eligible(args[0]):
         kwargs = {**kwargs, "dtype": torch.float32}
     with torch.autocast("cpu", enabled=False):
         return function(*args, **kwargs)
+
+
+def _cross_entropy(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *args: Any,
+    label_smoothing: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """Make logarithms of probabilities in the dtype of the logits, which it asks for, and copy them into float32.
+
+    As `cross_entropy_loss` in `aten/src/ATen/native/LossNLL.cpp` calls `log_softmax`, with a dtype, and `nll_loss`.
+    """
+    if target.is_floating_point():
+        return function(input, target, weight, *args, label_smoothing=label_smoothing, **options)
+    dim = min(1, input.dim() - 1)
+    logs = functional.log_softmax(input, dim, dtype=input.dtype)
+    widened = None if weight is None else _in_float32(weight)
+    loss = functional.nll_loss(_in_float32(logs), target, widened, *args, **options)
+    if not label_smoothing:
+        return loss
+    weighted = logs if weight is None else logs * weight.view(-1, *[1] * (input.dim() - dim - 1))
+    smooth = -weighted.sum(dim, dtype=torch.float32).mean()
+    return (1 - label_smoothing) * loss + smooth * (label_smoothing / input.shape[dim])
 
 
 def _asks_for_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
