@@ -8,7 +8,7 @@ Note [The rules]. Those of `c10/cuda/CUDACachingAllocator.cpp`:
   20 MiB, and from 10 MiB on each new one gets a segment of its own size, rounded up to 2 MiB.
 - The smallest free block that suffices is taken, of equal ones the lowest. What is left over is cut off where it is
   at least 512 bytes, or more than 1 MiB in large segments. Free neighbours of one segment are joined.
-- Streams share no blocks.
+- Streams share no blocks. What another stream still reads is not served again when it is freed, but later.
 - With `expandable_segments:True` there is one segment for each stream and kind, which grows at its end, and what is
   left over is always cut off.
 """
@@ -16,14 +16,15 @@ Note [The rules]. Those of `c10/cuda/CUDACachingAllocator.cpp`:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Stream, Tape
+from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Storage, Stream, Tape
 from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
 _MIB = 2**20 // BLOCK_BYTES
@@ -34,6 +35,8 @@ _LEAST_OWN_SEGMENT = 10 * _MIB
 _SEGMENT_UNIT = 2 * _MIB
 _GATHERED_AT_ONCE = 2
 """So many freed weights of units may still be in use when the next one is gathered (FSDP1's `limit_all_gathers`)."""
+_SENT_AT_ONCE = 1
+"""So many freed buffers of gradients may still be in use when the next one is made."""
 
 
 def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
@@ -48,7 +51,7 @@ def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
     blocks: list[Block | None] = [None] * len(columns.storages)
     for storage in tape.before:
         if storage.category is not Category.OPTIMIZER and storage.num_bytes:
-            block = allocator.allocate(storage.num_bytes, storage.stream)
+            block = _block_before(allocator, storage)
             if id(storage) in numbers:
                 blocks[numbers[id(storage)]] = block
     storages = _Storages(allocator, columns, blocks)
@@ -59,6 +62,7 @@ def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
             if storage.category is Category.OPTIMIZER:
                 allocator.allocate(storage.num_bytes)
     storages.play(changes[optimizer_begins:])
+    storages.end_step()
     # From the second one on, all steps are alike.
     storages.play(changes)
     return allocator.reserved_bytes
@@ -71,24 +75,53 @@ class _Storages:
         self._allocator = allocator
         self._blocks = blocks
         self._asked = [allocator.asked(storage.num_bytes, storage.stream) for storage in columns.storages]
-        self._gathered = {number for number, each in enumerate(columns.storages) if each.stream is Stream.GATHER}
-        self._still_read: deque[Block] = deque()
+        self._lags = [_lag_of(storage) for storage in columns.storages]
+        self._still_read: dict[int, deque[Block]] = defaultdict(deque)
 
     def play(self, changes: Iterable[tuple[bool, int]]) -> None:
         """Let storages come and go."""
         serve, free, blocks, asked = self._allocator.serve, self._allocator.free, self._blocks, self._asked
-        gathered, still_read = self._gathered, self._still_read
+        lags, still_read = self._lags, self._still_read
         for is_allocated, number in changes:
+            lag = lags[number]
             if is_allocated:
-                if number in gathered and len(still_read) >= _GATHERED_AT_ONCE:
-                    free(still_read.popleft())
+                if lag and len(still_read[lag]) >= lag:
+                    free(still_read[lag].popleft())
                 blocks[number] = serve(*asked[number])
             elif (block := blocks[number]) is not None:
                 blocks[number] = None
-                if number in gathered:
-                    still_read.append(block)
+                if lag:
+                    still_read[lag].append(block)
                 else:
                     free(block)
+
+    def end_step(self) -> None:
+        """Free what other streams had in use: the Trainer looks at each step's loss, and so waits for the device."""
+        for block in chain.from_iterable(self._still_read.values()):
+            self._allocator.free(block)
+        self._still_read.clear()
+
+
+def _block_before(allocator: CachingAllocator, storage: Storage) -> Block:
+    """Return the block of what is there before the step, and what making it has left free.
+
+    FSDP1 moves the weights of a unit to the device, copies them into one tensor, frees them, and copies a share of it.
+    """
+    whole = [allocator.allocate(num_bytes) for num_bytes in storage.flattened if num_bytes]
+    flat = allocator.allocate(sum(storage.flattened)) if whole else None
+    for each in whole:
+        allocator.free(each)
+    block = allocator.allocate(storage.num_bytes, storage.stream)
+    if flat is not None:
+        allocator.free(flat)
+    return block
+
+
+def _lag_of(storage: Storage) -> int:
+    """Return how many of its kind may be freed and still be in use by another stream."""
+    if storage.stream is Stream.GATHER:
+        return _GATHERED_AT_ONCE
+    return _SENT_AT_ONCE if storage.is_sent else 0
 
 
 def _changes(columns: Columns) -> tuple[list[tuple[bool, int]], int]:

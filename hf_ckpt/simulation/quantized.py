@@ -227,7 +227,7 @@ def _gemm_4bit(args: Mapping[str, Any]) -> list[Workspace]:
     # The weight, dequantised. For a few dozen rows there are kernels on CUDA that need none.
     needed: list[Workspace] = [(tuple(args["shapeB"]), args["A"].dtype)]
     nested = args.get("absmax_8bit")
-    return needed if nested is None else [*needed, (tuple(nested.shape), torch.float32)]
+    return needed if nested is None else [(tuple(nested.shape), torch.float32), *needed]
 
 
 def _int8_scaled_mm(args: Mapping[str, Any]) -> list[Workspace]:

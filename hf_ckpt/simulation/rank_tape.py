@@ -22,7 +22,6 @@ Note [What engines hold].
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -131,19 +130,24 @@ class RankTape:
     # --- What exists before the step. ---
 
     def _before(self) -> Iterator[Storage]:
-        flat: Counter[UnitKey] = Counter()
+        flat: dict[UnitKey, list[Weight]] = {}
         for storage in self._whole.before:
             weight = self._weights.get(storage.parameter)
             if weight is None:
                 yield storage
             elif storage.category is Category.PARAMETERS and self._has_flat_weights:
-                flat[weight.unit] += weight.shard_bytes
+                flat.setdefault(weight.unit, []).append(weight)
             elif storage.category is Category.PARAMETERS:
                 yield replace(storage, num_bytes=weight.shard_bytes if self._shards_weights else weight.num_bytes)
             else:
                 yield self._state(storage, weight)
-        for num_bytes in flat.values():
-            yield Storage(num_bytes, category=Category.PARAMETERS)
+        # Layers are wrapped first, and then what is around them.
+        for unit in sorted(flat, key=lambda unit: not isinstance(unit, tuple)):
+            yield Storage(
+                sum(weight.shard_bytes for weight in flat[unit]),
+                category=Category.PARAMETERS,
+                flattened=tuple(weight.num_bytes for weight in flat[unit]),
+            )
         yield from self._held_by_engine()
 
     def _held_by_engine(self) -> Iterator[Storage]:
@@ -369,7 +373,7 @@ class RankTape:
         copying = 2 * num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
         yield Event(place, seconds=copying)
         yield from self._free(self._reduced, place)
-        self._reduced = Storage(num_bytes, place, category=Category.GATHERED)
+        self._reduced = Storage(num_bytes, place, category=Category.GATHERED, is_sent=self._engine == "fsdp1")
         yield Event(place, MemoryChange.ALLOCATE, self._reduced)
         for whole, shard in gradients:
             yield Event(place, MemoryChange.FREE, whole)

@@ -47,6 +47,10 @@ class Storage:
     parameter: str = ""
     """Path of the parameter that it is, or whose gradient or state it is, if any."""
     stream: Stream = Stream.COMPUTE
+    is_sent: bool = False
+    """Whether another stream still reads it when it is freed."""
+    flattened: tuple[int, ...] = ()
+    """Bytes of the weights, each whole, that were copied into one tensor on the device to cut this share out of it."""
 
 
 class MemoryChange(StrEnum):

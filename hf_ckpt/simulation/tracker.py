@@ -68,8 +68,8 @@ class Tracker(SimulationMode):
         """Stack and number of layers whose backward has no mark: they only pass on what they get, for `layer_reuse`."""
         self.stack_numbers: dict[str, int] = {}
         """By path."""
-        self.holds: Callable[[Any, Any, Any], object] = lambda function, args, kwargs: None
-        """Makes what an operator allocates for itself while it runs, from it and its arguments."""
+        self.holds: Callable[[Any, Any, Any, bool], object] = lambda function, args, kwargs, is_after: None
+        """Makes what an operator allocates for itself, from it and its arguments, before or after its outputs."""
         self._marked = (-1, -1)
         self._rounding = rounding
         self._costs = costs
@@ -280,10 +280,12 @@ class Tracker(SimulationMode):
             # Left to the class: its operators on what this rank holds come here again.
             return NotImplemented
         kwargs = kwargs or {}
-        held = self.holds(function, args, kwargs)  # noqa: F841  # until this returns
+        held = [self.holds(function, args, kwargs, False)]  # until this returns
         output, known = self._run(function, args, kwargs)
         with torch._C.DisableTorchFunction():
             self._record(function, args, kwargs, output, known)
+        if not self._is_silent:
+            held.append(self.holds(function, args, kwargs, True))
         return output
 
     def _record(self, function: Any, args: Any, kwargs: dict[str, Any], output: Any, known: Outputs | None) -> None:

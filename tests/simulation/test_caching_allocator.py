@@ -147,6 +147,26 @@ def test_what_the_engine_gathers_is_still_read_for_a_while() -> None:
     assert reserved_bytes(Tape([], events(*one_at_a_time))) == 30 * MIB
 
 
+def test_a_buffer_of_gradients_is_still_read_until_the_next_one_is_made() -> None:
+    buffers = [Storage(30 * MIB, is_sent=True) for _ in range(3)]
+    between = [Storage(30 * MIB) for _ in buffers]
+    pairs = zip(buffers, between, strict=True)
+    step = [change for each in pairs for one in each for change in ((one, COME), (one, GO))]
+    assert reserved_bytes(Tape([], events(*step))) == 60 * MIB
+    for buffer in buffers:
+        buffer.is_sent = False
+    assert reserved_bytes(Tape([], events(*step))) == 30 * MIB
+
+
+def test_a_share_is_cut_out_of_flattened_weights_which_leave_their_memory() -> None:
+    share = Storage(20 * MIB, category=Category.PARAMETERS, flattened=(30 * MIB, 10 * MIB))
+    # The weights, the flat tensor; the share lies where the first weight was.
+    assert reserved_bytes(Tape([share], [])) == (30 + 10 + 40) * MIB
+    # A step is served from what they leave.
+    activations = Storage(40 * MIB)
+    assert reserved_bytes(Tape([share], events((activations, COME), (activations, GO)))) == 80 * MIB
+
+
 def llama() -> nn.Module:
     config = LlamaConfig(
         vocab_size=32000,
@@ -175,3 +195,26 @@ def test_a_whole_step(policy: str | None, engine: str) -> None:
     assert reserved % (2 * MIB) == 0
     assert peak < simulator.reserved_bytes(plan, expands=True) < 2 * peak
     assert reserved == simulator.reserved_bytes(plan), "the tape is as it was"
+
+
+def test_flash_attention_makes_gradients_before_what_it_needs_to_add_them_up() -> None:
+    tape = StepSimulator(llama(), STEP, find_device("a100-80gb")).trace(None).tape
+    made = [event for event in tape.events if event.change is COME and event.place.phase is Phase.BACKWARD]
+    operators = [event.place.operator.split(".")[1] for event in made]
+    first = operators.index("_scaled_dot_product_flash_attention_backward")
+    assert operators[first : first + 5] == ["_scaled_dot_product_flash_attention_backward"] * 3 + ["empty"] * 2
+    rows, heads, head_dim = STEP.batch_size * STEP.seq_length, 16, 2048 // 16
+    assert [event.storage.num_bytes for event in made[first + 3 : first + 5] if event.storage is not None] == [
+        rows * heads * 4,
+        rows * heads * head_dim * 4,
+    ]
+
+
+def test_layers_are_flattened_one_after_the_other_and_then_what_is_around_them() -> None:
+    step = replace(STEP, sharding=Sharding(engine="fsdp1", world_size=2))
+    tape = StepSimulator(llama(), step, find_device("a100-80gb")).trace(None).tape
+    units = [storage for storage in tape.before if storage.flattened]
+    assert len(units) == 8 + 1
+    # Each weight of a layer, and the embeddings, the last norm and the head; a rank has half.
+    assert [len(unit.flattened) for unit in units] == [9] * 8 + [3]
+    assert all(0 <= 2 * unit.num_bytes - sum(unit.flattened) < 2 * 512 for unit in units)

@@ -138,13 +138,25 @@ class _KernelWorkspaces(SimulationMode):
 _CPU = torch.device("cpu")
 
 
-def _held(tracker: Tracker, workspaces: _WorkspaceFunction, *call: Any) -> list[Tensor]:
-    """Make the memory for a call of an operator. A tracker that runs an operator does not see others by itself."""
+def _held(
+    tracker: Tracker,
+    workspaces: _WorkspaceFunction,
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    is_after: bool,
+) -> list[Tensor]:
+    """Make the memory for a call of an operator. A tracker that runs an operator does not see others by itself.
+
+    Kernels of torch make their outputs first; bitsandbytes makes a weight, and then the output.
+    """
+    if is_after is (function.namespace == "bitsandbytes"):
+        return []
     return [
         tracker.__torch_dispatch__(
             torch.ops.aten.empty.memory_format, (), (shape,), {"dtype": dtype, "device": _CPU, "pin_memory": False}
         )
-        for shape, dtype in workspaces(*call)
+        for shape, dtype in workspaces(function, args, kwargs)
     ]
 
 

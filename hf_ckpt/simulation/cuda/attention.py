@@ -205,9 +205,9 @@ def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor,
     batch, heads, rows, head_dim = query.shape
     rows = _up(rows, _FLASH_ROWS)
     needed: list[Workspace] = [
-        # The query's gradient is added up in float32 by all blocks of keys, delta is a number per row.
-        ((batch, rows, heads, _up(head_dim, 32 if head_dim <= 128 else 64)), torch.float32),
+        # Delta is a number per row; the query's gradient is added up in float32 by all blocks of keys.
         ((batch, heads, rows), torch.float32),
+        ((batch, rows, heads, _up(head_dim, 32 if head_dim <= 128 else 64)), torch.float32),
     ]
     if key.shape[1] != heads:
         # Gradients of keys and values are made per head of the query, and then added up by groups.
@@ -237,7 +237,7 @@ WORKSPACES: dict[Callable[..., Any], Callable[..., list[Workspace]]] = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
-"""For each kernel, a function that returns what it allocates for itself from its arguments."""
+"""For each kernel, a function that returns what it allocates for itself from its arguments, in that order."""
 
 
 # --- Flash attention of other packages. ---
