@@ -18,16 +18,13 @@ from hf_ckpt.units import format_bytes
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 
-_WORDS = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "cudaErrorMemoryAllocation",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "not enough memory: you tried to allocate",
+_OF_HOST = "can't allocate memory|Cannot allocate memory|not enough memory: you tried to allocate"
+"""Words of the allocator of the CPU."""
+_WORDS = re.compile(
+    # Not out of something else that has to do with memory.
+    r"out of memory(?! \w)|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|" + _OF_HOST
 )
-"""Of CUDA, cuBLAS, cuDNN, NCCL and torch's allocators, in errors that have no type of their own."""
+"""Words of CUDA, cuBLAS, cuDNN, NCCL and torch's allocators, in errors that have no type of their own."""
 
 
 class Part(StrEnum):
@@ -157,7 +154,9 @@ class Failure:
     @property
     def is_of_host(self) -> bool:
         """Whether it was memory of the host, or a disk, that ran out."""
-        return isinstance(self.error, HostMemoryError | DiskFullError | MemoryError)
+        if isinstance(self.error, HostMemoryError | DiskFullError | MemoryError):
+            return True
+        return torch.accelerator.is_available() and re.search(_OF_HOST, str(self.error)) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -166,7 +165,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # Other errors of this package may mention it: that another process was killed for want of memory.
     is_of_others = isinstance(error, RuntimeError | OSError) and not isinstance(error, HFCkptError)
-    return is_of_others and any(words in str(error) for words in _WORDS)
+    return is_of_others and _WORDS.search(str(error)) is not None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

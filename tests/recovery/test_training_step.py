@@ -24,13 +24,16 @@ from transformers import Trainer, TrainingArguments
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
-from hf_ckpt.recovery.out_of_memory import is_out_of_memory
+from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FULL, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
 from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, trainer, weights
 
 NUM_STEPS = 5
+OF_CPU = (
+    "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+)
 MOST_BETWEEN = 6
 
 
@@ -468,12 +471,23 @@ def test_what_cannot_be_brought_back_ends_the_run(options: dict[str, Any], why: 
         trained(settings.pop("make"), settings.pop("folder"), settings.pop("mode"), escalating(), **settings)
 
 
-def test_errors_that_mention_memory_are_not_taken_for_its_want() -> None:
+def test_errors_that_mention_memory_are_not_taken_for_its_want(monkeypatch: pytest.MonkeyPatch) -> None:
     # As the watch says it of another process.
     assert not is_out_of_memory(OtherProcessError("its process is gone (killed, or out of memory)"))
     assert not is_out_of_memory(ValueError("CUDA out of memory"))
-    assert is_out_of_memory(RuntimeError("NCCL error: Cuda failure 2 'out of memory'"))
+    assert not is_out_of_memory(RuntimeError("the replay is out of memory slots"))
+    said = (
+        "NCCL error: Cuda failure 2 'out of memory'",
+        "CUDA error: out of memory\nCUDA kernel errors might be",
+        OF_CPU,
+    )
+    assert all(is_out_of_memory(RuntimeError(text)) for text in said)
     assert is_out_of_memory(HostMemoryError("no room"))
+    # Of a run on the CPU it is the device's.
+    of_cpu = Failure.caught(RuntimeError(OF_CPU))
+    for is_available in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda is_available=is_available: is_available)
+        assert of_cpu.is_of_host is is_available
 
 
 def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -> None:
