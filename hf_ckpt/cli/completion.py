@@ -31,6 +31,12 @@ _hf_ckpt() {{
 }}
 complete -F _hf_ckpt hf-ckpt
 """
+# Completion is off in a zsh that nobody has set up; -i: without a question about the owners of folders.
+_ZSH = """\
+autoload -Uz compinit bashcompinit
+(( $+functions[compdef] )) || compinit -i
+bashcompinit
+"""
 
 
 def completion(commands: Mapping[str, Command]) -> Command:
@@ -72,7 +78,7 @@ def _bash(words: Mapping[str, list[str]]) -> str:
 
 
 def _zsh(words: Mapping[str, list[str]]) -> str:
-    return f"autoload -U +X bashcompinit && bashcompinit\n{_bash(words)}"
+    return f"{_ZSH}{_bash(words)}"
 
 
 def _fish(words: Mapping[str, list[str]]) -> str:

@@ -25,6 +25,7 @@ from hf_ckpt.loading.examples import IGNORED
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.recipe.trainers import TrainerKind
 from hf_ckpt.verify import compare, launch, state_checks
 from hf_ckpt.verify.compare import HALF_TOLERANCE, Trials, first_module_changed_by_plan
@@ -101,7 +102,7 @@ def verify(
             if launch.is_first():
                 shutil.rmtree(folder, ignore_errors=True)
     facts = (*small.facts, *_facts(recipe, verification))
-    return Report(title=str(recipe.path), checks=checks, facts=facts)
+    return Report(title=shown(recipe.path), checks=checks, facts=facts)
 
 
 def _trial_inputs(

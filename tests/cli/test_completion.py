@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,6 +50,43 @@ def test_script_is_one_that_its_shell_reads(script: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n", script], check=True)
+
+
+@pytest.mark.parametrize("script", ["zsh"], indirect=True)
+def test_zsh_that_nobody_has_set_up_completes(script: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    code = f"source {script.name}; print $_comps[hf-ckpt]"
+    # Where the home is, zsh keeps what it has found.
+    done = subprocess.run(
+        ["zsh", "-f", "-c", code],
+        cwd=script.parent,
+        env=os.environ | {"HOME": str(script.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.split(), done.stderr) == (["_bash_complete", "-F", "_hf_ckpt"], "")
+
+
+@pytest.mark.parametrize("script", ["fish"], indirect=True)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("hf-ckpt est", "estimate"), ("hf-ckpt plan --mem", "--memory-budget"), ("hf-ckpt plan --exact pre", "prefer")],
+)
+def test_fish_completes(line: str, expected: str, script: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    code = f"source {script.name}; complete -C '{line}'"
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", code],
+        cwd=script.parent,
+        env=os.environ | {"HOME": str(script.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [expected]
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
