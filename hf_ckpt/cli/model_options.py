@@ -36,7 +36,8 @@ def add_model_options(
 
 def read_recipe(options: argparse.Namespace) -> Recipe:
     """Read the recipe that the command was given."""
-    if not _is_recipe(Path(options.recipe)) and _is_model(options.recipe):
+    path = Path(options.recipe)
+    if not _is_recipe(path) and _is_model(options.recipe) and not _lacks_config(path):
         raise RecipeError(
             f"{options.recipe}: there is no such recipe. If it is a model, write a recipe for it: "
             f"hf-ckpt init {options.recipe} --data rows.jsonl --out my_recipe.yaml"
@@ -90,9 +91,13 @@ def _is_model(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and path.suffix not in (".yaml", ".yml") and not path.parent.is_dir()
 
 
+def _lacks_config(path: Path) -> bool:
+    return path.is_dir() and not (path / "config.json").is_file()
+
+
 def _model(name: str) -> str:
     path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
+    if _lacks_config(path):
         raise RecipeError(f"{name}: this folder holds no config.json, which describes a model.")
     if path.suffix != ".json":
         return name
