@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
 
 from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.estimate.subject import subject_of
@@ -53,6 +62,36 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     LlavaForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+QWEN_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+@pytest.fixture
+def qwen3_vl(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny Qwen3-VL and its processor, which reads images only: one of videos needs torchvision."""
+    of_qwen = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    every = Qwen3VLProcessor.get_attributes.__func__  # type: ignore[attr-defined]  # a class method
+    of_images = classmethod(lambda cls: [name for name in every(cls) if name != "video_processor"])
+    monkeypatch.setattr(Qwen3VLProcessor, "get_attributes", of_images)
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    tokenizer: Any = byte_tokenizer(pad_token="<pad>")
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
+    names |= {f"vision_{end}_token_id": f"vision_{end}" for end in ("start", "end")}
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names.values()]})
+    sizes = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}
+    Qwen3VLProcessor(of_qwen.Qwen2VLImageProcessorPil(**sizes), tokenizer, chat_template=QWEN_TEMPLATE).save_pretrained(
+        folder
+    )
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 3, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [1]}
+    text = {**SIZES, "head_dim": 16, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+    torch.manual_seed(0)
+    config = Qwen3VLConfig(vision_config=vision, text_config=text, **ids)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
 
@@ -103,6 +142,23 @@ def test_largest_images_are_planned_for(llava: Path, tmp_path: Path, caplog: pyt
     # trl's own loss on images is not simulated, and named as such: the model's is.
     assert callback._planning.predicted_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
     assert "Not counted: what SFTTrainer.compute_loss does to images and sound" in caplog.text
+
+
+def test_images_of_qwen3_vl_are_planned_for(qwen3_vl: Path, tmp_path: Path) -> None:
+    auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
+    path = write(tmp_path, qwen3_vl, checkpointing=auto)
+    plain = train.finetune(load_recipe(path, ["checkpointing=null"]))
+    recipe = load_recipe(path)
+    processor, data = train._tokenizer_and_data(recipe)
+    run, callback, _ = train._trainer(recipe, training_arguments(recipe), processor, data)
+    followed = follow_trainer(run)
+    assert callback is not None
+    assert callback._planning is not None
+    assert callback._planning.predicted_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
+    simulated = callback._planning._simulator(callback._planning.batch)  # type: ignore[arg-type]  # there is one
+    budget = (simulated.simulate("full").peak_bytes + followed.peak_bytes) // 2
+    planned = train.finetune(load_recipe(path, [f"checkpointing.memory_budget={budget}B"]))
+    assert [entry.get("loss") for entry in planned.log_history] == [entry.get("loss") for entry in plain.log_history]
 
 
 @pytest.mark.parametrize(
