@@ -11,8 +11,8 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt.auto.batch_bounds import Batch, is_packing, largest_batch, reads_text, with_inputs
-from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
-from hf_ckpt.auto.coverage import NewModels, check_call, check_run, evaluates
+from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes, unknown_bytes
+from hf_ckpt.auto.coverage import check_call, check_run, evaluates, new_models_check
 from hf_ckpt.auto.largest_examples import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
@@ -134,7 +134,8 @@ class Auto:
                 batch = loss.batch.largest(dataset, collator, num_rows, self._max_length)
                 batches = [] if batch is None else [with_inputs(batch, dataset, collator, shape)]
             free = free_host_bytes(self._allowed.offload)
-            return _RunLimits(budget_bytes(self._memory_budget, device, model, optimizer), batches, free)
+            budget = budget_bytes(self._memory_budget, device, model, optimizer, coverage.counted_bytes)
+            return _RunLimits(budget, batches, free)
 
         limits = _agreed(read_limits)
         batches = limits.batches
@@ -159,6 +160,10 @@ class Auto:
                 coverage = check_run(trainer, args, model, optimizer_name)
         if given is not None and given.copied is not None:
             coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
+        # Without a budget it is off what is free. Engines of several processes have buffers of their own by then.
+        if self._memory_budget is not None and args.world_size == 1:
+            unknown = unknown_bytes(device, model, optimizer, coverage.counted_bytes)
+            coverage = coverage.without_unknown(unknown, limits.budget_bytes)
         planning = RunPlanner(
             make_plan(shape, Policy.parse("none"), **self._structure),
             simulator,
@@ -173,8 +178,7 @@ class Auto:
             fallback=None if self.fallback is None else make_plan(shape, self.fallback, **self._structure),
         )
         planning.input_gradients = is_on
-        if trainer is not None:
-            planning.check_again = NewModels(trainer, model, args.device, coverage, loss).check
+        planning.check_again = new_models_check(trainer, model, args.device, coverage, loss)
         planning.start_all(batches)
         if evaluates(args) and batches and not batches[0].tensors:
             planning.check_evaluation(

@@ -34,7 +34,9 @@ class AllocatorState:
     """Of that, what is used."""
 
 
-def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimizer: Any) -> int:
+def budget_bytes(
+    budget: Budget | None, device: Device, model: nn.Module, optimizer: Any, counted_bytes: int = 0
+) -> int:
     """Return the bytes that a step may use.
 
     Args:
@@ -42,6 +44,7 @@ def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimi
         device: where the step runs.
         model: that is about to be trained on it; its tensors are part of the step.
         optimizer: the model's; None where there is none yet.
+        counted_bytes: on the device beside the model that are part of the step too, such as those of a reference.
 
     Raises:
         PolicyError: the budget is more than the device has, or there is none and the device is not a GPU.
@@ -49,7 +52,19 @@ def budget_bytes(budget: Budget | None, device: Device, model: nn.Module, optimi
     check_budget(budget, device)
     if budget is not None:
         return budget.bytes_on(device.memory_bytes or None, device=device.title)
-    return _usable(_free_on_cuda(), device, sum(tensor.nbytes for tensor in _tensors_of_step(model, optimizer)))
+    of_step = sum(tensor.nbytes for tensor in _tensors_of_step(model, optimizer)) + counted_bytes
+    return _usable(_free_on_cuda(), device, of_step)
+
+
+def unknown_bytes(device: Device, model: nn.Module, optimizer: Any, counted_bytes: int) -> int:
+    """Return the bytes that this process has allocated on a GPU for nothing that is counted; 0 on a CPU.
+
+    `counted_bytes`: see `budget_bytes`, which takes them off where there is no budget.
+    """
+    if not device.is_cuda:
+        return 0
+    of_step = sum(tensor.nbytes for tensor in _tensors_of_step(model, optimizer)) + counted_bytes
+    return _of_others(_free_on_cuda(), device, of_step)
 
 
 def free_host_bytes(offload: Offload | None) -> int | None:
@@ -81,10 +96,14 @@ def check_budget(budget: Budget | None, device: Device) -> None:
 
 def _usable(found: AllocatorState, device: Device, step_bytes: int) -> int:
     """Return what a step may use of what is free, if `step_bytes` of what is allocated are its own."""
-    # The workspaces of an earlier run in this process are part of the step too.
-    of_others = max(0, found.allocated - step_bytes - 2 * workspace_bytes(device))
+    of_others = _of_others(found, device, step_bytes)
     kept_free = sum(item.high_bytes for item in reserve(device).items if item.name != _CONTEXT)
     return found.free + found.reserved - of_others - kept_free
+
+
+def _of_others(found: AllocatorState, device: Device, step_bytes: int) -> int:
+    # The workspaces of an earlier run in this process are part of the step too.
+    return max(0, found.allocated - step_bytes - 2 * workspace_bytes(device))
 
 
 def _free_on_cuda() -> AllocatorState:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -65,9 +65,20 @@ class Coverage:
         """Bytes of tensors that are in no module."""
         return sum(each.num_bytes for each in self.beside if each.module is None)
 
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(each.num_bytes for each in self.beside)
+
     def without(self, what: str) -> Coverage:
         """Return the same, which leaves out something more."""
         return replace(self, not_counted=(*self.not_counted, what))
+
+    def without_unknown(self, num_bytes: int, budget_bytes: int) -> Coverage:
+        """Return the same, which leaves out what nothing that is known has allocated on a GPU, unless that is small."""
+        if num_bytes <= _SMALL * budget_bytes:
+            return self
+        return self.without(f"{format_bytes(num_bytes)} that something else in this process has allocated")
 
     def log(self, batch: Batch) -> None:
         """Say both in one line; at the level of a warning where something is left out."""
@@ -266,10 +277,23 @@ def _shown(other: OtherModel) -> str:
     return f"{other.kind}, {format_bytes(other.num_bytes)}"
 
 
-class NewModels:
+def new_models_check(
+    trainer: Any, model: nn.Module, device: torch.device, known: Coverage, loss: OwnLoss | None
+) -> Callable[[], None]:
+    """Return what looks again, in the first steps, for models that came after a plan was made. See `_NewModels`."""
+    return _nothing if trainer is None else _NewModels(trainer, model, device, known, loss).check
+
+
+def _nothing() -> None:
+    """Where no Trainer is known, nothing is looked for."""
+
+
+class _NewModels:
     """Looks again, when the first two steps begin, for what a Trainer and its callbacks have made since."""
 
-    def __init__(self, trainer: Any, model: nn.Module, device: torch.device, known: Coverage, loss: Any) -> None:
+    def __init__(
+        self, trainer: Any, model: nn.Module, device: torch.device, known: Coverage, loss: OwnLoss | None
+    ) -> None:
         # The hook that calls this is copied with the model, and the Trainer must not be.
         self._trainer, self._model, self._device = ref(trainer), ref(model), device
         # What its loss makes, as it is first called, is in the simulated step.

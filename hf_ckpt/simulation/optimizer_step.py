@@ -85,7 +85,8 @@ def _run_step(optimizer: torch.optim.Optimizer) -> None:
         raise _refused(optimizer, reason) from error
     except Exception as error:
         # The code of any library: it may need what no fake tensor has.
-        raise _refused(optimizer, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        said = str(error).strip().partition("\n")[0]
+        raise _refused(optimizer, ": ".join(filter(None, (type(error).__name__, said)))) from error
 
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:

@@ -23,15 +23,17 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
+from hf_ckpt.auto import budgets
 from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import AllocatorState, _usable
+from hf_ckpt.auto.coverage import Coverage
 from hf_ckpt.auto.replan import _rounded_up
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.policy import Mode, Policy
-from hf_ckpt.simulation.devices import CPU, GIB, find_device
+from hf_ckpt.simulation.devices import CPU, GIB, find_device, workspace_bytes
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
@@ -410,6 +412,23 @@ def test_default_budget_is_what_is_free_and_the_step_s_own_less_the_reserve_with
     assert found == 14 * GIB + workspaces - int(0.05 * card.memory_bytes) - workspaces
     assert _usable(AllocatorState(10 * GIB, 6 * GIB, 3 * GIB + 5), card, 3 * GIB) == (
         16 * GIB - int(0.05 * card.memory_bytes) - workspaces
+    )
+
+
+def test_what_is_counted_beside_the_model_is_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A reference of 2 GiB is part of the step: it was taken off the budget, and counted in the step as well.
+    card, model = find_device("rtx4090"), nn.Linear(1, 1)
+    monkeypatch.setattr(budgets, "_free_on_cuda", lambda: AllocatorState(10 * GIB, 6 * GIB, 5 * GIB))
+    without, with_reference = (budgets.budget_bytes(None, card, model, None, counted) for counted in (0, 2 * GIB))
+    assert with_reference - without == 2 * GIB
+    workspaces = 2 * workspace_bytes(card)
+    assert budgets.unknown_bytes(card, model, None, 2 * GIB) == 3 * GIB - workspaces
+    assert budgets.unknown_bytes(card, model, None, 5 * GIB) == 0
+    assert budgets.unknown_bytes(CPU, model, None, 0) == 0
+    nothing = Coverage((), ())
+    assert nothing.without_unknown(GIB, 200 * GIB) == nothing
+    assert nothing.without_unknown(3 * GIB, 22 * GIB).not_counted == (
+        "3.0 GiB that something else in this process has allocated",
     )
 
 
