@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeBlock
+from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from benchmarks.published.points import StepPoint
@@ -32,6 +35,11 @@ def loss_4_45(model: Any) -> None:
     """Compute the loss as models of transformers up to 4.45 do: the model itself keeps its logits in float32 alone."""
     model.loss_function = _loss_of_copies
     model.get_output_embeddings().__class__ = _Float32Linear
+
+
+def granite_4_45(model: Any) -> None:
+    """Scale logits in the dtype of the model, and then keep them in float32 alone, as Granite does in 4.45."""
+    model.__class__ = _Granite
 
 
 def loss_gpt_bigcode(model: Any) -> None:
@@ -66,7 +74,7 @@ def rotary_tables_4_37(model: Any, dtype: torch.dtype) -> None:
 EMULATIONS: Mapping[str, Callable[[Any], None]] = {
     **{
         emulate.__name__: emulate
-        for emulate in (loss_4_46, loss_4_45, loss_gpt_bigcode, float32_norms, opt_attention_4_28)
+        for emulate in (loss_4_46, loss_4_45, granite_4_45, loss_gpt_bigcode, float32_norms, opt_attention_4_28)
     },
     "rotary_tables_4_37": partial(rotary_tables_4_37, dtype=torch.bfloat16),
     # Where the model is made on `meta` and quantized while it is loaded, they are not cast.
@@ -103,6 +111,28 @@ def reentrant_checkpointing_around_fsdp(model: Any, point: StepPoint) -> Iterato
     if keeps_inputs:
         model.get_input_embeddings().register_forward_hook(partial(_release_after_backward, held))
     yield
+
+
+@contextmanager
+def gpt_bigcode_cache(model: Any, point: StepPoint) -> Iterator[None]:
+    """Return keys and values beside the logits, as GPTBigCode does up to 4.48 or later, though layers are checkpointed.
+
+    Other models then turn `use_cache` off, and it does not. Keys and values are views of what `c_attn` returns, queries
+    too, which so lives as long as the logits do.
+    """
+    cache: list[Tensor] = []
+    hooks = []
+    for layer in model.modules():
+        if isinstance(layer, GPTBigCodeBlock):
+            returned: list[Tensor] = []
+            append = partial(_append_keys_and_values, layer.attn.split_size, returned)
+            hooks.append(layer.attn.c_attn.register_forward_hook(append))
+            checkpoint_layer = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = partial(_checkpoint_with_cache, checkpoint_layer, returned, cache)
+    hooks.append(model.register_forward_hook(partial(_return_cache, cache)))
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 @contextmanager
@@ -169,6 +199,32 @@ def _run(held: list[Tensor], function: Callable[..., Any], hidden: Tensor, *args
     return function(hidden, *args)
 
 
+def _append_keys_and_values(width: int, returned: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    returned.append(output[..., width:])
+
+
+def _checkpoint_with_cache(
+    checkpoint_layer: Callable[..., Any],
+    returned: list[Tensor],
+    cache: list[Tensor],
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    output, keys_and_values = checkpoint_layer(partial(_run_with_cache, returned, function), *args)
+    cache.append(keys_and_values)
+    return output
+
+
+def _run_with_cache(returned: list[Tensor], function: Callable[..., Any], *args: Any) -> tuple[Any, Tensor]:
+    output = function(*args)
+    return output, returned.pop()
+
+
+def _return_cache(cache: list[Tensor], model: nn.Module, args: Any, output: Any) -> None:
+    output["past_key_values"] = tuple(cache)
+    cache.clear()
+
+
 def _release_after_backward(held: list[Tensor], embeddings: nn.Module, args: Any, output: Tensor) -> None:
     output.register_hook(lambda gradient: held.clear())
 
@@ -177,6 +233,7 @@ Change = Callable[[Any, StepPoint], AbstractContextManager[None]]
 CHANGES: Mapping[str, Change] = {
     "reentrant_checkpointing": reentrant_checkpointing,
     "reentrant_checkpointing_around_fsdp": reentrant_checkpointing_around_fsdp,
+    "gpt_bigcode_cache": gpt_bigcode_cache,
     "kept_outputs": kept_outputs,
     "gradients_zeroed_in_place": gradients_zeroed_in_place,
     "gradients_of_skipped_step": gradients_of_skipped_step,
@@ -274,6 +331,16 @@ def _loss_of_copies(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -
 class _Float32Linear(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden).float()
+
+
+class _Granite(GraniteForCausalLM):
+    def forward(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> CausalLMOutputWithPast:
+        outputs = self.model(input_ids, **inputs)
+        hidden = outputs[0]
+        logits = self.lm_head(hidden)
+        logits = logits / self.config.logits_scaling
+        logits = logits.float()
+        return CausalLMOutputWithPast(loss=_loss_of_copies(logits, labels, self.config.vocab_size), logits=logits)
 
 
 class _OPTAttention(OPTAttention):

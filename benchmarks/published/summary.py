@@ -57,9 +57,9 @@ def _accuracy(ratios: Sequence[float]) -> Record:
 def add_reserved_ratios(records: Sequence[Record]) -> dict[str, int]:
     """Compare what was reserved: with torch's figure, or, with CUDA's context beside it, with nvidia-smi's.
 
-    Returns that context, in bytes, for one GPU and for several, where the source does not publish it: the median of
-    what nvidia-smi showed beyond the prediction in some of the rows, chosen by the hash of their names (`is_used`), but
-    for those where torch wants more than the card has. Those that are used are not judged.
+    Returns that context, in bytes, of each source on one GPU and on several, where it does not publish it: the median
+    of what nvidia-smi showed beyond the prediction in some of the rows, chosen by the hash of their names (`is_used`),
+    but for those where torch wants more than the card has. Those that are used are not judged.
     """
     shown = [record for record in records if record.get("published_smi_mib") and has_run(record)]
     beyond: dict[str, list[int]] = {}
@@ -70,22 +70,23 @@ def add_reserved_ratios(records: Sequence[Record]) -> dict[str, int]:
         record["is_used"] = is_chosen and has_room and source.context_mib is None
         if record["is_used"]:
             difference = record["published_smi_mib"] * _MIB - record["predicted_reserved_bytes"]
-            beyond.setdefault(_ranks(record), []).append(difference)
-    contexts = {ranks: round(median(differences)) for ranks, differences in beyond.items()}
+            beyond.setdefault(_machine(record), []).append(difference)
+    contexts = {machine: round(median(differences)) for machine, differences in beyond.items()}
     for record in records:
         if record.get("published_reserved_bytes"):
             record["reserved_ratio"] = record["predicted_reserved_bytes"] / record["published_reserved_bytes"]
     for record in shown:
         known = sources()[record["source"]].context_mib
-        context = contexts.get(_ranks(record)) if known is None else known * _MIB
+        context = contexts.get(_machine(record)) if known is None else known * _MIB
         if context is not None:
             predicted = record["predicted_reserved_bytes"] + context
             record["reserved_ratio"] = predicted / (record["published_smi_mib"] * _MIB)
     return contexts
 
 
-def _ranks(record: Record) -> str:
-    return "one GPU" if record["ranks"] == 1 else "several GPUs"
+def _machine(record: Record) -> str:
+    """What has a context of one size: drivers and libraries differ from source to source."""
+    return f"{'one GPU' if record['ranks'] == 1 else 'several GPUs'} of {sources()[record['source']].title}"
 
 
 def has_run(record: Record) -> bool:

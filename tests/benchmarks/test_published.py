@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import (
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from benchmarks.published import page
 from benchmarks.published.emulations import CHANGES, EMULATIONS, ENGINE_CHANGES, OPTIMIZERS
@@ -217,6 +224,63 @@ def test_attention_of_old_opt_computes_the_same() -> None:
     EMULATIONS["opt_attention_4_28"](old)
     assert type(old.model.decoder.layers[0].self_attn) is not type(new.model.decoder.layers[0].self_attn)
     torch.testing.assert_close(old(**inputs).logits, new(**inputs).logits)
+
+
+@pytest.fixture
+def tiny_santacoder() -> GPTBigCodeForCausalLM:
+    config = GPTBigCodeConfig(
+        vocab_size=99,
+        n_positions=16,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        multi_query=True,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPTBigCodeForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def test_gpt_bigcode_returns_keys_and_values_of_checkpointed_layers(tiny_santacoder: GPTBigCodeForCausalLM) -> None:
+    point, ids = STEPS["fms:a100_80gb:2"], torch.arange(16).view(2, 8)
+    model = tiny_santacoder
+    with CHANGES["reentrant_checkpointing"](model, point):
+        plain = model(ids, labels=ids)
+        plain.loss.backward()
+        gradient = model.transformer.h[0].attn.c_attn.weight.grad.clone()
+        model.zero_grad()
+        with CHANGES["gpt_bigcode_cache"](model, point):
+            cached = model(ids, labels=ids)
+            cache = cached.past_key_values
+            # Keys and values have 16 numbers each. What is held is the output of `c_attn`, queries too.
+            assert [tuple(each.shape) for each in cache] == [(2, 8, 2 * 16)] * 2
+            assert [each.untyped_storage().nbytes() for each in cache] == [2 * 8 * (64 + 2 * 16) * 4] * 2
+            cached.loss.backward()
+    assert torch.equal(model.transformer.h[0].attn.c_attn.weight.grad, gradient)
+
+
+def test_old_granite_scales_its_logits_in_the_dtype_of_the_model_and_returns_them_in_float32() -> None:
+    config = GraniteConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        logits_scaling=8.0,
+        pad_token_id=0,
+    )
+    model = GraniteForCausalLM._from_config(config, dtype=torch.bfloat16)
+    ids = torch.arange(16).view(2, 8)
+    new = model(ids).logits
+    EMULATIONS["granite_4_45"](model)
+    old = model(ids, labels=ids)
+    assert (new.dtype, old.logits.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(old.logits, new.float())
+    expected = torch.nn.functional.cross_entropy(old.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(old.loss, expected)
 
 
 @pytest.mark.usefixtures("small")
