@@ -220,19 +220,22 @@ def _binomial_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) ->
     chosen = []
     for stack in plan.stacks:
         layers = stack.layers
-        if len(layers) > _FEW_LAYERS and all(entry.nested and entry.snapshots is None for entry in layers):
-            saved = fewest_snapshots(len(layers), _MOST_RUNS)
+        saved = fewest_snapshots(len(layers), _MOST_RUNS)
+        # Layers of a schedule that saves more of them stand in it too; those that it ends with are no segment.
+        saves_more = any(entry.nested and (entry.snapshots is None or entry.snapshots > saved) for entry in layers)
+        if len(layers) > _FEW_LAYERS and saves_more and all(map(_is_plain_full, layers)):
             layers = tuple(entry for _, entry in binomial(saved, list(range(len(layers)))))
         chosen.append(replace(stack, layers=layers))
     return Rung(replace(plan, stacks=tuple(chosen)), f"layers run up to {_MOST_RUNS} times, from fewer saved inputs")
 
 
 def _is_longer_full(stack: StackPlan) -> bool:
-    is_plain = all(
-        entry.mode is Mode.FULL and not entry.nested and entry.offload is None and entry.tiles is None
-        for entry in stack.layers
-    )
+    is_plain = all(_is_plain_full(entry) and not entry.nested for entry in stack.layers)
     return is_plain and len(stack.layers) > _FEW_LAYERS
+
+
+def _is_plain_full(entry: LayerPlan) -> bool:
+    return entry.mode is Mode.FULL and entry.offload is None and entry.tiles is None
 
 
 def _chunked_head(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:

@@ -20,6 +20,7 @@ from hf_ckpt import HFCkptCallback, Plan, apply
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.recovery.escalation import rung_after, share_of_layers
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
@@ -49,6 +50,13 @@ def test_a_quarter_more_of_the_layers_is_set_to_full_and_then_segments_are_neste
     # One input beside the first: two segments, and the second must do without.
     assert [(entry.segment, entry.snapshots) for entry in binomial] == [(0, 1)] * 6 + [(6, 0)] * 3
     assert all(rung.is_exact for rung in found)
+
+
+def test_a_schedule_that_saves_many_inputs_is_left_for_one_that_saves_few() -> None:
+    model = llama(num_hidden_layers=20)
+    many, few = ({"mode": "full", "nested": "revolve", "snapshots": saved} for saved in (12, fewest_snapshots(20, 4)))
+    (found,) = rungs(model, many)
+    assert found.plan == make_plan(model, Policy.parse(few))
 
 
 CUDA = (
