@@ -145,6 +145,8 @@ class TrainingSteps:
         first = 0 if others is None else others.begin_replay()
         if first == 0:
             window.undo()
+        else:
+            window.micro_batches[first].buffers.restore()
         returned: Any = None
         try:
             for micro_batch in window.micro_batches[first:]:

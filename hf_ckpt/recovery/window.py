@@ -74,15 +74,19 @@ class Buffers:
         self._are_sent = are_sent
         self._first: SavedBuffers | None = None
         # Walking all modules in each micro-batch would take longer than all else.
-        self._holders = [(id(module), module._buffers) for module in model.modules() if module._buffers]
+        holders = [module for module in model.modules() if module._buffers]
+        self._holders = [(id(module), module._buffers) for module in holders]
+        # A rotary embedding knows the length that its frequencies are for. Modules of torch know nothing of the kind.
+        self._beside = [vars(module) for module in holders if not type(module).__module__.startswith("torch.nn.")]
         self._changing: set[_Key] | None = None
 
     def now(self) -> SavedBuffers:
         """Return the buffers as they are."""
+        saved = SavedBuffers(self._beside)
         if self._are_sent and self._first is not None:
-            return self._first
+            saved.share(self._first)
+            return saved
         is_first = self._changing is None
-        saved = SavedBuffers()
         for module, buffers in self._holders:
             for name, buffer in buffers.items():
                 if buffer is not None:
@@ -114,23 +118,28 @@ class _SavedBuffer:
 
     @property
     def is_changed(self) -> bool:
-        holder, name = self.place
-        if holder.get(name) is not self.tensor or self.tensor._version != self.version:
-            return True
-        return self.copy is not None and self.has_other_values
+        return self.tensor._version != self.version or self.has_other_values
 
     @property
     def has_other_values(self) -> bool:
+        holder, name = self.place
+        if holder.get(name) is not self.tensor:
+            return True
         if self.copy is None:
             return self.tensor._version != self.version
         return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
 
 
 class SavedBuffers:
-    """The buffers of a model at one moment."""
+    """The buffers of a model at one moment.
 
-    def __init__(self) -> None:
+    Args:
+        beside: attributes of modules that have buffers; the numbers in them belong to these.
+    """
+
+    def __init__(self, beside: Iterable[dict[str, Any]] = ()) -> None:
         self._saved: dict[_Key, _SavedBuffer] = {}
+        self._beside = [(attributes, _numbers(attributes)) for attributes in beside]
 
     @property
     def keys(self) -> Iterable[_Key]:
@@ -143,6 +152,10 @@ class SavedBuffers:
         if is_copied:
             kept = tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone()
         self._saved[key] = _SavedBuffer(place, tensor, tensor._version, kept)
+
+    def share(self, other: SavedBuffers) -> None:
+        """Take the buffers of an earlier moment, but not the numbers beside them."""
+        self._saved = other._saved
 
     def changed(self) -> set[_Key]:
         """Return the keys of what has changed since."""
@@ -158,6 +171,10 @@ class SavedBuffers:
 
     def restore(self) -> None:
         """Bring them back."""
+        for attributes, numbers in self._beside:
+            for name in _numbers(attributes).keys() - numbers.keys():
+                del attributes[name]
+            attributes.update(numbers)
         for each in self._saved.values():
             holder, name = each.place
             holder[name] = each.tensor
@@ -165,6 +182,18 @@ class SavedBuffers:
                 with torch.no_grad():
                     each.tensor.copy_(each.copy)
                 each.version = each.tensor._version
+
+
+_OF_A_PLAN = ("training", "gradient_checkpointing")
+"""Attributes that are not the forward's to change."""
+
+
+def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, int | float | Tensor) and not name.startswith("_") and name not in _OF_A_PLAN
+    }
 
 
 def _is_written(each: _SavedBuffer) -> bool:

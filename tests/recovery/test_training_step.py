@@ -25,6 +25,7 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
+from hf_ckpt.recovery.window import Buffers
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FULL, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
@@ -178,6 +179,41 @@ def test_layers_that_are_trained_only_later_are_undone_too(tmp_path: Path) -> No
     # In the second micro-batch.
     got = unfreezing(escalating(), {2: [700]})
     assert changed(state(expected.model), state(got.model)) == []
+
+
+def test_what_a_module_notes_beside_its_buffers_is_brought_back(tmp_path: Path) -> None:
+    """A rotary embedding that stretches with the longest row so far, of which it knows the length."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0}
+    make = partial(llama, num_hidden_layers=1, max_position_embeddings=4, rope_parameters=rope)
+    # Longer ones from row to row.
+    data = [
+        {name: row[:length] for name, row in each.items()} for each, length in zip(rows(8), range(1, 9), strict=True)
+    ]
+
+    def stretched(callback: HFCkptCallback, at: dict[int, list[int]]) -> PhasedTrainer:
+        changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "kind": InOrder, "max_steps": 4}
+        return trained(make, tmp_path, FailingOperators(at), callback, data=data, **changes)
+
+    expected = stretched(HFCkptCallback("full"), {})
+    got = stretched(escalating(), {3: [400]})
+    assert changed(state(expected.model), state(got.model)) == []
+    assert losses(got) == losses(expected)
+
+
+def test_under_ddp_a_buffer_that_is_another_one_is_seen() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    buffers = Buffers(model, are_sent=True)
+    buffers.learn(buffers.now())
+    assert buffers.now().with_other_values() == []
+    model[0].register_buffer("running_mean", torch.zeros(2))
+    assert buffers.now().with_other_values() == ["running_mean"]
+
+
+class InOrder(PhasedTrainer):
+    """Trains on the rows as they come."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
 def test_a_window_that_the_end_of_a_stream_cut_short_goes_on(tmp_path: Path) -> None:
