@@ -405,10 +405,8 @@ def _advice(name: str, error: Exception) -> str:
         )
     return (
         f"model.name_or_path: the config of {name} is not to be had ({reason}).{did_you_mean(name, known_configs())} "
-        "Its weights are not needed here. "
-        "Check the name, go online, log in with `hf auth login` if it is gated or private, give the path of a folder "
-        "with its config.json, or describe its shape: model.name_or_path=null model.config='{model_type: llama, ...}' "
-        "model.tokenizer='{train: {vocab_size: 512}}'."
+        "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
+        "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
     )
 
 
