@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
@@ -17,15 +19,17 @@ from hf_ckpt.measure.follow import follow_trainer
 _STEPS = 2  # In the first one the optimizer makes its state.
 
 
-def measured_peak(trainer: Trainer, callback: HFCkptCallback | None) -> int | None:
+def measured_peak(trainer: Trainer, callback: HFCkptCallback | None, options: Mapping[str, Any]) -> int | None:
     """Return the bytes that a step of the batch that was planned for really takes, all of them for tensors.
 
     Trains the model on, so what it has learned must be saved by now. None where a device counts by itself, or where
-    such a batch cannot be made of the data.
+    such a batch cannot be made of the data. `options`: those of the callback.
     """
     if callback is None or callback.planned_for is None or not _can_be_followed(trainer, callback.planned_for):
         return None
-    with tempfile.TemporaryDirectory(prefix="hf_ckpt-measured-") as folder:
+    structure = {name: options[name] for name in ("layers", "attention", "ffn") if name in options}
+    same = {name: options[name] for name in ("input_require_grads",) if name in options}
+    with tempfile.TemporaryDirectory(prefix="hf_ckpt-measured-") as folder, _silent():
         args = copy.copy(trainer.args)
         vars(args).update(_ONLY_STEPS, output_dir=folder, max_steps=_STEPS)
         data: Any = trainer.train_dataset
@@ -36,11 +40,23 @@ def measured_peak(trainer: Trainer, callback: HFCkptCallback | None) -> int | No
             # An example is a whole batch: in whatever order they come, each has all of its rows.
             train_dataset=[rows] * (_STEPS * args.gradient_accumulation_steps),
             data_collator=lambda batches: collator(batches[0]),
-            callbacks=[HFCkptCallback(callback.plan, prove="off", quiet=True)],
+            callbacks=[HFCkptCallback(callback.plan, prove="off", quiet=True, **structure, **same)],
         )
         # It would print the figures of these steps.
         follower.remove_callback(PrinterCallback)
-        return follow_trainer(follower, at_step=_STEPS).peak_bytes
+        return follow_trainer(follower, at_step=_STEPS, **structure).peak_bytes
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Let this package not say once more under which plan a run begins."""
+    own = logging.getLogger("hf_ckpt")
+    found = own.level
+    own.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        own.setLevel(found)
 
 
 _ONLY_STEPS: Mapping[str, Any] = {

@@ -106,7 +106,8 @@ def finetune(
     figures, log_history = ({} if callback is None else callback.report()), list(trainer.state.log_history)
     with processes.stage("measuring a step"):
         # Trains on: what was learned is saved.
-        measured_bytes = measured_peak(trainer, callback)
+        options = {} if recipe.checkpointing is None else recipe.checkpointing.callback_options
+        measured_bytes = measured_peak(trainer, callback, options)
     summary = RunSummary(
         title=shown(recipe.path),
         plan=None if callback is None else callback.plan,

@@ -82,7 +82,7 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_is_written(
 
 
 def test_recipe_is_carried_out_and_its_plan_is_a_policy_for_the_next_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main([str(recipe(tmp_path, AUTO, max_steps=1))]) == 0
     printed = capsys.readouterr().out
@@ -91,6 +91,8 @@ def test_recipe_is_carried_out_and_its_plan_is_a_policy_for_the_next_run(
         r"Predicted peak +([\d.]+) KiB, measured ([\d.]+) KiB in a further step", printed
     ).groups()
     assert float(measured) == pytest.approx(float(predicted), rel=0.01)
+    # The steps that are measured are not spoken of.
+    assert caplog.text.count("Activation checkpointing is in force.") == 1
     written = tmp_path / "run" / "hf_ckpt_plan.json"
     again = load_recipe(recipe(tmp_path, {"policy": "run/hf_ckpt_plan.json"}))
     assert again.checkpointing == {"policy": str(written)}
