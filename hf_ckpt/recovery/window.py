@@ -178,7 +178,8 @@ class SavedBuffers:
         for each in self._saved.values():
             holder, name = each.place
             holder[name] = each.tensor
-            if each.copy is not None:
+            # To later micro-batches, which have no copy of it, a write would be one of a forward's.
+            if each.copy is not None and each.has_other_values:
                 with torch.no_grad():
                     each.tensor.copy_(each.copy)
                 each.version = each.tensor._version
