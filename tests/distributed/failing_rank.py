@@ -200,7 +200,7 @@ def be_killed_in_the_command(victim: int) -> None:
     """Be killed in the first line of the fine-tuning command, while the other process reads something slow."""
     watchdog._GRACE_S = 1.0
     is_victim = int(os.environ["RANK"]) == victim
-    finetune.load_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
+    finetune.read_recipe = kill_with_a_child if is_victim else lambda *_: time.sleep(LIMIT_S)
     sys.exit(finetune.main(["recipe.yaml"]))
 
 
