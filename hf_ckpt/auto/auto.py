@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, is_packing, largest_batch, reads_text, with_inputs
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes, unknown_bytes
 from hf_ckpt.auto.coverage import check_call, check_run, evaluates, new_models_check
-from hf_ckpt.auto.largest_examples import collated_batches
+from hf_ckpt.auto.largest_batch import Batch, is_packing, largest_batch, reads_text, with_inputs
+from hf_ckpt.auto.largest_multimodal_batch import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_ckpt.auto.batch_bounds import Batch, without_adapter
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes
 from hf_ckpt.auto.coverage import Coverage, check_not_compiled, refuse
+from hf_ckpt.auto.largest_batch import Batch, without_adapter
 from hf_ckpt.auto.live_step import given_optimizer
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.distributed import fsdp, store

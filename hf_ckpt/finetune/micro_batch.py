@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, largest_batch
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
+from hf_ckpt.auto.largest_batch import Batch, largest_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.launch_sharding import Launch

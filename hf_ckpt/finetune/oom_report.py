@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.batch_bounds import Batch, batch_of
+from hf_ckpt.auto.largest_batch import Batch, batch_of
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, subject_of

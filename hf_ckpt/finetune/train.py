@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
-from hf_ckpt.auto.batch_bounds import Batch
+from hf_ckpt.auto.largest_batch import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import RecipeError

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.auto.batch_bounds import Batch, describe_batch, forward_names, reads_text
+from hf_ckpt.auto.largest_batch import Batch, describe_batch, forward_names, reads_text
 from hf_ckpt.simulation.random_states import random_states_kept
 
 logger = logging.getLogger(__name__)
