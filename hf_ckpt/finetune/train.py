@@ -100,6 +100,8 @@ def finetune(
         _save(trainer, expected)
     with processes.stage("merging the adapter"), termination.named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
+    # Generation leaves FSDP2's outermost weights gathered.
+    engine = describe(trainer)
     with processes.stage("writing a sample"):
         prompt = _prompt(trainer, data) if _takes_part(trainer) else None
         sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
@@ -117,7 +119,7 @@ def finetune(
         saved=_output_dir(args),
         is_adapter=recipe.adapter_section is not None,
         merged=merged,
-        engine=describe(trainer),
+        engine=engine,
         verdict=expected.verdict(),
         batch=describe_batch(args),
         measured_bytes=measured_bytes,
