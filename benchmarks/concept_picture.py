@@ -25,11 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
 from benchmarks.runner import add_out, main
+from hf_ckpt.simulation.module_hooks import track_modules
 from hf_ckpt.simulation.op_costs import operator_cost
 from hf_ckpt.simulation.plots import COLOURS
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Event, MemoryChange, Tape, assign_categories
-from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers, track_modules
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_ckpt.simulation.module_hooks import track_modules
 from hf_ckpt.simulation.op_costs import operator_cost
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import MemoryChange, Tape, read_tape
-from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers, track_modules
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
 
 _SIGN = {MemoryChange.ALLOCATE: 1, MemoryChange.FREE: -1}

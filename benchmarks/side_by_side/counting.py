@@ -17,12 +17,13 @@ from benchmarks.side_by_side.theirs.compiled import GraphTracker
 from hf_ckpt.patch.apply import offloaders_of
 from hf_ckpt.simulation.cuda import emulate_cuda
 from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.module_hooks import track_modules
 from hf_ckpt.simulation.offload import SimulatedLink, peak_host_bytes
 from hf_ckpt.simulation.op_costs import operator_cost
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Timeline
 from hf_ckpt.simulation.tape import Event, MemoryChange, read_tape
-from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers, track_modules
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
 
 _MOST_POINTS = 200

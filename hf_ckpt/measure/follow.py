@@ -15,12 +15,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_ckpt.patch.apply import offloaders_of, plan_of
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import CPU, this_device
+from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, peak_host_bytes
 from hf_ckpt.simulation.optimizers import state_tensors
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import read_tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers, track_modules, track_references
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.other_models import other_models
 

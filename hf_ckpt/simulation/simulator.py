@@ -27,6 +27,7 @@ from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.launch_queue import queue_operators
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_layers
+from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
@@ -43,8 +44,6 @@ from hf_ckpt.simulation.tracker import (
     Tracker,
     no_costs,
     parameters_and_buffers,
-    track_modules,
-    track_references,
 )
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 

@@ -1,0 +1,157 @@
+"""Hooks on modules that report to the tracker which layer, part and module runs, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
+from hf_ckpt.simulation.step_memory import Phase, Place
+from hf_ckpt.simulation.tape import Mark
+from hf_ckpt.simulation.tracker import Tracker
+from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.parts import PARTS
+
+
+@contextmanager
+def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -> Iterator[None]:
+    """Let a tracker know which layer, part and module runs, while this is entered.
+
+    A module whose forward is left by an exception (recomputation stops early) counts as left too.
+    """
+    handles: list[Any] = []
+    try:
+        places = _places(model, stacks)
+        parts = set(_parts(stacks))
+        for number, stack in enumerate(stacks):
+            tracker.stack_numbers[stack.path] = number
+            for layer in stack.layers:
+                handles.extend(_track_layer(layer, number, places[layer.module], tracker))
+        for module, place in places.items():
+            handles.append(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, tracker), always_call=True))
+            if module in parts:
+                handles.append(module.register_forward_hook(partial(_track_output, tracker, place, None)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = partial(_name_gradient, tracker, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def track_references(model: nn.Module, others: Iterable[nn.Module], tracker: Tracker) -> Iterator[None]:
+    """Let a tracker know, while this is entered, when other models run, or the trained one without gradients.
+
+    To be entered with gradients on, around training steps.
+    """
+    handles: list[Any] = []
+    try:
+        for module in (model, *others):
+            # By module: hooks of one that is left by an exception run too.
+            entered: list[bool] = []
+            is_other = module is not model
+            enter = partial(_enter_reference, tracker, entered, is_other)
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            leave = partial(_leave_reference, tracker, entered)
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _enter_reference(tracker: Tracker, entered: list[bool], is_other: bool, module: nn.Module, args: Any) -> None:
+    entered.append(is_other or not torch.is_grad_enabled())
+    if entered[-1]:
+        tracker.enter_reference()
+
+
+def _leave_reference(tracker: Tracker, entered: list[bool], module: nn.Module, args: Any, output: Any) -> None:
+    if entered.pop():
+        tracker.leave_reference()
+
+
+def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]:
+    """Return the place of every module: its path, layer and part."""
+    of_layer: dict[nn.Module, Place] = {}
+    for stack in stacks:
+        for layer in stack.layers:
+            for module, part in _modules_of(layer):
+                of_layer[module] = Place(Phase.FORWARD, stack=stack.path, layer_idx=layer.layer_idx, part=part)
+    outside = Place(Phase.FORWARD)
+    return {module: _at(of_layer.get(module, outside), path) for path, module in model.named_modules() if path}
+
+
+def _at(place: Place, path: str) -> Place:
+    return Place(place.phase, 0, place.stack, place.layer_idx, place.part, path)
+
+
+def _modules_of(layer: Layer) -> Iterator[tuple[nn.Module, str]]:
+    yield layer.outer, ""
+    yield from ((module, "") for module in layer.module.modules())
+    for part in PARTS:
+        for name in getattr(layer, part):
+            yield from ((module, part) for module in layer.submodule(name).modules())
+
+
+def _parts(stacks: Sequence[Stack]) -> Iterator[nn.Module]:
+    for stack in stacks:
+        for layer in stack.layers:
+            for part in PARTS:
+                yield from (layer.submodule(name) for name in getattr(layer, part))
+
+
+def _track_layer(layer: Layer, number: int, place: Place, tracker: Tracker) -> Iterator[Any]:
+    mark = Mark(Phase.FORWARD, number, layer.layer_idx, 0)
+    yield layer.outer.register_forward_pre_hook(partial(_enter_layer, tracker, mark), prepend=True)
+    yield layer.outer.register_forward_hook(partial(_track_output, tracker, place, mark))
+
+
+def _enter(tracker: Tracker, place: Place, module: nn.Module, args: Any) -> None:
+    tracker.enter_module(place)
+
+
+def _leave(tracker: Tracker, module: nn.Module, args: Any, output: Any) -> None:
+    tracker.leave_module()
+
+
+def _enter_layer(tracker: Tracker, mark: Mark, module: nn.Module, args: Any) -> None:
+    if not is_in_backward():
+        tracker.mark(mark)
+    elif tracker.marks_recomputation:
+        tracker.mark(replace(mark, phase=Phase.RECOMPUTATION))
+
+
+def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.Module, args: Any, output: Any) -> None:
+    if is_in_backward():
+        return
+    if mark is not None:
+        tracker.mark(Mark(Phase.FORWARD, mark.stack, mark.layer_idx, 0, is_end=True))
+        if (mark.stack, mark.layer_idx) in tracker.without_backward:
+            return
+    if not torch.is_grad_enabled():
+        return
+    # The first output is the hidden states; where there are others, their backward may come later.
+    for tensor in tensors_of(output)[:1]:
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_enter_backward, tracker, place, mark))  # type: ignore[no-untyped-call]
+
+
+def _enter_backward(tracker: Tracker, place: Place, mark: Mark | None, gradient: Tensor) -> None:
+    tracker.enter_backward(place)
+    if mark is not None:
+        tracker.mark(Mark(Phase.BACKWARD, mark.stack, mark.layer_idx, 0))
+
+
+def _name_gradient(tracker: Tracker, name: str, parameter: Tensor) -> None:
+    tracker.name_gradient(name, parameter.grad)
