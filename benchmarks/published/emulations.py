@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeBlock
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
@@ -120,6 +119,9 @@ def gpt_bigcode_cache(model: Any, point: StepPoint) -> Iterator[None]:
     Other models then turn `use_cache` off, and it does not. Keys and values are views of what `c_attn` returns, queries
     too, which so lives as long as the logits do.
     """
+    # Older transformers cannot import it without a warning.
+    from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeBlock
+
     cache: list[Tensor] = []
     hooks = []
     for layer in model.modules():
