@@ -50,6 +50,10 @@ class TrainCall:
         frame = _innermost()
         return frame is not None and id(frame) == self._frame and self.is_running()
 
+    def is_of(self, trainer: object) -> bool:
+        """Whether it is a call of this Trainer."""
+        return self._trainer() is trainer
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainCall:
         return self
 
@@ -62,6 +66,9 @@ class _Over(TrainCall):
         pass
 
     def is_running(self) -> bool:
+        return False
+
+    def is_of(self, trainer: object) -> bool:
         return False
 
 
@@ -100,13 +107,14 @@ class Removal:
     call: TrainCall
     remove: Callable[[nn.Module], object]
     leave_use_cache: Callable[[], None]
-    """Called before, where another Trainer runs: it has set the `use_cache` that it wants by then."""
+    """Called before, where another Trainer runs: it has set the `use_cache` that it wants, when it was built."""
 
     def run_if_over(self, model: nn.Module) -> None:
         """Take the plan off if the call is over."""
         if torch.compiler.is_compiling() or self.call.is_running():
             return
-        if train_call() is not None:
+        trainer = running_trainer()
+        if trainer is not None and not self.call.is_of(trainer):
             self.leave_use_cache()
         self.remove(model)
 
