@@ -25,7 +25,7 @@ from hf_ckpt.planner.chain import Cost
 from hf_ckpt.planner.step_reading import LayerKey, StepReading
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.selective.save_rules import OperatorRole, is_narrow
+from hf_ckpt.regions.selective.save_rules import ATTENTION_OUTPUT, OperatorRole, is_narrow
 from hf_ckpt.simulation.op_costs import role_of_operator
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.simulation.tape import Event, MemoryChange, Storage
@@ -225,6 +225,7 @@ def _name_of(output: _Output, leaves: set[str]) -> str:
     if output.role is OperatorRole.ROUTING:
         return _ROUTING
     if output.module not in leaves:
-        return output.operator
+        # Another batch of the same run may dispatch another kernel than the one that was simulated.
+        return ATTENTION_OUTPUT if output.role is OperatorRole.ATTENTION else output.operator
     adapter = _ADAPTER.match(output.module)
     return output.module if adapter is None else f"*.{adapter[2]}.*"

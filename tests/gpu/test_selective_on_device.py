@@ -24,7 +24,7 @@ ON_CPU = [(kernel, "cpu") for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.
 
 @pytest.mark.parametrize("mode", ["selective", "selective_attention"])
 @pytest.mark.parametrize(("kernel", "device"), [*ON_CPU, *ON_CUDA])
-def test_every_attention_kernel_is_exact(kernel: SDPBackend, device: str, mode: str) -> None:
+def test_every_attention_output_is_exact(kernel: SDPBackend, device: str, mode: str) -> None:
     is_cudnn = kernel is SDPBackend.CUDNN_ATTENTION
     # Dropout inside of a kernel draws on CUDA; the CPU's has none, and adapters draw behind it on both.
     dropout = 0.1 if device == "cuda" and not is_cudnn else 0.0

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import hf_ckpt
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import FULL, NONE, Chain, Cost
 from hf_ckpt.planner.layer_costs import chain_of
@@ -24,7 +25,7 @@ from hf_ckpt.simulation.devices import DEVICES
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Phase
-from tests import zoo
+from tests import exactness, zoo
 from tests.following import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations"
 # Without what the host needs beside, which depends on the number of outputs alone (`costs.chain_of` adds it).
 A100 = replace(next(device for device in DEVICES.values() if device.capability == (8, 0)), selective_seconds=0.0)
 STEP = Step(batch_size=2, seq_length=512, optim=None)
+LONG = replace(STEP, batch_size=1, seq_length=4096)
 SELECTIVE = LayerPlan(Mode.SELECTIVE)
 MIDDLE = (0, 1)
 """A layer: of the first stack, with neighbours."""
@@ -97,6 +99,17 @@ def test_every_list_of_a_chain_can_be_applied_and_there_are_few() -> None:
     assert 2 <= len(lists) <= 6
     for option in lists:
         assert make_plan(built, Policy.parse("selective", save=option.save)).stacks[0].layers[0] == option
+
+
+def test_lists_for_a_card_are_kept_where_another_kernel_runs() -> None:
+    lists = {option.save for option in save_list_options(reading(model("llama"), "full", LONG), MIDDLE)}
+    assert any("attention_output" in names for names in lists)
+    # With dropout no kernel fits on a CPU: attention is computed step by step.
+    case = exactness.build("llama", dropout=0.1)
+    expected = exactness.step(case)
+    for names in lists:
+        with hf_ckpt.apply(case.model, "selective", save=names):
+            assert exactness.differences(expected, exactness.step(case)) == []
 
 
 def test_chain_keeps_attention_only_in_the_layers_that_have_it() -> None:

@@ -437,7 +437,7 @@ def test_transients_shrink_with_the_tiles() -> None:
     assert most < quarter < whole / 2
 
 
-def test_a_long_layer_needs_little_more_than_its_attention_kernel() -> None:
+def test_a_long_layer_needs_little_more_than_its_attention_output() -> None:
     """Llama-3.1-8B with LoRA: a checkpointed layer in units of its input, over its weights.
 
     The kernel's backward holds 9: queries 1, keys and values 1/2, output and its gradient 2, their gradients 1 1/2, and

@@ -46,6 +46,7 @@ from hf_ckpt.errors import PlanMismatchError, UnsupportedError, did_you_mean
 from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.regions.selective.save_rules import (
+    ATTENTION_OUTPUT,
     SELECTIVE,
     SELECTIVE_ATTENTION,
     CallId,
@@ -481,6 +482,11 @@ class SaveCoverage:
                 'that could be told: all would be recomputed. Use mode "selective" or "full" for them, or name '
                 f"operators under save. Products that ran: {self._ran(OperatorRole.PRODUCT)}."
             )
+        if name == ATTENTION_OUTPUT:
+            return (
+                f'save: "{name}" is to be kept, but no attention ran in {where} that could be told: it would be '
+                f"recomputed. Leave it out, or name operators. Products that ran: {self._ran(OperatorRole.PRODUCT)}."
+            )
         if name in saves.globs:
             return (
                 f'save: "{name}" is to be kept, but no operator of that name ran in {where} in the first step, and no '
@@ -489,8 +495,9 @@ class SaveCoverage:
             )
         return (
             f'save: "{name}" is to be kept, but that operator did not run in {where} in the first step: it would be '
-            "recomputed. Another device or attention implementation dispatches another one. Products and kernels that "
-            f"ran: {self._ran(OperatorRole.PRODUCT, OperatorRole.ATTENTION)}.{self._nearest(name)}"
+            "recomputed. Another device, mask or attention implementation dispatches another one; "
+            f'"{ATTENTION_OUTPUT}" is that of whichever runs. Products and kernels that ran: '
+            f"{self._ran(OperatorRole.PRODUCT, OperatorRole.ATTENTION)}.{self._nearest(name)}"
         )
 
     def _nearest(self, name: str) -> str:

@@ -215,6 +215,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 SELECTIVE = "selective"
 SELECTIVE_ATTENTION = "selective_attention"
+ATTENTION_OUTPUT = "attention_output"
+"""In `save`: what `selective_attention` keeps, whichever kernel the device and the mask of a batch dispatch."""
 
 _PREFIX = "torch.ops."
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -226,10 +228,10 @@ class SaveRules:
     """What is kept of a layer's forward; everything else is recomputed. Routing decisions are kept in any case.
 
     `preset` is `selective` (matrix products and attention) or `selective_attention` (attention only); empty if `names`
-    say what is kept: operators (`aten.mm`, `aten.mm.default`, `mm`, `torch.ops.aten.mm`, `bitsandbytes.gemm_4bit`) and
-    globs of module paths below the layer (`self_attn.*`, `mlp.down_proj`). An operator's outputs are kept wherever it
-    runs; of a module those of the matrix products and attention kernels that run inside it. So `self_attn` takes in the
-    kernel, which runs in its own forward, and `self_attn.*` the projections alone.
+    say what is kept: operators (`aten.mm`, `aten.mm.default`, `mm`, `torch.ops.aten.mm`, `bitsandbytes.gemm_4bit`),
+    `attention_output`, and globs of module paths below the layer (`self_attn.*`, `mlp.down_proj`). The outputs of an
+    operator are kept wherever it runs; of a module those of the matrix products and attention kernels inside. So
+    `self_attn` takes in the kernel, which runs in its own forward, and `self_attn.*` the projections alone.
     """
 
     preset: str = ""
@@ -247,6 +249,11 @@ class SaveRules:
         return self.names or (self.preset,)
 
     @property
+    def attention(self) -> str:
+        """Which of `required` stands for all ways to compute attention; empty if none does."""
+        return next((name for name in (SELECTIVE_ATTENTION, ATTENTION_OUTPUT) if name in self.required), "")
+
+    @property
     def globs(self) -> tuple[str, ...]:
         """The names that stand for modules."""
         return _globs(self)
@@ -258,9 +265,10 @@ class SaveRules:
 
     def for_operator(self, kind: OperatorKind, args: Any) -> tuple[str, ...]:
         """Return which of `required` keep the output of this call, wherever it runs; empty if none does."""
-        if self.names:
-            return _naming(self, kind.name, kind.packet)
         is_kept = kind.role is OperatorRole.ATTENTION
+        if self.names:
+            named = _naming(self, kind.name, kind.packet)
+            return (*named, ATTENTION_OUTPUT) if is_kept and ATTENTION_OUTPUT in self.names else named
         if self.preset == SELECTIVE:
             is_kept = is_kept or (kind.role is OperatorRole.PRODUCT and not is_narrow(kind.packet, args))
         return (self.preset,) if is_kept else ()
@@ -302,11 +310,13 @@ def check_save_rules(saves: SaveRules, *layers: nn.Module) -> None:
     """
     paths = dict.fromkeys(path for layer in layers for path, _ in _modules(layer))
     for name in saves.names:
+        if name == ATTENTION_OUTPUT:
+            continue
         operators = _operators(name)
         if any(fnmatchcase(path, name) for path in paths):
             continue
         if not operators:
-            near = did_you_mean(name.removeprefix(_PREFIX), [*paths, *sorted(PRODUCTS), *_KERNELS])
+            near = did_you_mean(name.removeprefix(_PREFIX), [*paths, *sorted(PRODUCTS), *_KERNELS, ATTENTION_OUTPUT])
             raise PolicyError(
                 f'save: "{name}" is no operator that torch knows, and no module of the layer matches it. Name an '
                 "operator as torch dispatches it (aten.mm; of another library once that is imported), or a module "
@@ -358,7 +368,9 @@ class _MayKeep(dict[OperatorKind, bool]):
 @lru_cache(maxsize=256)
 def _globs(saves: SaveRules) -> tuple[str, ...]:
     # A word may be both, as `conv1d`: then it stands for both.
-    return tuple(name for name in saves.names if not _is_certain(name) or not _operators(name))
+    return tuple(
+        name for name in saves.names if name != ATTENTION_OUTPUT and (not _is_certain(name) or not _operators(name))
+    )
 
 
 def _is_certain(name: str) -> bool:

@@ -43,7 +43,6 @@ from hf_ckpt.regions.selective.kept_outputs import (
 from hf_ckpt.regions.selective.linears import watch_linears
 from hf_ckpt.regions.selective.save_rules import (
     SELECTIVE,
-    SELECTIVE_ATTENTION,
     CallId,
     OperatorKind,
     OperatorRole,
@@ -180,7 +179,7 @@ def _recomputation(coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, 
 def _ignores(coverage: SaveCoverage, saves: SaveRules) -> Callable[[Any], bool]:
     """Return a function that says which operators a mode can skip."""
     # All of them until all is proved, and where probabilities are followed.
-    return saves.ignores if coverage.is_complete and saves.preset != SELECTIVE_ATTENTION else _sees_all
+    return saves.ignores if coverage.is_complete and not saves.attention else _sees_all
 
 
 def _sees_all(function: Any) -> bool:
@@ -206,7 +205,7 @@ class ForwardRun:
         self._coverage = coverage
         self._proves = not coverage.is_complete
         self._calls = CallCounter()
-        self._probabilities = ProbabilityTracker() if saves.preset == SELECTIVE_ATTENTION else None
+        self._probabilities = ProbabilityTracker() if saves.attention else None
         # The linear and adapted layers that run; None for those that are not taken as a whole.
         self._entered: list[_WholeLayer | None] = []
         self._num_whole = 0
@@ -237,7 +236,7 @@ class ForwardRun:
         reasons = self._saves.for_operator(kind, args)
         if self.modules and is_kept_in_modules(kind, args):
             reasons += tuple(self.modules)
-        return (*reasons, SELECTIVE_ATTENTION) if is_attention else reasons
+        return (*reasons, self._saves.attention) if is_attention else reasons
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """See `RegionRun`."""

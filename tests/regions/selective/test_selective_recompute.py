@@ -464,6 +464,27 @@ def test_an_operator_that_never_runs_is_an_error_in_the_first_step() -> None:
     )
 
 
+def test_attention_output_is_that_of_whichever_kernel_runs() -> None:
+    aten = torch.ops.aten
+    operators = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention, aten.mm
+    kinds = [operator_kind(operator.default) for operator in operators]
+    rules = SaveRules.of("selective", ("attention_output", "mlp.down_proj"))
+    assert [rules.for_operator(kind, ()) for kind in kinds] == [("attention_output",), ("attention_output",), ()]
+    assert (rules.globs, rules.attention) == (("mlp.down_proj",), "attention_output")
+    told = message("selective", zoo.build("mamba"), save=["attention_output"])
+    assert told.startswith('save: "attention_output" is to be kept, but no attention ran in the layers of')
+
+
+@pytest.mark.parametrize(
+    ("attn_implementation", "operator"),
+    [("sdpa", "aten._scaled_dot_product_flash_attention_for_cpu.default"), ("eager", "aten.bmm.default")],
+)
+def test_attention_output_in_a_list_is_what_the_mode_keeps(attn_implementation: str, operator: str) -> None:
+    counts = recomputed(llama(attn_implementation), "selective", save=["attention_output"])
+    assert counts == recomputed(llama(attn_implementation), "selective_attention")
+    assert recomputed(llama(attn_implementation), "full") - counts == {operator: 4}
+
+
 def test_a_module_without_products_is_an_error_in_the_first_step() -> None:
     assert 'save: "input_layernorm" is to be kept, but no' in message("selective", save=["input_layernorm"])
 
