@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_ckpt.errors import HFCkptError, RecipeError
+from hf_ckpt.errors import BudgetError, HFCkptError, RecipeError, UnsupportedError
 from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
 from hf_ckpt.estimate.launch_sharding import Launch
@@ -141,13 +141,37 @@ def as_json(found: PlannedRecipe) -> dict[str, Any]:
 def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return a recipe with the plan that policy `auto` chooses in place of the policy, and what was done, in words.
 
-    A recipe with another policy is returned as it is. Planned for are the processes that were launched.
+    A recipe with another policy is returned as it is. Planned for are the processes that were launched, on this
+    machine's GPU or, where there is none, on the smallest usual card for which there is a plan. Where no step can be
+    simulated the recipe's `fallback` is the plan, as in training.
     """
-    if recipe.checkpointing is None or not recipe.is_auto:
+    checkpointing = recipe.checkpointing
+    if checkpointing is None or not recipe.is_auto:
         return recipe, []
     launch = Launch(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
-    subject, device = subject_of(recipe, launch), devices_for(recipe, ())[0]
-    budget = budget_of(subject, device)
-    plan = Predictor(subject, device).planned(budget).plan
-    note = f"policy auto: the plan for {format_bytes(budget)} of {device.title}"
-    return replace(recipe, checkpointing=recipe.checkpointing.with_plan(plan)), [note]
+    try:
+        plan, note = _plan_for_first_of(devices_for(recipe, ()), subject_of(recipe, launch))
+    except UnsupportedError as error:
+        if checkpointing.fallback is None:
+            raise
+        return replace(recipe, checkpointing=checkpointing.with_plan(checkpointing.fallback)), [
+            f"policy auto: the fallback, {checkpointing.fallback}, as no plan is made. {error}"
+        ]
+    return replace(recipe, checkpointing=checkpointing.with_plan(plan)), [f"policy auto: {note}"]
+
+
+def _plan_for_first_of(devices: Sequence[Device], subject: Subject) -> tuple[Plan, str]:
+    """Return the plan for the first device that has one, and for what it was made.
+
+    Raises:
+        BudgetError: that of the last device.
+    """
+    first, *larger = devices
+    budget = budget_of(subject, first)
+    try:
+        plan = Predictor(subject, first).planned(budget).plan
+    except BudgetError:
+        if not larger:
+            raise
+        return _plan_for_first_of(larger, subject)
+    return plan, f"the plan for {format_bytes(budget)} of {first.title}"

@@ -84,6 +84,11 @@ class Checkpointing(Mapping[str, Any]):
         return self.written.get("max_length")
 
     @property
+    def fallback(self) -> Any:
+        """The policy in force where none can be planned, as `Policy.parse` takes it; None refuses to train."""
+        return self.written.get("fallback")
+
+    @property
     def chooses_micro_batch(self) -> bool:
         """Whether rows and number of micro-batches are chosen with the plan."""
         return bool(self.written.get("micro_batch") == AUTO)

@@ -82,6 +82,10 @@ def test_recipe_trains_on_two_as_without_its_plan(
     check_words(run, printed)
 
 
+# A preference loss is not simulated under FSDP: the recipe's fallback is in force there.
+FALLBACKS = {"llama3_8b_dpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"]}
+
+
 @pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("stem", "config"), [("llama3_8b_dpo_lora", "fsdp2_8gpu"), ("llama3_8b_reward", "ddp_8gpu")])
 def test_trainers_of_trl_train_on_two_as_without_their_plan(stem: str, config: str, tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_trainers_of_trl_train_on_two_as_without_their_plan(stem: str, config: s
         plain = carry_out(stem, folder / "plain", "checkpointing=null")
     assert str(planned.summary.engine).startswith("FSDP2" if "fsdp2" in config else "DDP")
     check_losses(planned, plain)
-    check_plan(planned)
+    check_plan(planned, FALLBACKS.get(stem, ()))
 
 
 def check_words(run: Run, printed: str) -> None:
