@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
-from hf_ckpt.simulation.operator_memo import Outputs, look, run_once
+from hf_ckpt.simulation.operator_memo import MAX_ENTRIES, Outputs, look, run_once
 
 _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
@@ -70,8 +70,9 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if function._schema.is_mutable:
             _note_overwritten(function, args, kwargs)
         return (substitute(function) or function)(*args, **kwargs)
-    key = None if tensors else look(function, args, kwargs)
-    if key is not None and key in _made_for_real:
+    with torch._C.DisableTorchFunction():
+        key = look(function, args, kwargs, [])
+    if key in _run_for_real:
         return _run_real(function, args, kwargs)
     if tensors and (function._schema.is_mutable or function.is_view):
         # It changes its arguments: run on fake copies, it would leave no trace. A view takes no memory.
@@ -80,17 +81,22 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         # It reads values, and these exist.
+        _note_run_for_real(key)
         return _run_real(function, args, kwargs)
     made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not made or not all(map(_is_small, made)):
         return output
-    if key is not None:
-        _made_for_real.add(key)
+    _note_run_for_real(key)
     return _run_real(function, args, kwargs)
 
 
-_made_for_real = set[Hashable]()
-"""Calls without tensors whose output is small: such as each parameter's counter of steps."""
+_run_for_real = set[Hashable]()
+"""What calls look like whose output is small, or that read values: they need not be tried on fake tensors first."""
+
+
+def _note_run_for_real(key: Hashable) -> None:
+    if key is not None and len(_run_for_real) < MAX_ENTRIES:
+        _run_for_real.add(key)
 
 
 _INDEXING = frozenset(

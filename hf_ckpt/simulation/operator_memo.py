@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-_MAX_ENTRIES = 2**16
+MAX_ENTRIES = 2**16
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -118,11 +118,13 @@ def run_once(
     with torch._C.DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
         fake = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+        if _is_mixed(tensors) and (not _makes_new(function) or _reads_values(function)):
+            key = None
         known = None if key is None else _known.get(key)
         if known is not None and fake is not None:
             return known.make(args, fake), known
     output = run(function, args, kwargs)
-    if key is None or fake is None or len(_known) >= _MAX_ENTRIES:
+    if key is None or fake is None or len(_known) >= MAX_ENTRIES:
         return output, None
     try:
         # An operator that changes what its arguments look like has to run each time.
@@ -134,16 +136,20 @@ def run_once(
 
 
 def look(
-    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor] | None = None
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Hashable, ...] | None:
-    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters."""
-    tensors = [] if tensors is None else tensors
+    """Return what a call looks like, as a key, and add its tensors to a list; None where more than that matters.
+
+    What is made of real tensors alone, and how large it is, may depend on their values too.
+    """
     try:
-        key = function, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ()
+        return function, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ()
     except _NotKnownError:
         return None
-    is_mixed = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
-    return None if is_mixed and (not _makes_new(function) or _reads_values(function)) else key
+
+
+def _is_mixed(tensors: list[Tensor]) -> bool:
+    return any(not isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 @cache
