@@ -268,6 +268,11 @@ class RunPlanner:
         return not self._is_bounded or self._has_tensors
 
     @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss of the Trainer, which calls the model itself, is what is simulated."""
+        return self._coverage.loss is not None
+
+    @property
     def _has_tensors(self) -> bool:
         """Whether more than a text has been planned for."""
         return any(each.tensors for batches in self._fitting.values() for each in batches)
@@ -435,7 +440,8 @@ class _BeforeForward:
         # torch calls a hook without keywords that another hook of the same call has just removed.
         if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
             return
-        planning, describe = self._planning, partial(describe_batch, model, args, kwargs)
+        planning = self._planning
+        describe = partial(describe_batch, model, args, kwargs, has_settings=not planning.has_own_loss)
         batch = describe(reads=False)
         if model.training and torch.is_grad_enabled():
             before = planning.plan
