@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import RecipeError, UnsupportedError
+from hf_ckpt.estimate.image_rows import image_rows_of
 from hf_ckpt.loading.trainer import make_trainer, trainer_class
 from hf_ckpt.loading.training_args import arguments_class, implied
 from hf_ckpt.recipe.recipe import Recipe
@@ -67,6 +68,7 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
     Raises:
         RecipeError: trl refuses the recipe, or its step is not simulated.
     """
+    images = image_rows_of(recipe, base) if recipe.kind.reads_images else None
     trainer = _unstarted(recipe, base, torch.device("meta"))
     model = meta_copy(trainer.model)
     try:
@@ -78,6 +80,8 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
             f"trainer {recipe.trainer}: its loss is simulated in one process and under DDP, not under "
             f"{sharding.engine}. Write a recipe without trainer for an estimate of the model's own loss."
         )
+    if images is not None:
+        return OwnStep(model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}")
     return OwnStep(model, _of_any_length(loss), _words(loss, recipe))
 
 
@@ -185,6 +189,8 @@ def _arguments(recipe: Recipe) -> Any:
     if not PartialState._shared_state:
         PartialState(cpu=True)
     changed = {**_WITHOUT, "accelerator_config": {"use_configured_state": True}}
+    # All tokens have a label: as many, or more.
+    changed |= {"assistant_only_loss": False} if recipe.kind.reads_images else {}
     changed |= {_PRECOMPUTE: False} if _PRECOMPUTE in written else {}
     try:
         return arguments_class(recipe)(**{**implied(recipe), **written, **changed})
@@ -199,7 +205,9 @@ def _rows(recipe: Recipe) -> Dataset:
         name: [[0, 0]] for name in (*(f"{name}_ids" for name in names), "KL_completion_ids", "input_ids", "labels")
     }
     kind = recipe.kind
-    texts = {name: ["a"] for name in (*kind.columns, *kind.more_columns) if name not in ("label", "margin")}
+    # Images are the collator's: the trainer is the same without them.
+    columns = ("text",) if kind.reads_images else (*kind.columns, *kind.more_columns)
+    texts = {name: ["a"] for name in columns if name not in ("label", "margin")}
     return Dataset.from_dict({**texts, **tokens, "label": [True]})
 
 

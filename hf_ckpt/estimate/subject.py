@@ -125,11 +125,6 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         RecipeError: the config cannot be had, a section does not suit the model, or the recipe cannot be simulated.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
     """
-    if recipe.kind.reads_images:
-        raise RecipeError(
-            "data.format = images: how large a batch is, is not known before images are read. Train under policy: auto "
-            "with a memory_budget, which plans for the largest batch when the run begins."
-        )
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)

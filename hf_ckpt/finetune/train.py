@@ -45,9 +45,10 @@ from hf_ckpt.loading.engine import (
     ready_to_generate,
 )
 from hf_ckpt.loading.examples import decode
+from hf_ckpt.loading.images import load_processor
 from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
 from hf_ckpt.loading.sources import load_splits
-from hf_ckpt.loading.tokenizer import load_processor, load_tokenizer
+from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine

@@ -15,6 +15,7 @@ from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError, did_you_mean
+from hf_ckpt.loading.images import check_number_of_images
 from hf_ckpt.loading.sources import NAME, RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
@@ -132,8 +133,10 @@ def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Da
     chosen = {name: column for name, column in wanted.items() if column in found}
     kept = rows.select_columns(list(dict.fromkeys(chosen.values())))
     kept = kept.rename_columns({column: name for name, column in chosen.items() if name != column})
+    if not kind.reads_images:
+        return kept
     # Files are named by text, and read when a batch is made.
-    return kept.cast_column("images", List(Image())) if kind.reads_images else kept
+    return check_number_of_images(kept.cast_column("images", List(Image())), section)
 
 
 def _judged(row: Mapping[str, str], number: int, columns: Columns) -> dict[str, Any]:

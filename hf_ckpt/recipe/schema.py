@@ -62,6 +62,8 @@ _DATA = {
     "columns": "dict | None",
     "format": "Literal['text', 'prompt_completion', 'messages', 'images'] | None",
     "max_length": "int | None",
+    "max_pixels": "int | None",
+    "max_images": "int | None",
     "packing": "bool",
     "chat_template": "str | None",
     "loss_on": "Literal['completion', 'assistant', 'all'] | None",

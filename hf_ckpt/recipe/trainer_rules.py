@@ -44,6 +44,9 @@ def _trainer_reads_its_sections(draft: Draft) -> None:
 
 def _images_are_read(draft: Draft) -> None:
     if draft.get("data.format") != IMAGES or draft.trainer is None:
+        for name in ("max_pixels", "max_images") if draft.trainer is not None else ():
+            if draft.has(f"data.{name}"):
+                draft.refuse(f"data.{name}", "belongs to data.format: images. Remove it, or write that.")
         return
     if draft.trainer.is_text:
         draft.refuse("data.format", "images are read by trl's SFTTrainer. Write trainer: sft.")

@@ -409,13 +409,18 @@ def test_head_of_trl_is_said_to_govern(tmp_path: Path, capsys: pytest.CaptureFix
     assert "without a plan: 4 rows of 64 tokens" in printed
 
 
+def reads_images(stem: str) -> bool:
+    """Whether a shipped recipe trains on images, which verify draws none of."""
+    return "\n  format: images" in (RECIPES / f"{stem}.yaml").read_text("utf-8")
+
+
 def names_a_trainer(stem: str) -> bool:
     """Whether a shipped recipe trains by another loss than the model's own."""
     return "\ntrainer: " in (RECIPES / f"{stem}.yaml").read_text("utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", SHIPPED)
+@pytest.mark.parametrize("stem", [stem for stem in SHIPPED if not reads_images(stem)])
 def test_shipped_recipe_holds(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
     if names_a_trainer(stem):
         pytest.importorskip("trl", minversion="1.16")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_ckpt import Plan
 from hf_ckpt.finetune import train
@@ -73,6 +73,12 @@ PLANS = {
     "mistral7b_full_bf16": ["model.layers: 4 layers", "  0 to 3       none"],
     "qwen3_32b_lora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "qwen3_8b_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
+    "qwen3_vl_8b_lora": [
+        "base_model.model.model.visual.blocks: 3 layers",
+        "  0 to 2       none",
+        "base_model.model.model.language_model.layers: 4 layers",
+        "  0 to 3       none",
+    ],
 }
 
 LINEAR_SIZES = {
@@ -149,6 +155,11 @@ def keys_of(recipe: Recipe) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
+
+
+@pytest.fixture(autouse=True)
+def _without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.reads_no_videos(monkeypatch)
 
 
 def test_every_shipped_recipe_has_a_plan_to_compare_with() -> None:
@@ -244,11 +255,12 @@ def num_layers(run: Run) -> int:
 
 
 def check_merged_model(run: Run) -> None:
-    base = AutoModelForCausalLM.from_pretrained(run.recipe.model["name_or_path"], dtype=torch.float32)
+    kind = AutoModelForImageTextToText if run.recipe.kind.reads_images else AutoModelForCausalLM
+    base = kind.from_pretrained(run.recipe.model["name_or_path"], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, run.folder).eval()
     folder = run.folder / "merged"
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
-    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    merged = kind.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([[0, 70, 71, 72, 73]])
     with torch.no_grad():
         expected, got = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
@@ -266,5 +278,6 @@ def check_words(run: Run, printed: str) -> None:
     lines = printed.splitlines()
     assert any(line.startswith("Training data: ") for line in lines)
     assert any(line.startswith("First of ") for line in lines)
-    assert any(line.startswith("Sample, ") for line in lines) == (not run.recipe.kind.scores_rows)
+    has_sample = not run.recipe.kind.scores_rows and not run.recipe.kind.reads_images
+    assert any(line.startswith("Sample, ") for line in lines) == has_sample
     assert run.summary.table() in printed

@@ -959,6 +959,7 @@ def test_recipes_ship() -> None:
         "mistral7b_full_bf16",
         "qwen3_32b_lora_fsdp",
         "qwen3_8b_lora",
+        "qwen3_vl_8b_lora",
         "tiny_llama_base",
         "tiny_llama_dpo_lora",
         "tiny_llama_lora",
