@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-70b-hf": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.1-8B-Instruct": {"model_type": "llama", **_SIZES},
     "meta-llama/Llama-3.2-3B": {"model_type": "llama", **_SIZES},
+    "Qwen/Qwen3-4B": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-8B-Base": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-32B": {"model_type": "qwen3", **_SIZES},
     "Qwen/Qwen3-VL-8B-Instruct": {"model_type": "qwen3_vl", **_QWEN3_VL},
@@ -108,7 +109,18 @@ def _llava() -> Iterator[dict[str, Any]]:
         yield {"messages": messages, "images": [str(folder / f"{number}.png")]}
 
 
+def _deepmath() -> Iterator[dict[str, Any]]:
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        yield {"prompt": [{"role": "user", "content": question}], "solution": answer}
+
+
+def has_letters_of_solution(completions: list[Any], solution: list[str], **more: Any) -> list[float]:
+    """Stand where functions are that need more than is installed: reward letters of the solution."""
+    return [len(set(each[0]["content"]) & set(right)) / 10 for each, right in zip(completions, solution, strict=True)]
+
+
 DATA = {
+    "trl-lib/DeepMath-103K": _deepmath,
     "HuggingFaceH4/llava-instruct-mix-vsft": _llava,
     "tatsu-lab/alpaca": _alpaca,
     "HuggingFaceTB/smoltalk": _smoltalk,

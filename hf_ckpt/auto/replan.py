@@ -378,7 +378,7 @@ class RunPlanner:
         simulator = self._simulator(batch)
         before = simulator.prepare()
         if before is not None and before.peak_bytes > self.budget_bytes:
-            raise _cannot_prepare(simulator.step, before, self.budget_bytes)
+            raise cannot_prepare(simulator.step, before, self.budget_bytes)
         plan, memory = self.plan, simulator.memory(self.plan)
         plain_bytes, of_plain = 0, 0.0
         if memory.peak_bytes > self.budget_bytes:
@@ -417,7 +417,8 @@ def say_fallback(error: Exception) -> None:
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
 
 
-def _cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
+def cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
+    """Return the error about a budget below what comes before the first micro-batch."""
     return BudgetError(
         f"No plan fits memory_budget={format_bytes(budget_bytes)}: the {step.prepares} needs "
         f"{format_bytes(memory.peak_bytes)} as predicted, and activation checkpointing does not change it. Generate "

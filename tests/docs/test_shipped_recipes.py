@@ -41,6 +41,8 @@ CHANGED = {
     *("training.gradient_accumulation_steps", "training.logging_steps", "training.eval_steps", "training.save_steps"),
     # Without a GPU, policy auto has to be told what it may use.
     "checkpointing.memory_budget",
+    # A CPU writes a few tokens for each of a few completions.
+    *("training.num_generations", "training.max_completion_length"),
     # float16 needs a GPU, which scales its gradients.
     *("training.fp16", "training.bf16", "model.dtype", "quantization.bnb_4bit_compute_dtype"),
 }
@@ -72,6 +74,7 @@ PLANS = {
     "llama7b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "mistral7b_full_bf16": ["model.layers: 4 layers", "  0 to 3       none"],
     "qwen3_32b_lora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
+    "qwen3_4b_grpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "qwen3_8b_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "qwen3_vl_8b_lora": [
         "base_model.model.model.visual.blocks: 3 layers",
@@ -127,6 +130,9 @@ def overrides(stem: str, folder: Path) -> Iterator[str]:
     if recipe.training.get("fp16"):
         yield from ("training.fp16=false", "training.bf16=true", "model.dtype=bfloat16")
         yield "quantization.bnb_4bit_compute_dtype=bfloat16"
+    if recipe.kind.generates:
+        yield "reward_funcs=[tests.twins:has_letters_of_solution]"
+        yield from ("training.num_generations=2", "training.max_completion_length=12")
     yield f"training.max_steps={NUM_STEPS}"
     yield from ("training.use_cpu=true", "training.gradient_accumulation_steps=2", "training.logging_steps=1")
     for key in ("eval_steps", "save_steps"):
