@@ -46,7 +46,8 @@ def _bound_pixels(reader: Any, section: Mapping[str, Any]) -> None:
             f"data.max_pixels = {most}: {type(reader).__name__} gives images a size of its own. Remove data.max_pixels."
         )
     # Of such a reader these edges are numbers of pixels.
-    reader.size = {"longest_edge": most, "shortest_edge": min(most, reader.size["shortest_edge"])}
+    edges = {"longest_edge": most, "shortest_edge": min(most, reader.size["shortest_edge"])}
+    reader.size = type(reader.size)(**edges)
     check_images_fit(section, most // (reader.patch_size * reader.merge_size) ** 2)
 
 

@@ -20,15 +20,15 @@ from transformers import (
 
 from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.auto.largest_batch import describe_batch
-from hf_ckpt.estimate.image_rows import largest_grid
+from hf_ckpt.estimate.image_rows import ImageRows, largest_grid
 from hf_ckpt.estimate.limits import with_length, with_rows
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.simulation.devices import CPU
-from hf_ckpt.simulation.step import make_inputs
-from tests import small_recipes, twins
+from hf_ckpt.simulation.step import Step, make_inputs
+from tests import small_recipes, twins, zoo
 from tests.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("trl", minversion="1.16")
@@ -205,6 +205,15 @@ def test_longer_rows_and_more_of_them_have_their_images(qwen3_vl: Path, tmp_path
     ]
     # Two rows of two images of four tokens of four patches; in rows of eight tokens an image has two.
     assert shapes == [64, 64, 96, 32]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v"])
+def test_what_bounds_make_is_what_a_model_reads(model_type: str) -> None:
+    model = zoo.build(model_type, num_layers=2).model
+    made = ImageRows(max_images=2, tokens_per_image=4).make(Step(batch_size=2, seq_length=16, is_padded=True), model)
+    made["pixel_values"].normal_()
+    loss = model(**made).loss
+    assert loss.isfinite()
 
 
 @pytest.mark.parametrize(("most", "grid"), [(1, (1, 1)), (7, (1, 7)), (8, (2, 4)), (1009, (28, 36)), (1024, (32, 32))])
