@@ -80,6 +80,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for prompt, text in SENTENCES
         for is_good in (True, False)
     ],
+    "grpo": [{"prompt": prompt, "wanted": text[1]} for prompt, text in SENTENCES],
     "classification": [{"text": f"{prompt}{text}", "label": at % 2} for at, (prompt, text) in enumerate(SENTENCES)],
 }
 """What each trainer that a recipe may name reads."""
@@ -91,11 +92,20 @@ def of_trainer(folder: Path, trainer: str, **sections: dict[str, Any] | None) ->
     rows.write_text("\n".join(map(json.dumps, ROWS[trainer] * 6)) + "\n", encoding="utf-8")
     labels = {"num_labels": 2} if trainer == "classification" else {}
     given = {"lora": LORA, **sections}
+    if trainer == "grpo":
+        given["training"] = {"num_generations": 2, "max_completion_length": 8, **(sections.get("training") or {})}
     given["data"] = {"path": str(rows), **(sections.get("data") or {})}
     given["model"] = {**labels, **(sections.get("model") or {})}
     path = write(folder, f"{trainer}.yaml", **given)
-    path.write_text(f"trainer: {trainer}\n{path.read_text()}")
+    rewards = "reward_funcs: ['tests.small_recipes:has_wanted']\n" if trainer == "grpo" else ""
+    path.write_text(f"trainer: {trainer}\n{rewards}{path.read_text()}")
     return path
+
+
+def has_wanted(completions: list[Any], wanted: list[str], **more: Any) -> list[float]:
+    """Reward a completion, a text or a turn, for each letter that its row asks for, and for how many it has."""
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    return [text.count(letter) + len(set(text)) / 100 for text, letter in zip(texts, wanted, strict=True)]
 
 
 def can_be_loaded(recipe: Path) -> bool:

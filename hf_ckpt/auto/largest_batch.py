@@ -112,7 +112,13 @@ def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
 
 
 def describe_batch(
-    model: nn.Module, args: Any, kwargs: Mapping[str, Any], *, reads: bool = True, may_pad: bool = True
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    *,
+    reads: bool = True,
+    may_pad: bool = True,
+    has_settings: bool = True,
 ) -> Batch | None:
     """Return the batch that a model's forward is called with; None where there is none that could be simulated.
 
@@ -123,6 +129,7 @@ def describe_batch(
         reads: read the values of whole numbers too, which waits for the device. Without them the batch can be held
             against others, and not be simulated.
         may_pad: rows of another batch may hold padding, for code that checks whether there is any.
+        has_settings: what else the call is given comes with the batch, and not from a loss that is simulated itself.
     """
     batch = batch_of(args, kwargs)
     if batch is not None and reads_text(model) and all(_is_of_text(model, batch, *each) for each in kwargs.items()):
@@ -138,7 +145,7 @@ def describe_batch(
         tensors = {name: _with_padding(value) if name.endswith(_MASK) else value for name, value in tensors.items()}
     found = [(with_values if reads else outline)(name, value) for name, value in tensors.items()]
     settings = ((name, value) for name, value in named.items() if isinstance(value, bool | str))
-    return replace(batch, tensors=tuple(found), settings=tuple(settings))
+    return replace(batch, tensors=tuple(found), settings=tuple(settings) if has_settings else ())
 
 
 def _with_padding(mask: Tensor) -> Tensor:

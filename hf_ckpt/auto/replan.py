@@ -268,6 +268,11 @@ class RunPlanner:
         return not self._is_bounded or self._has_tensors
 
     @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss of the Trainer, which calls the model itself, is what is simulated."""
+        return self._coverage.loss is not None
+
+    @property
     def _has_tensors(self) -> bool:
         """Whether more than a text has been planned for."""
         return any(each.tensors for batches in self._fitting.values() for each in batches)
@@ -373,7 +378,7 @@ class RunPlanner:
         simulator = self._simulator(batch)
         before = simulator.prepare()
         if before is not None and before.peak_bytes > self.budget_bytes:
-            raise _cannot_prepare(simulator.step, before, self.budget_bytes)
+            raise cannot_prepare(simulator.step, before, self.budget_bytes)
         plan, memory = self.plan, simulator.memory(self.plan)
         plain_bytes, of_plain = 0, 0.0
         if memory.peak_bytes > self.budget_bytes:
@@ -412,7 +417,8 @@ def say_fallback(error: Exception) -> None:
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
 
 
-def _cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
+def cannot_prepare(step: Step, memory: StepMemory, budget_bytes: int) -> BudgetError:
+    """Return the error about a budget below what comes before the first micro-batch."""
     return BudgetError(
         f"No plan fits memory_budget={format_bytes(budget_bytes)}: the {step.prepares} needs "
         f"{format_bytes(memory.peak_bytes)} as predicted, and activation checkpointing does not change it. Generate "
@@ -435,7 +441,8 @@ class _BeforeForward:
         # torch calls a hook without keywords that another hook of the same call has just removed.
         if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
             return
-        planning, describe = self._planning, partial(describe_batch, model, args, kwargs)
+        planning = self._planning
+        describe = partial(describe_batch, model, args, kwargs, has_settings=not planning.has_own_loss)
         batch = describe(reads=False)
         if model.training and torch.is_grad_enabled():
             before = planning.plan

@@ -6,7 +6,6 @@ The stand-in has the Trainer's class and settings. What the loss adds to it, suc
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
 from hf_ckpt.trainer.other_models import other_models
 
-logger = logging.getLogger(__name__)
-
 
 class MicroBatch(Protocol):
     """What the collator of a Trainer makes."""
@@ -37,7 +34,7 @@ class MicroBatch(Protocol):
 
     @property
     def takes_more_than_text(self) -> bool:
-        """Whether what is no text may come as well, for which the model's own loss is simulated."""
+        """Whether what is no text may come as well."""
 
     def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
         """Return the largest micro-batch that can come; None where no bound is known. See `largest_batch`."""
@@ -77,19 +74,16 @@ class TrainerLoss:
         """Whether evaluation keeps what the model returns."""
         return getattr(self.trainer, "compute_metrics", None) is not None
 
-    def of(self, batch: Batch) -> TrainerLoss | None:
-        """Return the loss to simulate a batch with; None for the model's own.
+    def of(self, batch: Batch) -> TrainerLoss:
+        """Return the loss to simulate a batch with.
 
         Raises:
-            UnsupportedError: neither is known for such a batch.
+            UnsupportedError: it is not known for such a batch.
         """
-        if not batch.tensors:
-            return self
-        kind = type(self.trainer).__name__
-        if not self.batch.takes_more_than_text:
+        if batch.tensors and not self.batch.takes_more_than_text:
+            kind = type(self.trainer).__name__
             raise refuse(f"a batch came with {batch.describe()}, for which {kind}.compute_loss is not")
-        logger.warning("Not counted: what %s.compute_loss does to images and sound. The model's own loss is.", kind)
-        return None
+        return self
 
     def make_inputs(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         """Return a micro-batch."""
@@ -135,11 +129,7 @@ class ModelInputs:
 
 
 class UsersLoss(TrainerLoss):
-    """A loss that a user has put in the place of the model's, or label smoothing: whatever the batch is made of."""
-
-    def of(self, batch: Batch) -> TrainerLoss:
-        """See `TrainerLoss`."""
-        return self
+    """A loss that a user has put in the place of the model's, or label smoothing."""
 
 
 def users_loss(trainer: Any, model: nn.Module, sharding: Sharding) -> UsersLoss | None:

@@ -7,15 +7,16 @@ Its constructor runs as it will for a training: what it does to the model, and w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
@@ -24,9 +25,12 @@ from transformers import PreTrainedTokenizerFast, Trainer
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import RecipeError, UnsupportedError
+from hf_ckpt.estimate.image_rows import image_rows_of
+from hf_ckpt.loading.rewards import is_model
 from hf_ckpt.loading.trainer import make_trainer, trainer_class
 from hf_ckpt.loading.training_args import arguments_class, implied
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.trainers import REWARDS
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.units import format_bytes
@@ -67,6 +71,8 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
     Raises:
         RecipeError: trl refuses the recipe, or its step is not simulated.
     """
+    images = image_rows_of(recipe, base) if recipe.kind.reads_images else None
+    _check_rewards(recipe)
     trainer = _unstarted(recipe, base, torch.device("meta"))
     model = meta_copy(trainer.model)
     try:
@@ -78,7 +84,18 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
             f"trainer {recipe.trainer}: its loss is simulated in one process and under DDP, not under "
             f"{sharding.engine}. Write a recipe without trainer for an estimate of the model's own loss."
         )
+    if images is not None:
+        return OwnStep(model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}")
     return OwnStep(model, _of_any_length(loss), _words(loss, recipe))
+
+
+def _check_rewards(recipe: Recipe) -> None:
+    models = [name for name in recipe.reward_funcs if is_model(name)]
+    if models:
+        raise RecipeError(
+            f"{REWARDS}: {models[0]} is a model, on the device beside the one that is trained, and is not counted. "
+            "Estimate without it, and add what it takes."
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ def _words(loss: TrainerLoss, recipe: Recipe) -> str:
     for other in loss.others.values():
         num_bytes = sum(tensor.nbytes for tensor in (*other.parameters(), *other.buffers()))
         return f"{kind}.compute_loss; its reference is a second model, {format_bytes(num_bytes)}"
-    asks = hasattr(loss.trainer, "ref_model")
+    asks = hasattr(loss.trainer, "ref_model") and loss.trainer.beta != 0.0
     return f"{kind}.compute_loss" + ("; its reference is the model without its adapter" if asks else "")
 
 
@@ -147,6 +164,7 @@ class _Unstarted(Trainer):
             is_main_process=True,
             device=torch.device("cpu"),
             prepare_model=_as_it_is,
+            state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None),
         )
 
     def add_callback(self, callback: Any) -> None:
@@ -171,12 +189,33 @@ def _unstarted(recipe: Recipe, base: Any, place: torch.device) -> Any:
     data = SimpleNamespace(train=_rows(recipe), evaluation=None, collator=None)
     args = _arguments(recipe)
     is_empty = place.type == "meta"
-    with place:
-        trainer: Any = make_trainer(recipe, base, args, _tokenizer(), data, [], made_of=kind, is_empty=is_empty)
+    with place, _seeded_by_rank() if recipe.kind.generates else nullcontext():
+        trainer: Any = make_trainer(
+            recipe, base, args, _tokenizer(), data, [], reward_funcs=[_unrewarded], made_of=kind, is_empty=is_empty
+        )
     if recipe.training.get(_PRECOMPUTE):
         # Computed in the constructor, of rows that are not there.
         trainer.precompute_ref_logps, trainer.ref_model = True, None
     return trainer
+
+
+@contextmanager
+def _seeded_by_rank() -> Iterator[None]:
+    """Let accelerate tell the rank, which GRPO's constructor adds to its seed; it forgets so afterwards."""
+    if AcceleratorState._shared_state:
+        yield
+        return
+    Accelerator(cpu=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+
+
+def _unrewarded(completions: list[Any], **others: Any) -> list[float]:
+    """Stand where functions are that reward completions."""
+    return [0.0] * len(completions)
 
 
 def _arguments(recipe: Recipe) -> Any:
@@ -185,6 +224,8 @@ def _arguments(recipe: Recipe) -> Any:
     if not PartialState._shared_state:
         PartialState(cpu=True)
     changed = {**_WITHOUT, "accelerator_config": {"use_configured_state": True}}
+    # All tokens have a label: as many, or more.
+    changed |= {"assistant_only_loss": False} if recipe.kind.reads_images else {}
     changed |= {_PRECOMPUTE: False} if _PRECOMPUTE in written else {}
     try:
         return arguments_class(recipe)(**{**implied(recipe), **written, **changed})
@@ -199,7 +240,9 @@ def _rows(recipe: Recipe) -> Dataset:
         name: [[0, 0]] for name in (*(f"{name}_ids" for name in names), "KL_completion_ids", "input_ids", "labels")
     }
     kind = recipe.kind
-    texts = {name: ["a"] for name in (*kind.columns, *kind.more_columns) if name not in ("label", "margin")}
+    # Images are the collator's: the trainer is the same without them.
+    columns = ("text",) if kind.reads_images else (*kind.columns, *kind.more_columns)
+    texts = {name: ["a"] for name in columns if name not in ("label", "margin")}
     return Dataset.from_dict({**texts, **tokens, "label": [True]})
 
 

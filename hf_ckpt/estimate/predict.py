@@ -6,9 +6,10 @@ What was simulated once is not simulated again: a plan's memory is the same unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from hf_ckpt.auto.replan import cannot_prepare
 from hf_ckpt.estimate.subject import Subject, evaluation_step_of, is_auto
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
@@ -43,12 +44,13 @@ class Predictor:
     device: Device
 
     def memory(self, plan: Plan | None, step: Step | None = None) -> StepMemory:
-        """Return what a step needs: the subject's own, or another one."""
-        return self._simulator.with_step(step or self.subject.step).memory(plan)
+        """Return what a step needs, with what comes before it: the subject's own, or another one."""
+        simulator = self._simulator.with_step(step or self.subject.step)
+        return _with_preparation(simulator.memory(plan), simulator.prepare())
 
     def reserved(self, plan: Plan | None, *, with_expandable: bool = False) -> Reserved | None:
-        """Return what torch's allocator holds under a plan; None on a CPU."""
-        if not self.device.is_cuda:
+        """Return what torch's allocator holds under a plan; None on a CPU, and where there is more than the step."""
+        if not self.device.is_cuda or self.subject.step.prepares:
             return None
         held = self._simulator.reserved_bytes(plan)
         expandable = self._simulator.reserved_bytes(plan, expands=True) if with_expandable else None
@@ -69,11 +71,20 @@ class Predictor:
 
     def planned(self, budget_bytes: int, say: Callable[[str], None] | None = None, *, compare: bool = False) -> Planned:
         """Return the fastest plan that fits a budget. See `StepPlanner.plan_for`."""
-        return self._planner.plan_for(budget_bytes, compare=compare, write=partial(written, self.subject), say=say)
+        before = self._simulator.prepare()
+        if before is not None and before.peak_bytes > budget_bytes:
+            raise cannot_prepare(self.subject.step, before, budget_bytes)
+        write = partial(written, self.subject)
+        found = self._planner.plan_for(budget_bytes, compare=compare, write=write, say=say)
+        return replace(found, memory=_with_preparation(found.memory, before))
 
     def fitting(self, budget_bytes: int) -> Planned | None:
         """Return the fastest plan that fits a budget, compared with others; None where nothing fits."""
-        return self._planner.fitting(budget_bytes, compare=True)
+        before = self._simulator.prepare()
+        if before is not None and before.peak_bytes > budget_bytes:
+            return None
+        found = self._planner.fitting(budget_bytes, compare=True)
+        return None if found is None else replace(found, memory=_with_preparation(found.memory, before))
 
     @cached_property
     def _simulator(self) -> StepSimulator:
@@ -82,6 +93,13 @@ class Predictor:
     @cached_property
     def _planner(self) -> StepPlanner:
         return StepPlanner(self._simulator, allowed=self.subject.allowed)
+
+
+def _with_preparation(memory: StepMemory, before: StepMemory | None) -> StepMemory:
+    """Return what a step needs, at its peak before the first micro-batch if that is the higher one."""
+    if before is None or before.peak_bytes <= memory.peak_bytes:
+        return memory
+    return replace(before, plan=memory.plan, ledger=memory.ledger, time=memory.time, num_flops=memory.num_flops)
 
 
 _USUAL = ("rtx4090", "a6000", "a100-80gb")

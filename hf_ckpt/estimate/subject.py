@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hf_ckpt.estimate.own_loss import OwnStep
 
 _SDPA = "sdpa"
+_NOT_COUNTED = "not counted", "the time that takes, what functions take that reward completions, and evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +126,6 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         RecipeError: the config cannot be had, a section does not suit the model, or the recipe cannot be simulated.
         PolicyError: the policy does not suit the model; so do StructureError and UnsupportedError.
     """
-    if recipe.kind.reads_images:
-        raise RecipeError(
-            "data.format = images: how large a batch is, is not known before images are read. Train under policy: auto "
-            "with a memory_budget, which plans for the largest batch when the run begins."
-        )
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)
@@ -139,7 +135,8 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     own = _own_step(recipe, base, step.sharding) if recipe.kind.of_trl else None
     model: Any = with_empty_adapter(base, recipe) if own is None else own.model
     if own is not None:
-        step = replace(step, loss=own.loss, is_padded=step.is_padded or own.loss.rows_per_example > 1)
+        is_padded = step.is_padded or own.loss.rows_per_example > 1 or recipe.kind.generates
+        step = replace(step, loss=own.loss, is_padded=is_padded)
     model.train()
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     names = checkpointing.structure | dict(structure or {})
@@ -154,6 +151,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         facts=(
             *_facts(recipe, found, model, step),
             *(() if own is None else (("loss", own.what),)),
+            *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
             *(("changed", note) for note in notes),
         ),
         structure=names,
@@ -366,6 +364,9 @@ def evaluation_step_of(recipe: Recipe, step: Step) -> Step | None:
         step: its training step.
     """
     training = recipe.training
+    if recipe.kind.generates:
+        # It generates, too.
+        return None
     is_asked = training.get("eval_strategy", "no") != "no" or training.get("do_eval") or training.get("eval_on_start")
     if not is_asked:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HOME
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_ckpt.auto.largest_batch import Batch
 from hf_ckpt.callback import HFCkptCallback
@@ -45,9 +45,11 @@ from hf_ckpt.loading.engine import (
     ready_to_generate,
 )
 from hf_ckpt.loading.examples import decode
+from hf_ckpt.loading.images import load_processor
 from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
+from hf_ckpt.loading.rewards import reward_functions
 from hf_ckpt.loading.sources import load_splits
-from hf_ckpt.loading.tokenizer import load_processor, load_tokenizer
+from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
@@ -55,6 +57,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
+from hf_ckpt.recipe.trainers import DEFAULT_COMPLETION
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"
@@ -103,7 +106,7 @@ def finetune(
     # Generation leaves FSDP2's outermost weights gathered.
     engine = describe(trainer)
     with processes.stage("writing a sample"):
-        prompt = _prompt(trainer, data) if _takes_part(trainer) else None
+        prompt = _prompt(trainer, tokenizer, data) if _takes_part(trainer) else None
         sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
     figures, log_history = ({} if callback is None else callback.report()), list(trainer.state.log_history)
     with processes.stage("measuring a step"):
@@ -147,6 +150,8 @@ def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
             "--merge loads the base model again, but model.config makes new weights in each run. Make them with a "
             "recipe of their own, and name its output in model.name_or_path."
         )
+    # Their modules are imported before anything is written.
+    reward_functions(recipe.reward_funcs, recipe.path.parent)
     args = training_arguments(recipe)
     check_engine_suits(recipe, args)
     if _is_main(args):
@@ -276,9 +281,12 @@ def _tokenizer_and_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, _Data]
 
     if kind.reads_images:
         processor = load_processor(recipe.model, recipe.data)
-        return processor, prepare_columns(recipe.data, processor, kind, num_labels=1)
+        return processor, prepare_columns(recipe.data, processor, kind)
     tokenizer = load_tokenizer(recipe.model, recipe.data, cache_dir=_CACHE_DIR, texts=texts)
-    return tokenizer, prepare_columns(recipe.data, tokenizer, kind, recipe.model.get("num_labels", 1))
+    completion = recipe.training.get("max_completion_length", DEFAULT_COMPLETION)
+    max_prompt = recipe.data.get("max_length", DEFAULT_MAX_LENGTH) - completion
+    num_labels = recipe.model.get("num_labels", 1)
+    return tokenizer, prepare_columns(recipe.data, tokenizer, kind, num_labels=num_labels, max_prompt=max_prompt)
 
 
 def _trainer(
@@ -290,13 +298,15 @@ def _trainer(
     if recipe.data.get("packing", False):
         check_packing(model)
     callback = _callback(recipe)
-    trainer = make_trainer(recipe, model, args, tokenizer, data, [] if callback is None else [callback])
+    rewards = reward_functions(recipe.reward_funcs, recipe.path.parent)
+    callbacks: list[TrainerCallback] = [] if callback is None else [callback]
+    trainer = make_trainer(recipe, model, args, tokenizer, data, callbacks, reward_funcs=rewards)
     model = trainer.model
     # It is sharded when training begins.
     expected = SavedFiles.of(model)
     if isinstance(data, PreparedColumns):
         max_length = recipe.data.get("max_length", DEFAULT_MAX_LENGTH)
-        for line in describe_lengths(trainer.train_dataset, len(data.train), recipe.kind, max_length):
+        for line in describe_lengths(trainer.train_dataset, data.num_rows, recipe.kind, max_length):
             _say(args, line)
     check_engine_runs(trainer)
     check_can_be_saved(args.device)
@@ -368,14 +378,14 @@ def _takes_part(trainer: Trainer) -> bool:
     return _is_main(trainer.args) or gathers_in_forward(trainer)
 
 
-def _prompt(trainer: Trainer, data: _Data) -> list[int] | None:
+def _prompt(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: _Data) -> list[int] | None:
     """Return a prompt to try the model on; None for one that writes nothing."""
     if isinstance(data, PreparedData):
         return sample_prompt_ids(data)
     if data.kind.scores_rows or data.kind.reads_images:
         return None
     rows: Any = trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset
-    return prompt_of(rows)
+    return prompt_of(rows, tokenizer)
 
 
 def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:

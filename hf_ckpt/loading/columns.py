@@ -15,6 +15,8 @@ from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError, did_you_mean
+from hf_ckpt.loading.dataset import check_chat_template
+from hf_ckpt.loading.images import check_number_of_images
 from hf_ckpt.loading.sources import NAME, RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
@@ -35,6 +37,7 @@ class PreparedColumns:
     evaluation: Dataset | None
     collator: Any | None  # None for trl's own.
     example: Mapping[str, Any]  # The first row, as text.
+    num_rows: int  # To train on, before those are left out that are too long.
 
     def describe(self) -> str:
         """Return the first training example, a line for each column."""
@@ -55,11 +58,21 @@ def load_columns(section: Mapping[str, Any], kind: TrainerKind) -> RawSplits:
 
 
 def prepare_columns(
-    section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, kind: TrainerKind, num_labels: int
+    section: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    kind: TrainerKind,
+    *,
+    num_labels: int = 1,
+    max_prompt: int = 0,
 ) -> PreparedColumns:
     """Load what a trainer reads, and tokenise it where trl does not.
 
-    `tokenizer`: gets a padding token and `data.chat_template`, in place, where it has none.
+    Args:
+        section: the `data` section.
+        tokenizer: gets a padding token and `data.chat_template`, in place, where it has none.
+        kind: of the trainer.
+        num_labels: that a row may have.
+        max_prompt: tokens of the longest prompt that is kept, where the trainer generates.
     """
     if not kind.reads_images:
         complete_tokenizer(tokenizer, section)
@@ -69,7 +82,40 @@ def prepare_columns(
         collator = DataCollatorWithPadding(tokenizer)
         encode = partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels)
         train, evaluation = encode(train), None if evaluation is None else encode(evaluation)
-    return PreparedColumns(kind, train, evaluation, collator, raw.train[0])
+    if kind.generates:
+        train, evaluation = (
+            None if rows is None else _with_short_prompts(rows, section, tokenizer, max_prompt)
+            for rows in (train, evaluation)
+        )
+        if not train:
+            raise DataError(
+                f"None of the {len(raw.train):,} prompts has {max_prompt} tokens or fewer, which is what "
+                "data.max_length leaves before training.max_completion_length. Raise data.max_length."
+            )
+    return PreparedColumns(kind, train, evaluation, collator, raw.train[0], len(raw.train))
+
+
+def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a prompt, a text or a conversation, as a completion is asked for."""
+    if isinstance(prompt, str):
+        encoded: Any = tokenizer(prompt)
+    else:
+        encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    ids: list[int] = encoded["input_ids"]
+    return ids
+
+
+def _with_short_prompts(
+    rows: Dataset, section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, most: int
+) -> Dataset:
+    """Leave out rows whose prompts are longer: cut, they would ask for something else."""
+    if not isinstance(rows[0]["prompt"], str):
+        check_chat_template(tokenizer)
+
+    def is_short(prompt: Any) -> bool:
+        return len(prompt_ids(prompt, tokenizer)) <= most
+
+    return rows.filter(is_short, input_columns="prompt", num_proc=section.get("num_proc"))
 
 
 def texts_of(row: Mapping[str, Any]) -> Iterator[str]:
@@ -92,6 +138,11 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
 
     `rows`: as the trainer has tokenised them; `num_rows`: how many it was given.
     """
+    if kind.generates:
+        left_out = num_rows - len(rows)
+        more = f"; left out: {left_out:,} that are longer than data.max_length allows" if left_out else ""
+        yield f"Training data: {len(rows):,} prompts{more}"
+        return
     if not kind.token_columns:
         yield f"Training data: {len(rows):,} examples, whose images are read when a batch is made"
         return
@@ -110,9 +161,13 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
         )
 
 
-def prompt_of(rows: Dataset) -> list[int]:
-    """Return the tokens of a short prompt, to try a model on that has learned to prefer."""
-    prompts = [list(ids) for ids in rows.with_format(None)[:_NUM_PROMPTS]["prompt_ids"]]
+def prompt_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a short prompt, to try a model on that has learned to prefer, or for rewards."""
+    few = rows.with_format(None)[:_NUM_PROMPTS]
+    if "prompt_ids" in few:
+        prompts = [list(ids) for ids in few["prompt_ids"]]
+    else:
+        prompts = [prompt_ids(prompt, tokenizer) for prompt in few["prompt"]]
     return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
 
 
@@ -130,10 +185,13 @@ def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Da
             f"{near} Map what is missing in data.columns: {{{', '.join(f'{name}: NAME' for name in missing)}}}."
         )
     chosen = {name: column for name, column in wanted.items() if column in found}
-    kept = rows.select_columns(list(dict.fromkeys(chosen.values())))
+    # What rewards completions reads what else there is.
+    kept = rows if kind.generates else rows.select_columns(list(dict.fromkeys(chosen.values())))
     kept = kept.rename_columns({column: name for name, column in chosen.items() if name != column})
+    if not kind.reads_images:
+        return kept
     # Files are named by text, and read when a batch is made.
-    return kept.cast_column("images", List(Image())) if kind.reads_images else kept
+    return check_number_of_images(kept.cast_column("images", List(Image())), section)
 
 
 def _judged(row: Mapping[str, str], number: int, columns: Columns) -> dict[str, Any]:

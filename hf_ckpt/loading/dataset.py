@@ -215,11 +215,12 @@ def _encoder(columns: list[str], section: Mapping[str, Any], tokenizer: PreTrain
             f"Use {' or '.join(sorted({'all', DEFAULT_LOSS_ON[layout.format]}))}."
         )
     if layout.format == "messages":
-        _check_chat_template(tokenizer)
+        check_chat_template(tokenizer)
     return Encoder(tokenizer, layout, loss_on, section.get("max_length", DEFAULT_MAX_LENGTH))
 
 
-def _check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that conversations cannot be written with."""
     try:
         tokenizer.get_chat_template()
     except ValueError as error:  # there is none, or several of which none is the default

@@ -173,8 +173,18 @@ def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, *
     except (ValueError, ImportError) as error:
         what = "model that scores rows" if recipe.kind.scores_rows else "causal language model"
         what = "model that reads images" if recipe.kind.reads_images else what
-        raise RecipeError(f"model: no {what} can be made: {error}") from error
+        # What follows is a list of all classes that there are.
+        said = str(error).partition("\n")[0].rstrip(".")
+        raise RecipeError(f"model: no {what} can be made: {said}.{_of_images(config, recipe)}") from error
     return model
+
+
+def _of_images(config: PreTrainedConfig, recipe: Recipe) -> str:
+    """Say what a model is for that reads images, where a recipe has none."""
+    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    if recipe.kind.reads_images or not reads_images:
+        return ""
+    return " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
 
 
 def _told_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

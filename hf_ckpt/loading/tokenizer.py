@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_ckpt.errors import DataError
 from hf_ckpt.loading.examples import Conversation, Example, PromptCompletion, Text, find_layout
@@ -51,26 +51,6 @@ def load_tokenizer(
         directory = train_tokenizer(read, vocab_size=wanted["train"]["vocab_size"], cache_dir=cache_dir)
         tokenizer = _load(str(directory), {})
     return complete_tokenizer(tokenizer, data_section)
-
-
-def load_processor(model_section: Mapping[str, Any], data_section: Mapping[str, Any]) -> Any:
-    """Load the processor of a model that reads images, with a complete tokenizer. See `load_tokenizer`."""
-    name = model_section.get("tokenizer", model_section["name_or_path"])
-    options = {"trust_remote_code": False}
-    options |= {key: model_section[key] for key in ("revision", "trust_remote_code") if key in model_section}
-    try:
-        processor = AutoProcessor.from_pretrained(name, **options)  # type: ignore[no-untyped-call]  # upstream
-    except (OSError, ValueError, ImportError, AttributeError) as error:
-        raise DataError(
-            f'The processor of "{name}", which reads images, cannot be loaded: {str(error).strip().splitlines()[0]}. '
-            "Many need torchvision: pip install torchvision."
-        ) from error
-    if getattr(processor, "tokenizer", None) is None or getattr(processor, "image_processor", None) is None:
-        raise DataError(f'"{name}" has no processor of images. Name a model that reads images, or drop data.format.')
-    complete_tokenizer(processor.tokenizer, data_section)
-    if "chat_template" in data_section:
-        processor.chat_template = processor.tokenizer.chat_template
-    return processor
 
 
 def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, section: Mapping[str, Any]) -> PreTrainedTokenizerBase:

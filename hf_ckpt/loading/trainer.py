@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.model import adapter_config, base_model, build_model
+from hf_ckpt.loading.rewards import is_model
 from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.recipe.trainers import REWARDS
 
 
 def build_trained_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -31,6 +34,7 @@ def make_trainer(
     data: Any,
     callbacks: list[TrainerCallback],
     *,
+    reward_funcs: Sequence[Any] = (),
     made_of: type[Trainer] | None = None,
     is_empty: bool = False,
 ) -> Trainer:
@@ -43,6 +47,7 @@ def make_trainer(
         tokenizer: of the data.
         data: has `train`, `evaluation` and `collator`.
         callbacks: of the trainer.
+        reward_funcs: functions and names of models that reward completions, where they are generated.
         made_of: the trainer's class, if not that of transformers or the one that trl has.
         is_empty: whether the model has no weights.
 
@@ -61,6 +66,9 @@ def make_trainer(
     if not recipe.kind.of_trl:
         return (made_of or Trainer)(**given)
     given |= {"peft_config": adapter_config(recipe, is_empty=is_empty)}
+    if recipe.kind.generates:
+        given |= {"reward_funcs": list(reward_funcs)}
+        del given["data_collator"]
     if _needs_reference(recipe, args):
         # trl would load it by its name, without what the recipe says of dtype, quantisation and code.
         given["ref_model"] = copy.deepcopy(model)
@@ -69,6 +77,12 @@ def make_trainer(
         return kind(**given)
     except (ValueError, NotImplementedError) as error:
         raise RecipeError(f"trainer {recipe.trainer}: trl refuses the recipe: {error}") from error
+    except OSError as error:
+        models = ", ".join(filter(is_model, recipe.reward_funcs))
+        if not models:
+            raise
+        what = str(error).partition("\n")[0].rstrip(".")
+        raise RecipeError(f"{REWARDS}: of the models {models} one cannot be loaded: {what}.") from error
 
 
 def check_reads_text(recipe: Recipe, command: str) -> None:
@@ -77,6 +91,11 @@ def check_reads_text(recipe: Recipe, command: str) -> None:
     Raises:
         RecipeError: names what they hold.
     """
+    if recipe.kind.generates:
+        raise RecipeError(
+            f"trainer {recipe.trainer} trains on what it generates, and {command} makes its batches itself. Write a "
+            f"recipe without trainer with the same model, adapter and checkpointing, and {command} that."
+        )
     if recipe.kind.reads_images:
         raise RecipeError(
             f"data.format = images: {command} makes its batches of text. Write a recipe on text with the same model, "

@@ -55,9 +55,12 @@ def implied(recipe: Recipe) -> dict[str, Any]:
     if not recipe.kind.of_trl:
         return {}
     is_text = recipe.kind.is_text
+    always = {"bf16": False, "gradient_checkpointing": None}
+    if recipe.kind.generates:
+        # Longer prompts are left out here, and completions have a length of their own.
+        return always
     return {
-        "bf16": False,
-        "gradient_checkpointing": None,
+        **always,
         # What is tokenised here is cut here.
         "max_length": None if is_text else recipe.data.get("max_length", DEFAULT_MAX_LENGTH),
         "dataset_num_proc": recipe.data.get("num_proc"),

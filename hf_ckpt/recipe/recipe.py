@@ -20,7 +20,8 @@ from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document,
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import TRAINER, Draft, check_keys
-from hf_ckpt.recipe.trainers import TrainerKind, kind_of
+from hf_ckpt.recipe.trainer_rules import written_rewards
+from hf_ckpt.recipe.trainers import REWARDS, TrainerKind, kind_of
 
 Values = Mapping[str, Any]
 
@@ -36,6 +37,7 @@ class Recipe:
         data: what to train and evaluate on.
         training: fields of `transformers.TrainingArguments`, or of the trainer's own arguments.
         trainer: one of `TRAINERS`; None for the Trainer of transformers on text.
+        reward_funcs: names of what rewards completions, where the trainer generates them.
         lora: fields of `peft.LoraConfig`; short for an adapter of type `lora`.
         adapter: `type`, one of PEFT's kinds of adapters, and the fields of its config.
         quantization: fields of `transformers.BitsAndBytesConfig`, if weights are quantised.
@@ -47,6 +49,7 @@ class Recipe:
     data: Values
     training: Values
     trainer: str | None = None
+    reward_funcs: tuple[str, ...] = ()
     lora: Values | None = None
     adapter: Values | None = None
     quantization: Values | None = None
@@ -75,7 +78,8 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Return the recipe with everything resolved, as YAML that loads as an equal recipe."""
-        written = {} if self.trainer is None else {TRAINER: self.trainer}
+        written: dict[str, Any] = {} if self.trainer is None else {TRAINER: self.trainer}
+        written |= {REWARDS: list(self.reward_funcs)} if self.reward_funcs else {}
         return write_yaml(
             written | {name: dict(section) for name in _ORDER if (section := getattr(self, name)) is not None}
         )
@@ -132,7 +136,8 @@ def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes:
     sections: dict[str, Any] = {name: MappingProxyType(values) for name, values in draft.sections.items()}
     if "checkpointing" in sections:
         sections["checkpointing"] = Checkpointing(sections["checkpointing"])
-    return Recipe(path=path, trainer=draft.trainer.name or None if draft.trainer else None, **sections)
+    trainer = draft.trainer.name or None if draft.trainer else None
+    return Recipe(path=path, trainer=trainer, reward_funcs=tuple(written_rewards(draft)), **sections)
 
 
 def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:

@@ -65,6 +65,8 @@ LIMITS = {
     "adapter.lora_dropout": _SHARE,
     "quantization.llm_int8_threshold": _NOT_NEGATIVE,
     "data.max_length": Limit(at_least=2),  # each token is learnt from those before it
+    "data.max_pixels": _COUNT,
+    "data.max_images": _COUNT,
     "data.eval_fraction": Limit(above=0, below=1),
     "data.max_examples": _COUNT,
     "data.num_proc": _COUNT,

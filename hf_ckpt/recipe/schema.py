@@ -15,7 +15,16 @@ from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Mistakes, Place
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
-from hf_ckpt.recipe.trainers import INSTALL_TRL, NOT_POSSIBLE, OLDEST_TRL, TEXT, TRAINERS, TrainerKind, kind_of
+from hf_ckpt.recipe.trainers import (
+    INSTALL_TRL,
+    NOT_POSSIBLE,
+    OLDEST_TRL,
+    REWARDS,
+    TEXT,
+    TRAINERS,
+    TrainerKind,
+    kind_of,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Section:
 
 
 TRAINER = "trainer"
-"""The one key besides the sections."""
+"""The key besides the sections, with `REWARDS`."""
 REQUIRED_SECTIONS = ("model", "data", "training")
 # Whose keys depend on the trainer.
 _OF_TRAINER = ("training",)
@@ -62,6 +71,8 @@ _DATA = {
     "columns": "dict | None",
     "format": "Literal['text', 'prompt_completion', 'messages', 'images'] | None",
     "max_length": "int | None",
+    "max_pixels": "int | None",
+    "max_images": "int | None",
     "packing": "bool",
     "chat_template": "str | None",
     "loss_on": "Literal['completion', 'assistant', 'all'] | None",
@@ -223,7 +234,7 @@ def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
     adapter = _adapter_kind(draft)
     known = sections(adapter, draft.trainer or TEXT)
     for name in document.value:
-        if name not in (*known, TRAINER):
+        if name not in (*known, TRAINER, REWARDS):
             draft.refuse(str(name), f"unknown section. Sections are {', '.join(known)}.{_elsewhere(name, None, known)}")
     for section in known.values():
         entry = document.value.get(section.name)
@@ -380,7 +391,8 @@ def _of_trainers(name: str) -> str:
     if field_types.trl_version() is None:
         return ""
     words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.trl_keys(kind.of_trl)]
-    return f" It belongs to trainer: {' or '.join(words)}." if words else ""
+    choices = " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    return f" It belongs to trainer: {choices}." if words else ""
 
 
 def _entry_at(document: Entry, path: str) -> Entry | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_ckpt.recipe.schema import Draft
-from hf_ckpt.recipe.trainers import IMAGES, TEXT
+from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH, Draft
+from hf_ckpt.recipe.trainers import DEFAULT_COMPLETION, IMAGES, REWARDS, TEXT
 
 _SAID_ELSEWHERE = {
     "max_length": "data.max_length",
@@ -44,6 +44,9 @@ def _trainer_reads_its_sections(draft: Draft) -> None:
 
 def _images_are_read(draft: Draft) -> None:
     if draft.get("data.format") != IMAGES or draft.trainer is None:
+        for name in ("max_pixels", "max_images") if draft.trainer is not None else ():
+            if draft.has(f"data.{name}"):
+                draft.refuse(f"data.{name}", "belongs to data.format: images. Remove it, or write that.")
         return
     if draft.trainer.is_text:
         draft.refuse("data.format", "images are read by trl's SFTTrainer. Write trainer: sft.")
@@ -69,9 +72,49 @@ def _reference_is_one(draft: Draft) -> None:
         )
 
 
+def written_rewards(draft: Draft) -> list[str]:
+    """Return the names of what rewards completions; none where they are not a list of names."""
+    entry = draft.document.value.get(REWARDS)
+    found = None if entry is None else entry.plain()
+    is_list = isinstance(found, list) and all(isinstance(name, str) and name for name in found)
+    return found if is_list and found is not None else []
+
+
+def _completions_are_rewarded(draft: Draft) -> None:
+    if draft.trainer is None:
+        return
+    if not draft.trainer.generates:
+        if draft.has(REWARDS):
+            draft.refuse(REWARDS, "belongs to trainer: grpo. Remove it, or use that.")
+        return
+    if not written_rewards(draft):
+        draft.refuse(
+            REWARDS,
+            "expected a list of names. Write reward_funcs: [think_format_reward], another function of trl's, or where "
+            "one of your own lies, as module:function.",
+        )
+    completion = draft.get("training.max_completion_length", DEFAULT_COMPLETION)
+    length = draft.get("data.max_length", DEFAULT_MAX_LENGTH)
+    if completion is None:
+        draft.refuse("training.max_completion_length", "expected tokens, which bound what is generated.")
+    elif length <= completion:
+        draft.refuse(
+            "data.max_length",
+            f"is of a prompt with its completion, and training.max_completion_length = {completion} leaves none for "
+            "the prompt. Raise it.",
+        )
+    if draft.get("training.beta") and not (draft.has("lora") or draft.has("adapter")):
+        draft.refuse(
+            "training.beta",
+            "without an adapter trl loads the reference by its name, without what the recipe says of it. Write "
+            "beta: 0, or train an adapter.",
+        )
+
+
 TRAINER_RULES: tuple[Callable[[Draft], None], ...] = (
     _trainer_reads_its_sections,
     _images_are_read,
     _labels_are_counted,
     _reference_is_one,
+    _completions_are_rewarded,
 )

@@ -18,6 +18,7 @@ class TrainerKind:
     token_columns: tuple[Columns, ...] = ()  # What trl makes of an example: for each row, the columns that are joined.
     scores_rows: bool = False  # Whether the model gives each row a number or a class, and writes no text.
     reads_images: bool = False  # Whether the model sees images, which its processor reads when a batch is made.
+    generates: bool = False  # Whether it trains on what the model writes, and functions reward.
 
     @property
     def is_text(self) -> bool:
@@ -60,6 +61,7 @@ _KINDS = (
         token_columns=(("chosen_ids",), ("rejected_ids",)),
         scores_rows=True,
     ),
+    TrainerKind(name="grpo", of_trl="GRPO", columns=("prompt",), generates=True),
     TrainerKind(name="classification", columns=("text", "label"), token_columns=(("input_ids",),), scores_rows=True),
 )
 TRAINERS = {kind.name: kind for kind in _KINDS}
@@ -77,9 +79,12 @@ def kind_of(trainer: str | None, data_format: object) -> TrainerKind:
     return TEXT if trainer is None else TRAINERS[trainer]
 
 
+REWARDS = "reward_funcs"
+"""The key of the functions that reward what a model writes, as in trl's own command."""
+DEFAULT_COMPLETION = 512
+"""Of trl's `max_completion_length`, in tokens."""
+
 NOT_POSSIBLE = {
-    "grpo": "generates in each step and trains on what comes out, which a recipe does not describe. Write a script "
-    'with trl\'s GRPOTrainer and HFCkptCallback("auto")',
     "rloo": "generates in each step and trains on what comes out, which a recipe does not describe. Write a script "
     'with trl\'s RLOOTrainer and HFCkptCallback("auto")',
 }

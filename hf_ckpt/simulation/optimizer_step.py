@@ -5,6 +5,7 @@ Parameters, gradients and state are fake; nothing of the model runs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,12 @@ def simulate_optimizer(
 
 
 def _run_step(optimizer: torch.optim.Optimizer) -> None:
+    if inspect.unwrap(type(optimizer).step) is torch.optim.Optimizer.step:
+        raise UnsupportedError(
+            f"The step of optimizer {type(optimizer).__name__} cannot be simulated: it has none, as it changes weights "
+            "and frees gradients in backward (LOMO does), and a simulated step keeps gradients to its end. Use a fixed "
+            'policy, such as HFCkptCallback("full"), or an optimizer with a step.'
+        )
     try:
         optimizer.step()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

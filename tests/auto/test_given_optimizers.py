@@ -234,6 +234,20 @@ def test_optimizer_whose_step_fails_without_values_is_refused(tmp_path: Path) ->
     assert told.startswith("The step of optimizer Fails cannot be simulated: NotImplementedError: use fused_backward.")
 
 
+def test_optimizer_without_a_step_is_refused(tmp_path: Path) -> None:
+    class Lomo(torch.optim.Optimizer):
+        """As that of lomo_optim: what calls it is a backward of its own."""
+
+        def fused_backward(self, loss: Tensor, lr: float) -> None:
+            """Change each weight as soon as its gradient is there."""
+
+    told = refusal(tmp_path, lambda model: Lomo(model.parameters(), {"lr": 0.1}))
+    assert told.startswith(
+        "The step of optimizer Lomo cannot be simulated: it has none, as it changes weights and frees"
+    )
+    assert told.endswith('Use a fixed policy, such as HFCkptCallback("full"), or an optimizer with a step.')
+
+
 def test_optimizer_with_tensors_of_its_own_class_is_refused(tmp_path: Path) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

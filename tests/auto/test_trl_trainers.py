@@ -370,7 +370,7 @@ def with_images(number: int) -> dict[str, Any]:
     return images.with_images("llava", 12, 2)
 
 
-def test_sft_of_images_is_planned_for_by_the_models_own_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sft_of_images_is_planned_for_by_its_own_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = auto()
     run = trainer(
         "SFT",
@@ -386,7 +386,7 @@ def test_sft_of_images_is_planned_for_by_the_models_own_loss(tmp_path: Path, cap
     )
     followed = follow_trainer(run)
     assert predicted_of(callback).peak_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
-    assert "Not counted: what SFTTrainer.compute_loss does to images and sound" in caplog.text
+    assert "Not counted" not in caplog.text
 
 
 def test_pairs_of_images_are_refused(tmp_path: Path) -> None:

@@ -409,13 +409,19 @@ def test_head_of_trl_is_said_to_govern(tmp_path: Path, capsys: pytest.CaptureFix
     assert "without a plan: 4 rows of 64 tokens" in printed
 
 
+def is_refused(stem: str) -> bool:
+    """Whether verify makes no batches for a shipped recipe: on images, or on what is generated."""
+    text = (RECIPES / f"{stem}.yaml").read_text("utf-8")
+    return "\n  format: images" in text or "\ntrainer: grpo" in text
+
+
 def names_a_trainer(stem: str) -> bool:
     """Whether a shipped recipe trains by another loss than the model's own."""
     return "\ntrainer: " in (RECIPES / f"{stem}.yaml").read_text("utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", SHIPPED)
+@pytest.mark.parametrize("stem", [stem for stem in SHIPPED if not is_refused(stem)])
 def test_shipped_recipe_holds(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
     if names_a_trainer(stem):
         pytest.importorskip("trl", minversion="1.16")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_ckpt import Plan
 from hf_ckpt.finetune import train
@@ -41,6 +41,8 @@ CHANGED = {
     *("training.gradient_accumulation_steps", "training.logging_steps", "training.eval_steps", "training.save_steps"),
     # Without a GPU, policy auto has to be told what it may use.
     "checkpointing.memory_budget",
+    # A CPU writes a few tokens for each of a few completions.
+    *("training.num_generations", "training.max_completion_length"),
     # float16 needs a GPU, which scales its gradients.
     *("training.fp16", "training.bf16", "model.dtype", "quantization.bnb_4bit_compute_dtype"),
 }
@@ -72,7 +74,14 @@ PLANS = {
     "llama7b_qlora_24gb": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
     "mistral7b_full_bf16": ["model.layers: 4 layers", "  0 to 3       none"],
     "qwen3_32b_lora_fsdp": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
+    "qwen3_4b_grpo_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       full"],
     "qwen3_8b_lora": ["base_model.model.model.layers: 4 layers", "  0 to 3       none"],
+    "qwen3_vl_8b_lora": [
+        "base_model.model.model.visual.blocks: 3 layers",
+        "  0 to 2       none",
+        "base_model.model.model.language_model.layers: 4 layers",
+        "  0 to 3       none",
+    ],
 }
 
 LINEAR_SIZES = {
@@ -121,6 +130,9 @@ def overrides(stem: str, folder: Path) -> Iterator[str]:
     if recipe.training.get("fp16"):
         yield from ("training.fp16=false", "training.bf16=true", "model.dtype=bfloat16")
         yield "quantization.bnb_4bit_compute_dtype=bfloat16"
+    if recipe.kind.generates:
+        yield "reward_funcs=[tests.twins:has_letters_of_solution]"
+        yield from ("training.num_generations=2", "training.max_completion_length=12")
     yield f"training.max_steps={NUM_STEPS}"
     yield from ("training.use_cpu=true", "training.gradient_accumulation_steps=2", "training.logging_steps=1")
     for key in ("eval_steps", "save_steps"):
@@ -149,6 +161,11 @@ def keys_of(recipe: Recipe) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_NUM_SAMPLE_TOKENS", 4)
+
+
+@pytest.fixture(autouse=True)
+def _without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins.reads_no_videos(monkeypatch)
 
 
 def test_every_shipped_recipe_has_a_plan_to_compare_with() -> None:
@@ -244,11 +261,12 @@ def num_layers(run: Run) -> int:
 
 
 def check_merged_model(run: Run) -> None:
-    base = AutoModelForCausalLM.from_pretrained(run.recipe.model["name_or_path"], dtype=torch.float32)
+    kind = AutoModelForImageTextToText if run.recipe.kind.reads_images else AutoModelForCausalLM
+    base = kind.from_pretrained(run.recipe.model["name_or_path"], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, run.folder).eval()
     folder = run.folder / "merged"
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
-    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    merged = kind.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([[0, 70, 71, 72, 73]])
     with torch.no_grad():
         expected, got = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
@@ -266,5 +284,6 @@ def check_words(run: Run, printed: str) -> None:
     lines = printed.splitlines()
     assert any(line.startswith("Training data: ") for line in lines)
     assert any(line.startswith("First of ") for line in lines)
-    assert any(line.startswith("Sample, ") for line in lines) == (not run.recipe.kind.scores_rows)
+    has_sample = not run.recipe.kind.scores_rows and not run.recipe.kind.reads_images
+    assert any(line.startswith("Sample, ") for line in lines) == has_sample
     assert run.summary.table() in printed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_ckpt import RecipeError, load_recipe
+from hf_ckpt import BudgetError, RecipeError, load_recipe
 from hf_ckpt.estimate.launch_sharding import Launch
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, evaluation_step_of, subject_of
@@ -146,6 +146,74 @@ def test_recipe_takes_what_is_predicted_of_it(trainer: str, overrides: list[str]
     found = subject_of(recipe)
     followed = follow_trainer(run)
     assert found.simulator(CPU).memory(found.plan).peak_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
+
+
+# Rows of 16 letters and of 15, for completions of 8: each generation has both.
+GENERATING: dict[str, Any] = {
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+    "max_completion_length": 8,
+    "generation_kwargs": {"min_new_tokens": 8},
+    "shuffle_dataset": False,
+}
+MANY = {"steps_per_generation": 64, "num_generations": 32, "max_steps": 1, "optim": "sgd", "max_completion_length": 50}
+MANY |= {"generation_kwargs": {"min_new_tokens": 50}}
+
+
+@pytest.mark.parametrize(
+    ("training", "lora"),
+    [
+        ({}, small_recipes.LORA),
+        ({"bf16": True, "beta": 0.1, "gradient_accumulation_steps": 2}, small_recipes.LORA),
+        # Many are generated for one micro-batch.
+        (MANY, None),
+    ],
+)
+def test_generation_and_the_step_after_it_take_what_is_predicted(
+    training: dict[str, Any], lora: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    path = small_recipes.of_trainer(
+        tmp_path,
+        "grpo",
+        lora=lora,
+        model={
+            "config": {**small_recipes.CONFIG, "hidden_size": 128, "num_hidden_layers": 4},
+            "tokenizer": {"train": {"vocab_size": 259}},
+        },
+        data={"max_length": 16 + training.get("max_completion_length", 8), "eval_fraction": None},
+        checkpointing={"policy": "full", "prove": "off"},
+        training={**GENERATING, **training},
+    )
+    rows = [{"prompt": letters, "wanted": "a"} for letters in ("abcdefghijklmno", "abcdefghijklmn")]
+    (tmp_path / "grpo.jsonl").write_text("\n".join(map(json.dumps, rows * 32)))
+    recipe = load_recipe(path)
+    tokenizer, data = train._tokenizer_and_data(recipe)
+    run, _, _ = train._trainer(recipe, training_arguments(recipe), tokenizer, data)
+    found = subject_of(recipe)
+    followed = follow_trainer(run, at_step=training.get("max_steps", 2))
+    predictor = Predictor(found, CPU)
+    predicted = predictor.memory(found.plan).peak_bytes
+    assert predicted == pytest.approx(followed.peak_bytes, rel=0.01)
+    training_alone = found.simulator(CPU).memory(found.plan).peak_bytes
+    assert (training_alone < 0.9 * predicted) == ("max_steps" in training)
+    if "max_steps" in training:
+        assert predictor.fitting(training_alone) is None
+        with pytest.raises(BudgetError, match=r"the generation of 256 completions of 50 tokens at a time needs"):
+            predictor.planned(training_alone)
+
+
+def test_what_comes_before_a_generating_step_is_told(tmp_path: Path) -> None:
+    facts = dict(subject(tmp_path, "grpo", "training.eval_strategy=steps").facts)
+    assert facts["loss"] == "GRPOTrainer.compute_loss"
+    assert facts["before"] == "generation of 2 completions of 8 tokens at a time, scoring"
+    assert "what functions take that reward completions" in facts["not counted"]
+    asked = subject(tmp_path, "grpo", "training.beta=0.1").facts
+    assert dict(asked)["loss"].endswith("its reference is the model without its adapter")
+
+
+def test_model_that_rewards_completions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"reward_funcs: trl/rewards is a model, on the device beside the one"):
+        subject(tmp_path, "grpo", "reward_funcs=[trl/rewards]")
 
 
 def test_reference_is_told(tmp_path: Path) -> None:

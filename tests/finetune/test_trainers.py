@@ -26,7 +26,7 @@ pytestmark = [
 ]
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
-OF_TRL = ("sft", "dpo", "kto", "reward")
+OF_TRL = ("sft", "dpo", "kto", "reward", "grpo")
 MORE = {"kto": ["training.per_device_train_batch_size=4"]}
 
 
@@ -69,7 +69,7 @@ def test_trainer_trains_as_without_its_plan(trainer: str, tmp_path: Path, capsys
     assert [name for name in without if not torch.equal(weights[name], without[name])] == []
     assert [name for name, weight in weights.items() if ".lora_B." in name and not weight.any()] == []
     assert any(line.startswith("Training data: ") for line in printed.splitlines())
-    assert ("Sample, " in printed) == (trainer in ("sft", "dpo", "kto"))
+    assert ("Sample, " in printed) == (trainer in ("sft", "dpo", "kto", "grpo"))
 
 
 def test_arguments_are_those_of_trl_and_precision_is_what_is_written(tmp_path: Path) -> None:
@@ -202,3 +202,20 @@ def test_what_trl_refuses_is_a_message(tmp_path: Path) -> None:
     recipe = small_recipes.of_trainer(tmp_path, "dpo", lora={**small_recipes.LORA, "target_modules": ["lm_head"]})
     with pytest.raises(RecipeError, match=r"trainer dpo: trl refuses the recipe: .*lm_head"):
         carry_out(recipe)
+
+
+def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    path = small_recipes.of_trainer(tmp_path, "grpo", data={"max_length": 64, "eval_fraction": None})
+    rows = [{"prompt": prompt, "wanted": "a"} for prompt in ("Say a.", "Say the letter a. " * 20)]
+    (tmp_path / "grpo.jsonl").write_text("\n".join(map(json.dumps, rows * 4)))
+    carry_out(path, "training.max_steps=1")
+    assert "4 prompts; left out: 4 that are longer than data.max_length allows" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"None of the 8 prompts has 2 tokens or fewer, which is what data\.max_length"):
+        carry_out(path, "data.max_length=10")
+
+
+def test_model_that_rewards_and_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    with pytest.raises(RecipeError, match=r"^reward_funcs: of the models nobody/rewards one cannot be loaded: [^\n]*$"):
+        carry_out(small_recipes.of_trainer(tmp_path, "grpo"), "reward_funcs=[nobody/rewards]")

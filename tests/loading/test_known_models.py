@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from hf_ckpt import RecipeError
+from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.loading.known_models import FOLDER, documents, known_configs
 from hf_ckpt.loading.model import find_config, known_config
 from hf_ckpt.recipe.for_model import Training
@@ -20,8 +22,10 @@ AT_A_COMMIT = re.compile(r"[\w-]+/[\w-]+, [\w./-]+ at [0-9a-f]{40}")
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["ids"][0])
 def test_shape_has_as_many_parameters_as_others_count(document: dict[str, Any]) -> None:
+    config = known_config(document["ids"][0])
+    of_text = type(config) in AutoModelForCausalLM._model_mapping
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(known_config(document["ids"][0]))
+        model = (AutoModelForCausalLM if of_text else AutoModelForImageTextToText).from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == document["parameters"]
 
 
@@ -38,6 +42,15 @@ def test_every_id_is_known_once() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.json")) == sorted(
         document["ids"][0].replace("/", "--") for document in DOCUMENTS
     )
+
+
+def test_text_for_a_model_of_images_is_refused_in_one_line() -> None:
+    with pytest.raises(RecipeError) as refused:
+        subject_of(Training().recipe_for("Qwen/Qwen3-VL-8B-Instruct", ()))
+    said = str(refused.value)
+    assert said.startswith("model: no causal language model can be made: Unrecognized configuration class")
+    assert said.endswith("write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does.")
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(

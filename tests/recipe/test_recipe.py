@@ -413,10 +413,11 @@ def of_trainer(name: str, keys: str = "output_dir: x", more: str = "path: x", **
 
 # What is known without trl.
 BROKEN += [
-    broken(of_trainer("ppo"), 'trainer = "ppo": expected one of sft, dpo, kto, reward, classification.'),
+    broken(of_trainer("ppo"), 'trainer = "ppo": expected one of sft, dpo, kto, reward, grpo, classification.'),
     broken(of_trainer("Reward"), 'trainer = "Reward": expected one of', 'Did you mean "reward"?'),
     broken(of_trainer("{type: dpo}"), ":4: trainer: expected one of sft, dpo"),
-    broken(of_trainer("grpo", "output_dir: x, num_generations: 2"), 'trainer = "grpo": generates in each step and'),
+    broken(of_trainer("rloo", "output_dir: x, num_generations: 2"), 'trainer = "rloo": generates in each step and'),
+    broken(text_of(reward_funcs="[a.b]"), 'reward_funcs = ["a.b"]: belongs to trainer: grpo.'),
     broken(data("format: images"), 'data.format = "images": images are read by trl\'s SFTTrainer. Write trainer: sft.'),
     broken(text_of(trainr="dpo"), 'trainr = "dpo": unknown section', 'Did you mean "trainer"?'),
     broken(of_trainer("classification"), "model.num_labels: missing. Write how many classes there are"),
@@ -451,7 +452,9 @@ OF_TRL = [
     broken(of_trainer("dpo", more="path: x, format: images"), 'data.format = "images": belongs to plain text'),
     broken(of_trainer("sft", "output_dir: x, beta: 0.2"), "training.beta = 0.2: unknown key of SFTConfig (trl", "dpo"),
     broken(
-        training("beta: 0.2"), "unknown key of TrainingArguments (transformers", "It belongs to trainer: dpo or kto."
+        training("beta: 0.2"),
+        "unknown key of TrainingArguments (transformers",
+        "It belongs to trainer: dpo, kto or grpo.",
     ),
     broken(of_trainer("dpo", "output_dir: x, bta: 0.2"), "unknown key of DPOConfig (trl", 'Did you mean "beta"?'),
     broken(of_trainer("dpo", "output_dir: x, beta: high"), 'training.beta = "high": expected a number.'),
@@ -460,6 +463,17 @@ OF_TRL = [
     broken(of_trainer("dpo", "output_dir: x, f_divergence_type: kl"), 'one of "reverse_kl", "forward_kl"'),
     broken(of_trainer("kto", "output_dir: x, loss_type: kot"), 'one of "kto", ', 'Did you mean "kto"?'),
     broken(of_trainer("dpo", "output_dir: x, max_length: 9"), "training.max_length = 9: a recipe says this in data."),
+    broken(of_trainer("grpo"), "reward_funcs: expected a list of names. Write reward_funcs: [think_format_reward]"),
+    broken(of_trainer("grpo", reward_funcs="[1]"), "reward_funcs = [1]: expected a list of names."),
+    broken(
+        of_trainer("grpo", "output_dir: x, max_completion_length: 1024", reward_funcs="[a.b]"),
+        "data.max_length: is of a prompt with its completion, and training.max_completion_length = 1024 leaves none",
+    ),
+    broken(
+        of_trainer("grpo", "output_dir: x, max_completion_length: null", reward_funcs="[a.b]"),
+        "training.max_completion_length = null: expected tokens",
+    ),
+    broken(of_trainer("grpo", "output_dir: x, beta: 0.1", reward_funcs="[a.b]"), "training.beta = 0.1: without an"),
     broken(of_trainer("reward", more="path: x, packing: true"), "data.packing = true: belongs to plain text"),
     broken(of_trainer("dpo", more="path: x, columns: {promt: x}"), "data.columns.promt", 'Did you mean "prompt"?'),
     broken(
@@ -958,7 +972,9 @@ def test_recipes_ship() -> None:
         "llama7b_qlora_24gb",
         "mistral7b_full_bf16",
         "qwen3_32b_lora_fsdp",
+        "qwen3_4b_grpo_lora",
         "qwen3_8b_lora",
+        "qwen3_vl_8b_lora",
         "tiny_llama_base",
         "tiny_llama_dpo_lora",
         "tiny_llama_lora",

@@ -56,6 +56,11 @@ def test_fault_in_a_trainers_own_loss_is_found(tmp_path: Path, monkeypatch: pyte
     assert "random state was not preserved" in found["first difference"]
 
 
+def test_generation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="trainer grpo trains on what it generates, and verify makes its batches"):
+        report(tmp_path, "grpo")
+
+
 def test_images_are_refused(tmp_path: Path) -> None:
     model = small_recipes.on_weights(tmp_path)
     path = small_recipes.of_trainer(tmp_path, "sft", data={"format": "images"}, model=model)
