@@ -5,8 +5,9 @@
 
 RECIPE ?= recipes/tiny_llama_lora.yaml
 ARGS ?=
-# A file stays in one process: its tests share models, runs and simulations.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# A file stays in one process: its tests share models, runs and simulations. Some wait for processes that they start: with
+# three on two cores another file runs meanwhile.
+PYTEST_ARGS ?= -n 3 --dist loadfile
 DISTRIBUTED_ARGS ?=
 CASE ?=
 
