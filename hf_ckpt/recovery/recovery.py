@@ -25,6 +25,7 @@ from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
+from hf_ckpt.recovery.room import Room
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.recovery.window import describe_inputs
 from hf_ckpt.trainer.run import TrainingRun
@@ -166,7 +167,8 @@ class Recovery:
         self._planning = planning
         self._quiet_steps = quiet_steps
         self._call = train_call()
-        ladder = Ladder(run.applied.plan, quiet_steps)
+        self._room = Room(planning, run.peak)
+        ladder = Ladder(run.applied.plan, quiet_steps, self._room)
         # Where micro-batches run under several plans, all have to give the same bits.
         self._is_exact = is_exact or store.num_processes() > 1
         self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
@@ -174,9 +176,7 @@ class Recovery:
         data_parallel = None
         if self._end is not None and why_not is None:
             data_parallel = DataParallel(trainer.model_wrapped)
-        self._steps = TrainingSteps(
-            trainer, run.model, self._escalation, self._start_micro_batch_again, (run.clock,), data_parallel
-        )
+        self._steps = TrainingSteps(trainer, run.model, self._escalation, planning, (run.clock,), data_parallel)
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = Evaluation(trainer)
         clipping = EndingPart(trainer, "clipping of gradients", "Some of them may be clipped: it is not run again.")
@@ -240,7 +240,7 @@ class Recovery:
 
     def plan_again(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
-        self._escalation.ladder = Ladder(plan, self._quiet_steps)
+        self._escalation.ladder = Ladder(plan, self._quiet_steps, self._room)
         self._escalation.num_switches += 1
 
     def figures(self) -> dict[str, float]:
@@ -261,10 +261,6 @@ class Recovery:
         if self._planning is not None:
             self._planning.adopt(rung.plan)
         self._announce(rung.plan)
-
-    def _start_micro_batch_again(self) -> None:
-        if self._planning is not None:
-            self._planning.start_micro_batch_again()
 
     # --- Checkpoints. ---
 

@@ -18,6 +18,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.regions import execution_state
 from hf_ckpt.regions.module_state import STATE, ModuleState
+from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
@@ -43,6 +44,7 @@ class TrainingRun:
         self._prove = prove
         self.is_reported = False
         self.is_removed = False
+        self.peak = DevicePeak(next(model.parameters()).device)
         self._watchdog = watch
         self._call = train_call()
         self.applied: Applied = apply_on_all_ranks(model, policy, structure, prove)
@@ -169,7 +171,7 @@ class TrainingRun:
         figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
         figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
         stats = [offloader.stats for offloader in self.applied.offloaders]
-        figures.update(peak_memory(stats))
+        figures.update(peak_memory(self.peak.highest(each.peak_before_reset_bytes for each in stats)))
         figures.update(offload_figures(stats))
         if predicted_bytes:
             figures["predicted_peak_gib"] = predicted_bytes / GIB
