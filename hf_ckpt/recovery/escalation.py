@@ -6,6 +6,7 @@ Knows neither Trainer nor loop: whoever runs a step says how it is undone and ru
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -70,13 +71,15 @@ class Escalation:
         self.num_switches = 0
         self._next_rung = next_rung
         self._put_in_force = put_in_force
+        self._oldest = threading.local()
         self.begin_step()
 
     def begin_step(self) -> None:
         """A step begins in this thread."""
         # Older than the graph of the step; see `_drop_failed_backward`. Each thread counts its nodes for itself.
-        with torch.enable_grad(), _disable_current_modes():
-            self._oldest = torch.zeros((), requires_grad=True) * 1
+        if not hasattr(self._oldest, "node"):
+            with torch.enable_grad(), _disable_current_modes():
+                self._oldest.node = torch.zeros((), requires_grad=True) * 1
 
     def stand_on(self, level: int) -> None:
         """Put a rung in force that is known."""
@@ -130,7 +133,7 @@ class Escalation:
         The youngest node is run first: a backward of one that is older than all of them finds and drops them.
         """
         with torch.enable_grad(), _disable_current_modes():
-            self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            self._oldest.node.backward(retain_graph=True)
 
     def _retry_with_same_plan(self, failed: Failed) -> None:
         logger.warning(

@@ -54,6 +54,7 @@ class TrainingRun:
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
         self._is_checked_again = False
         self._proven: list[Plan] = []
+        self._states: tuple[Applied, list[ModuleState]] | None = None
         self._use_cache = UseCache(model)
         self._is_use_cache_ours = True
         self.clock = StepClock(model)
@@ -156,9 +157,12 @@ class TrainingRun:
 
     def note_optimizer_step(self) -> None:
         """Note on each region that the weights have changed."""
-        for module in self.model.modules():
-            if isinstance(state := vars(module).get(STATE), ModuleState):
-                state.num_steps += 1
+        # Walking all modules of a model with adapters takes milliseconds. A plan sets the states, and nobody else.
+        if self._states is None or self._states[0] is not self.applied:
+            found = (vars(module).get(STATE) for module in self.model.modules())
+            self._states = self.applied, [state for state in found if isinstance(state, ModuleState)]
+        for state in self._states[1]:
+            state.num_steps += 1
 
     def end_step(self) -> None:
         """Give the cache back for what comes between steps."""
