@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.budgets import TrainingPeak
 from hf_ckpt.auto.largest_batch import Batch, batch_of, largest_batch
 from hf_ckpt.distributed import fsdp, store, watchdog
 from hf_ckpt.errors import (
@@ -105,7 +104,7 @@ class HFCkptCallback(TrainerCallback):
             and not results, so by default this is only said.
         on_oom: `"escalate"`, the default with `"auto"`: a step that runs out of memory runs again under a leaner plan,
             with the same result (docs/out_of_memory.md; one process, or DDP). `"error"`, otherwise: the run ends.
-        quiet_steps: steps without trouble after which a faster plan returns, for batches that it did not fail for.
+        quiet_steps: steps without trouble after which a faster plan returns, for batches that there is room for.
         quiet: show nothing on standard error; without it, a line or two of plan and peak as the run begins and ends,
             where `disable_tqdm` is off.
 
@@ -172,7 +171,6 @@ class HFCkptCallback(TrainerCallback):
         self._saved_files: SavedFiles | None = None
         self._report: dict[str, float] = {}
         self._planning: RunPlanner | None = None
-        self._peak: TrainingPeak | None = None
         self.plan: Plan | None = None
 
     @property
@@ -234,7 +232,6 @@ class HFCkptCallback(TrainerCallback):
         say_who_governs(args)
         with watchdog.watched_training() as watch:
             planning, policy, input_gradients = self._planned(args, state, kwargs)
-            self._peak = TrainingPeak()
             run = self._run = TrainingRun(model, policy, self._structure, self._prove, input_gradients, watch)
         try:
             self._recovery = self._begin_recovery(run, args, state)
@@ -460,7 +457,7 @@ class HFCkptCallback(TrainerCallback):
         run.is_reported = True
         predicted_bytes = 0 if self._planning is None else self._planning.predicted_bytes
         self._report = run.figures(predicted_bytes) | ({} if self._recovery is None else self._recovery.figures())
-        compared = self._peak.compare(predicted_bytes) if predicted_bytes and self._peak is not None else None
+        compared = run.peak.compare(predicted_bytes) if predicted_bytes else None
         self._messages.end(compared, self._report)
         metrics.send_to_reporters(self._report, args, state, control, run.model)
 

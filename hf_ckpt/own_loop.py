@@ -31,7 +31,9 @@ from hf_ckpt.recovery.closure_step import ClosureSteps
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.room import Room
 from hf_ckpt.regions.execution_state import is_compiled
+from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
@@ -111,7 +113,9 @@ class AppliedInLoop(Applied):
             why = _why_not(self._model)
             if why is not None:
                 logger.warning("applied.step() calls its closure once: %s. Running out of memory is an error.", why)
-            self._escalation = Escalation(Ladder(self.plan, self._quiet_steps), self._next_rung, self._put_in_force)
+            room = Room(self._planning, DevicePeak(next(self._model.parameters()).device))
+            ladder = Ladder(self.plan, self._quiet_steps, room)
+            self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
             self._steps = ClosureSteps(self._model, self._escalation, is_undone=why is None)
         returned: Returned = self._steps.run(closure, batch, undo)
         if self.plan not in self._proven:
@@ -177,8 +181,8 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         gradient_accumulation_steps: with `"auto"`, micro-batches of a step; 1 if left out.
         autocast: with `"auto"`, `"bfloat16"` or `"float16"` where the forward runs under autocast.
         optimizer: with `"auto"`, the optimizer of the model; AdamW is counted if left out.
-        quiet_steps: calls of `step` without trouble after which a faster plan returns, for batches that it did not
-            fail for.
+        quiet_steps: calls of `step` without trouble after which a faster plan returns, for batches that there is room
+            for.
         **options: names and types of all these options (`LoopOptions`).
 
     Returns:

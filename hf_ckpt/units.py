@@ -135,6 +135,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 gradient" or "3 gradients"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def as_budget(num_bytes: int) -> tuple[str, int]:
     """Return the smallest budget of one decimal that holds so many bytes, as a user writes it, and in bytes.
 

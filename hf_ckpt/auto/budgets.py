@@ -1,4 +1,4 @@
-"""How many bytes of the device a step may use, and how many a run has used."""
+"""How many bytes of the device a step may use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.devices import Device, reserve, workspace_bytes
-from hf_ckpt.units import Budget, format_bytes
+from hf_ckpt.units import Budget
 
 _HOST_LEFT_FREE = 2**30
 """Bytes of host memory that are no plan's, whatever is free."""
@@ -118,28 +118,3 @@ def _tensors_of_step(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
     held += [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
     seen = {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}
     yield from (tensor for tensor in seen.values() if tensor.device.type == "cuda")
-
-
-class TrainingPeak:
-    """The highest memory of a device since this was made."""
-
-    def __init__(self) -> None:
-        self._before = _peak_allocated()
-
-    def compare(self, predicted_bytes: int) -> str:
-        """Return predicted and measured peak, for the log."""
-        return _compared(predicted_bytes, self._before, _peak_allocated())
-
-
-def _compared(predicted_bytes: int, before: int | None, now: int | None) -> str:
-    predicted = f"Predicted peak {format_bytes(predicted_bytes)}"
-    if before is None or now is None:
-        return f"{predicted}; a CPU does not count what is allocated."
-    if now <= before:
-        # Others read the counter too, so it is not reset: it says something about this run only once it has risen.
-        return f"{predicted}; measured no more than the {format_bytes(before)} that were allocated before."
-    return f"{predicted}, measured {format_bytes(now)} ({now / predicted_bytes - 1:+.1%})."
-
-
-def _peak_allocated() -> int | None:
-    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else None

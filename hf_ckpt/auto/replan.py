@@ -81,6 +81,7 @@ class RunPlanner:
         predicted_bytes: the highest predicted peak of the steps so far; 0 before one is predicted.
         batch: the largest one that was planned for, or None.
         input_gradients: what was simulated for the output of the embeddings.
+        seen: what the model was given in the micro-batch that runs; None where its forward has not begun.
         check_again: raises before a forward whose step cannot be what was planned for.
     """
 
@@ -115,6 +116,8 @@ class RunPlanner:
         self.batch: Batch | None = None
         self.input_gradients: bool | None = None
         self._fitting: dict[str, list[Batch]] = {}
+        self.seen: Batch | None = None
+        self._peaks: dict[tuple[str, Batch], int] = {}
         self._plans: dict[Batch, tuple[Plan, StepMemory, int, float]] = {}
         self._comparison = ""
         self._evaluated: list[Batch] = []
@@ -216,12 +219,21 @@ class RunPlanner:
         plan, seconds = restore_user_cap(found.plan, self._allowed), before.time.total
         return None if plan == self.plan else LeanerPlan(plan, found.memory.time.total / seconds if seconds else None)
 
+    def peak_of(self, plan: Plan, batch: Batch) -> int:
+        """Return the bytes that a step is predicted to need. Raises `UnsupportedError`."""
+        key = plan.digest(), batch
+        if key not in self._peaks:
+            self._peaks[key] = _undisturbed(lambda each: self._simulator(each).memory(plan).peak_bytes, batch)
+        return self._peaks[key]
+
     def start_micro_batch_again(self) -> None:
         """A micro-batch whose forward may have run is run again."""
+        self.seen = None
         self._inputs.forget_micro_batch()
 
     def end_micro_batch(self) -> None:
         """Raise `UnsupportedError` if the model's forward, which was planned for, did not run in a micro-batch."""
+        self.seen = None
         if not self._has_given_up:
             self._inputs.end_micro_batch()
 
@@ -243,6 +255,7 @@ class RunPlanner:
             self.check_again()
             check()
             assert batch is not None, "a forward without one is refused"
+            self.seen = batch
             self._plan_for_larger(batch, read)
         except UnsupportedError as error:
             # Other ranks may not know of it, and half of a micro-batch may be kept under the plan in force.

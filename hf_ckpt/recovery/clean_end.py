@@ -20,12 +20,26 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ckpt.errors import OutOfMemoryError
+from hf_ckpt.units import counted
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _STATE_FILE = "trainer_state.json"
 """Of the Trainer, which writes it at the end of a checkpoint."""
+
+
+def newest_checkpoint(trainer: Any) -> str:
+    """Return what a run that has ended can go on from, in words."""
+    step, folder = int(trainer.state.global_step), trainer.args.output_dir
+    last = get_last_checkpoint(folder) if Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
+    if last is None or not (Path(last) / _STATE_FILE).is_file():
+        return f"There is no checkpoint to go on from: {_lost(step)}."
+    return f"The newest complete checkpoint is {last}: {_lost(step - int(last.rpartition('-')[2]))}."
+
+
+def _lost(num_steps: int) -> str:
+    return f"{counted(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} lost"
 
 
 class CleanEnd:
@@ -77,11 +91,7 @@ class CleanEnd:
             fault = self._written_by_first(folder)
             if not fault:
                 return f"Nothing is lost: {folder} holds the state before this step."
-        last = self._last_complete()
-        if last is None:
-            return f"{fault}There is no checkpoint to go on from: {step} steps are lost."
-        lost = step - int(last.name.rpartition("-")[2])
-        return f"{fault}The newest complete checkpoint is {last}: {lost} steps are lost."
+        return fault + newest_checkpoint(self._trainer)
 
     def _written_by_first(self, folder: Path) -> str:
         """Write a checkpoint, or wait for another process that does. Returns why there is none; empty if there is."""
@@ -105,11 +115,6 @@ class CleanEnd:
                 return "Another process has not written a checkpoint in time. "
             time.sleep(_POLL_S)
         return self._store.get("written").decode()
-
-    def _last_complete(self) -> Path | None:
-        folder = self._trainer.args.output_dir
-        last = get_last_checkpoint(folder) if Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
-        return Path(last) if last and (Path(last) / _STATE_FILE).is_file() else None
 
     def _write(self, folder: Path) -> None:
         """Write a checkpoint that a Trainer resumes from, whole or not at all. Sends nothing to other processes."""

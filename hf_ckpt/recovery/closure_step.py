@@ -6,12 +6,13 @@ undone as a whole and runs again as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_ckpt.auto.largest_batch import batch_of
 from hf_ckpt.recovery.attributes import Attributes
 from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.window import Buffers, Gradients, Randomness, describe_tensors, one_of_each_device, tensors_in
@@ -50,13 +51,15 @@ class ClosureSteps:
         inputs = list(tensors_in(batch))
         size = sum(tensor.nbytes for _, tensor in inputs)
         shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
+        # The planner of a loop sees no forward.
+        planned = batch_of((), batch) if isinstance(batch, Mapping) else None
         window = _ClosureWindow(self._model, inputs, undo, Randomness.now(self._on_devices), self._buffers)
         if inputs:
             escalation.stand_on(ladder.level_for(size))
 
         def attempt() -> tuple[Any, Failed | None]:
             returned, failure = escalation.attempt(closure)
-            return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes)
+            return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes, planned)
 
         def run_again() -> tuple[Any, Failed | None]:
             window.undo()
@@ -66,6 +69,7 @@ class ClosureSteps:
         if failed is not None:
             returned = escalation.recover(failed, window.fault, run_again)
         window.learn(self._buffers)
+        ladder.passed(size, planned)
         ladder.end_step()
         return returned
 

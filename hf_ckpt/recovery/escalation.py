@@ -6,6 +6,7 @@ Knows neither Trainer nor loop: whoever runs a step says how it is undone and ru
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +22,7 @@ from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Part, is_out_of_memory, release_memory
 
 if TYPE_CHECKING:
+    from hf_ckpt.auto.largest_batch import Batch
     from hf_ckpt.auto.replan import RunPlanner
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class Failed:
     """Bytes of the batch's inputs."""
     inputs: str
     """Their shapes."""
+    batch: Batch | None = None
+    """What the model was given, where the planner has seen it."""
     examples: Callable[[], str] = str
     """Says which examples they are; asked only where the run ends."""
 
@@ -67,13 +71,15 @@ class Escalation:
         self.num_switches = 0
         self._next_rung = next_rung
         self._put_in_force = put_in_force
+        self._oldest = threading.local()
         self.begin_step()
 
     def begin_step(self) -> None:
         """A step begins in this thread."""
         # Older than the graph of the step; see `_drop_failed_backward`. Each thread counts its nodes for itself.
-        with torch.enable_grad(), _disable_current_modes():
-            self._oldest = torch.zeros((), requires_grad=True) * 1
+        if not hasattr(self._oldest, "node"):
+            with torch.enable_grad(), _disable_current_modes():
+                self._oldest.node = torch.zeros((), requires_grad=True) * 1
 
     def stand_on(self, level: int) -> None:
         """Put a rung in force that is known."""
@@ -127,7 +133,7 @@ class Escalation:
         The youngest node is run first: a backward of one that is older than all of them finds and drops them.
         """
         with torch.enable_grad(), _disable_current_modes():
-            self._oldest.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            self._oldest.node.backward(retain_graph=True)
 
     def _retry_with_same_plan(self, failed: Failed) -> None:
         logger.warning(
@@ -142,7 +148,14 @@ class Escalation:
     def _escalate(self, failed: Failed) -> None:
         release_memory()
         before = self.ladder.rung.plan
-        if not self.ladder.fail(failed.size, lambda plan: self._next_rung(plan, failed.failure)):
+        if not self.ladder.fail(
+            failed.size,
+            lambda plan: self._next_rung(plan, failed.failure),
+            # What the host had no room for says nothing about the device.
+            batch=None if failed.failure.is_of_host else failed.batch,
+            of_step=share_of_step(failed.failure),
+            of_batch=share_of_batch(failed.failure, held_bytes()),
+        ):
             self._give_up(failed, "There is no leaner plan.")
         self._put_in_force(self.ladder.rung)
         self.num_switches += 1
@@ -178,15 +191,32 @@ def rung_after(
 ) -> Rung | None:
     """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes."""
     if planning is not None and not failure.is_of_host:
-        missing = failure.figures.missing_share
-        # What was missing when it ran out is the least that was: later in the step more may be needed.
-        share = _USUAL_SHARE if missing is None else min(max(_LEAST_SHARE, _MARGIN * missing), _MOST_SHARE)
+        share = share_of_step(failure)
         leaner = planning.leaner_plan(share, is_exact=is_exact)
         if leaner is not None:
             time = "" if leaner.time_ratio is None else f", predicted to take {leaner.time_ratio:.2f} of the time"
             return Rung(leaner.plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
     of_layers = None if failure.is_of_host else share_of_layers(failure, held_bytes())
     return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host, share=of_layers)
+
+
+def share_of_step(failure: Failure) -> float:
+    """Return the share of what a step is predicted to need that is taken to have been missing."""
+    missing = failure.figures.missing_share
+    # What was missing when it ran out is the least that was: later in the step more may be needed.
+    return _USUAL_SHARE if missing is None else min(max(_LEAST_SHARE, _MARGIN * missing), _MOST_SHARE)
+
+
+def share_of_batch(failure: Failure, held: int | None) -> float:
+    """Return the share of what a step needed for its batch that was missing; 0 where that is not known.
+
+    `held`: see `share_of_layers`. What it needed besides that is taken to grow with the batch, or faster.
+    """
+    figures = failure.figures
+    if held is None or figures.missing_bytes is None or figures.allocated is None or figures.wanted is None:
+        return 0.0
+    of_batch = figures.allocated + figures.wanted - held
+    return min(1.0, figures.missing_bytes / of_batch) if of_batch > 0 else 0.0
 
 
 def share_of_layers(failure: Failure, held: int | None) -> float | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,8 +18,12 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial, resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
+from hf_ckpt.recovery.room import Room
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
+
+if TYPE_CHECKING:
+    from hf_ckpt.auto.largest_batch import Batch
 
 _QUARTERS = 4
 """Steps in which layers are set to full."""
@@ -41,38 +46,70 @@ class Rung:
 class Ladder:
     """The rungs of one run, and on which it stands.
 
+    After each so many steps without trouble a faster plan returns for batches up to the largest of these steps' that
+    it would have had room for. Where nothing is predicted that is: for all that are smaller than what it failed for.
+
     Args:
         plan: that the run begins with.
-        quiet_steps: steps without trouble after which a faster plan returns for batches that it did not fail for.
+        quiet_steps: the number of these steps.
+        room: says what a step needs and what there is; None where nobody does.
 
     Attributes:
         level: the number of the rung in force.
         rungs: those that were needed so far.
     """
 
-    def __init__(self, plan: Plan, quiet_steps: int) -> None:
+    def __init__(self, plan: Plan, quiet_steps: int, room: Room | None = None) -> None:
         self.rungs = [Rung(plan)]
         self.level = 0
-        self._failed: dict[int, int] = {}
-        self._steps_since = 0
         self._quiet_steps = quiet_steps
+        self._room = room
+        self._steps_since = 0
+        self._failed: dict[int, int] = {}
+        """By level, the size of the smallest batch that it failed for, less what was missing."""
+        self._failed_bytes: int | None = None
+        """Predicted need of the smallest step that failed, less what was missing."""
+        self._cleared: dict[int, int] = {}
+        """By level, the size of the largest batch that it runs again."""
+        self._batches: dict[int, Batch | None] = {}
+        """Those since the first failure, by size."""
+        self._ran: dict[int, int] = {}
+        """By level, the size of the largest batch since the last look."""
+        self._needed: dict[int, dict[int, int]] = {}
+        """By level, what batches of some sizes are predicted to need."""
 
     @property
     def rung(self) -> Rung:
         """The one in force."""
         return self.rungs[self.level]
 
-    def fail(self, size: int, next_rung: Callable[[Plan], Rung | None]) -> bool:
+    def fail(
+        self,
+        size: int,
+        next_rung: Callable[[Plan], Rung | None],
+        *,
+        batch: Batch | None = None,
+        of_step: float = 0.0,
+        of_batch: float = 0.0,
+    ) -> bool:
         """Note that the rung in force failed for a batch, and stand on the next one. Returns whether there is one.
 
         Args:
             size: of the batch, in bytes of its inputs.
             next_rung: makes the rung after a plan.
+            batch: the same, to be simulated.
+            of_step: share of what the step needed that was missing.
+            of_batch: share of what it needed for its batch, besides weights and the like, that was missing.
         """
-        self._steps_since = 0
+        if self._room is not None and (needed := self._room.needed(self.rung.plan, batch)) is not None:
+            needed = int((1 - of_step) * needed)
+            self._failed_bytes = min(needed, self._failed_bytes or needed)
+        size = int((1 - of_batch) * size)
         for level in range(self.level + 1):
             # What needs more memory would have failed too.
             self._failed[level] = min(size, self._failed.get(level, size))
+            self._cleared.pop(level, None)
+        self._begin_look()
         if self.level + 1 == len(self.rungs):
             rung = next_rung(self.rung.plan)
             if rung is None:
@@ -81,17 +118,65 @@ class Ladder:
         self.level += 1
         return True
 
+    def passed(self, size: int, batch: Batch | None = None) -> None:
+        """A batch has run through."""
+        # Until something fails nothing is noted.
+        if self._failed:
+            self._batches[size] = batch
+            self._ran[self.level] = max(size, self._ran.get(self.level, 0))
+
     def end_step(self) -> None:
         """A step has ended."""
+        if not self._failed:
+            return
         self._steps_since += 1
+        if self._steps_since >= self._quiet_steps:
+            self._clear()
+            self._begin_look()
 
     def level_for(self, size: int) -> int:
-        """Return the rung for a batch: the first that has failed for none as small; a faster one only when quiet."""
-        if not self._failed:
-            return self.level
-        levels = range(len(self.rungs))
-        first = next((at for at in levels if size < self._failed.get(at, math.inf)), levels[-1])
-        return first if first > self.level or self._steps_since >= self._quiet_steps else self.level
+        """Return the rung for a batch: the first that is cleared for one as large, or else the leanest."""
+        leanest = len(self.rungs) - 1
+        return next((level for level in range(leanest) if size <= self._cleared.get(level, -1)), leanest)
+
+    def _begin_look(self) -> None:
+        self._steps_since = 0
+        self._ran.clear()
+        if self._room is not None:
+            self._room.begin_window(rung.plan for rung in self.rungs)
+
+    def _clear(self) -> None:
+        """Find, for each rung but the leanest, up to which size it may run again."""
+        ran = [(self.rungs[level].plan, self._batches.get(size)) for level, size in self._ran.items()]
+        room = None if self._room is None else self._room.bytes(self._failed_bytes, ran)
+        below = -1
+        for level in range(len(self.rungs) - 1):
+            fitting = [self._failed[level] - 1] if room is None else self._fitting(level, room, above=below)
+            below = max([below, *fitting])
+            self._cleared[level] = below
+
+    def _fitting(self, level: int, room: int, *, above: int) -> list[int]:
+        """Return the sizes of batches, of those so far and above a size, for which there is room under a rung."""
+        sizes = sorted(size for size in self._batches if above < size < self._failed[level])
+        # The largest first: if it fits, so do the others.
+        if sizes and not self._fits(level, room, sizes[-1]):
+            fits = partial(self._fits, level, room)
+            del sizes[bisect_left(sizes, True, key=lambda size: not fits(size)) :]
+        return sizes
+
+    def _fits(self, level: int, room: int, size: int) -> bool:
+        known = self._needed.setdefault(level, {})
+        if any(size <= other and needed <= room for other, needed in known.items()):
+            return True
+        if any(size >= other and needed > room for other, needed in known.items()):
+            return False
+        assert self._room is not None, "there is a number of bytes"
+        needed = self._room.needed(self.rungs[level].plan, self._batches[size])
+        if needed is None:
+            # Then its size decides.
+            return True
+        known[size] = needed
+        return needed <= room
 
     def to_json(self) -> dict[str, Any]:
         """Return the rungs and where the ladder stands as JSON types; see `resume`."""
@@ -99,6 +184,8 @@ class Ladder:
             "rungs": [[rung.plan.to_json(), rung.change, rung.is_exact] for rung in self.rungs],
             "level": self.level,
             "failed": [list(each) for each in self._failed.items()],
+            "failed_bytes": self._failed_bytes,
+            "cleared": [list(each) for each in self._cleared.items()],
             "steps_since": self._steps_since,
         }
 
@@ -107,8 +194,9 @@ class Ladder:
         rungs = [Rung(Plan.from_json(text), change, is_exact) for text, change, is_exact in document["rungs"]]
         if rungs[0].plan != self.rungs[0].plan:
             return False
-        self.rungs, self.level, self._steps_since = rungs, document["level"], document["steps_since"]
-        self._failed = dict(map(tuple, document["failed"]))
+        self._failed, self._cleared = (dict(map(tuple, document[name])) for name in ("failed", "cleared"))
+        self._failed_bytes, self._steps_since = document["failed_bytes"], document["steps_since"]
+        self.rungs, self.level = rungs, document["level"]
         return True
 
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -24,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.instance_methods import Method
@@ -121,19 +119,12 @@ class OptimizerSteps:
 
     def _give_up(self, failure: Failure, *, is_written: bool) -> NoReturn:
         if is_written:
-            state = (
-                f"Weights may be half-way through the step, which cannot be undone. Do not save them: {self._where()}."
-            )
+            state = "Weights may be half-way through the step, which cannot be undone. Do not save them."
         else:
             state = "No weight was written: they are as they were before the step."
         raise OutOfMemoryError(
             f"Out of memory in the optimizer step of step {self._step}. {failure.figures.describe()} {state}"
         ) from failure.error
-
-    def _where(self) -> str:
-        folder = self._trainer.args.output_dir
-        last = get_last_checkpoint(folder) if Path(folder).is_dir() else None  # type: ignore[no-untyped-call]
-        return f"go on from {last}, the last checkpoint" if last else "there is no checkpoint to go on from"
 
     def _is_known(self, groups: Sequence[Group]) -> bool:
         """Whether the optimizer treats each weight by itself, calls nobody, and shows what it has written."""

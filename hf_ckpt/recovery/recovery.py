@@ -16,17 +16,17 @@ from hf_ckpt.errors import OutOfMemoryError, PolicyError
 from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
-from hf_ckpt.recovery.clean_end import CleanEnd
+from hf_ckpt.recovery.clean_end import CleanEnd, newest_checkpoint
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
+from hf_ckpt.recovery.ending import EndingPart
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
-from hf_ckpt.recovery.examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
-from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
+from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.room import Room
 from hf_ckpt.recovery.training_step import TrainingSteps
-from hf_ckpt.recovery.window import describe_inputs
 from hf_ckpt.trainer.run import TrainingRun
 from hf_ckpt.trainer.saved_files import write_plan
 
@@ -39,6 +39,8 @@ RUNGS_FILE = "hf_ckpt_rungs.json"
 """In a checkpoint: the plans that the run has gone down to, and for which sizes."""
 
 _BEFORE_WEIGHTS_CHANGE = ("training_step", "clip_grad_norm_")
+_BETWEEN_STEPS = "_maybe_log_save_evaluate"
+"""The Trainer's method for all that comes after a step."""
 
 _GENERATING = ("GRPOTrainer", "RLOOTrainer")
 """Trainers of trl whose inputs are generations, which are not made again."""
@@ -76,67 +78,6 @@ def why_not(trainer: Any, args: TrainingArguments, planning: RunPlanner | None =
     return why_not_alone(trainer, planning) if store.num_processes() > 1 else None
 
 
-class EndingSteps:
-    """Runs training steps of a Trainer that are not run again.
-
-    Args:
-        trainer: whose steps they are.
-        why: they are not.
-        steps: note what a step begins with, where the run may be saved as it was then.
-    """
-
-    def __init__(self, trainer: Any, why: str, steps: TrainingSteps | None) -> None:
-        self._trainer = trainer
-        self._why = why
-        self._steps = steps
-        self._step, self._number = 0, 0
-
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Raise `OutOfMemoryError` where memory runs out."""
-        step = int(self._trainer.state.global_step) + 1
-        self._step, self._number = step, self._number + 1 if step == self._step else 0
-        try:
-            return method(*args, **kwargs) if self._steps is None else self._steps.run_once(method, args, kwargs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure.caught(error)
-        inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-        raise OutOfMemoryError(
-            f"Out of memory in the {failure.part} of step {step}, with {describe_inputs(inputs)}. "
-            f"{failure.figures.describe()} The step is not run again: {self._why}. "
-            f"{describe_examples(self._trainer, self._number, inputs)}"
-        ) from failure.error
-
-
-class EndingPart:
-    """Runs a method of a step that is not run again.
-
-    Args:
-        trainer: whose step it is.
-        what: the method does.
-        why: it is not run again, as a sentence.
-    """
-
-    def __init__(self, trainer: Any, what: str, why: str) -> None:
-        self._trainer = trainer
-        self._what = what
-        self._why = why
-
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Raise `OutOfMemoryError` where memory runs out."""
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure.caught(error)
-        step = int(self._trainer.state.global_step)
-        raise OutOfMemoryError(
-            f"Out of memory in the {self._what}, after {step} steps. {failure.figures.describe()} {self._why}"
-        ) from failure.error
-
-
 class Recovery:
     """Runs the steps of a Trainer so that they go on after they have run out of memory.
 
@@ -161,12 +102,14 @@ class Recovery:
         quiet_steps: int,
         why_not: str | None = None,
     ) -> None:
+        self._trainer = trainer
         self._run = run
         self._announce = announce
         self._planning = planning
         self._quiet_steps = quiet_steps
         self._call = train_call()
-        ladder = Ladder(run.applied.plan, quiet_steps)
+        self._room = Room(planning, run.peak)
+        ladder = Ladder(run.applied.plan, quiet_steps, self._room)
         # Where micro-batches run under several plans, all have to give the same bits.
         self._is_exact = is_exact or store.num_processes() > 1
         self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
@@ -174,24 +117,25 @@ class Recovery:
         data_parallel = None
         if self._end is not None and why_not is None:
             data_parallel = DataParallel(trainer.model_wrapped)
-        self._steps = TrainingSteps(
-            trainer, run.model, self._escalation, self._start_micro_batch_again, (run.clock,), data_parallel
-        )
+        self._steps = TrainingSteps(trainer, run.model, self._escalation, planning, (run.clock,), data_parallel)
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = Evaluation(trainer)
-        clipping = EndingPart(trainer, "clipping of gradients", "Some of them may be clipped: it is not run again.")
         self._parts: dict[str, Part] = {
             "training_step": self._steps,
             "prediction_step": self._evaluation,
-            "clip_grad_norm_": clipping,
+            "clip_grad_norm_": EndingPart(
+                trainer, "Some of them may be clipped: it is not run again.", "clipping of gradients"
+            ),
             "step": self._optimizer_steps,
+            _BETWEEN_STEPS: EndingPart(trainer, "It is not run again.", "logging, evaluation or saving"),
         }
         if why_not is not None:
             half = "Weights may be half-way through it: it is not run again."
-            self._parts["training_step"] = EndingSteps(trainer, why_not, self._steps if _is_whole(trainer) else None)
-            self._parts["step"] = EndingPart(trainer, "optimizer step", half)
+            noting = self._steps if _is_whole(trainer) else None
+            self._parts["training_step"] = EndingPart(trainer, f"The step is not run again: {why_not}.", steps=noting)
+            self._parts["step"] = EndingPart(trainer, half, "optimizer step")
         if why := why_not or (data_parallel and why_not_evaluated_alone(trainer)):
-            self._parts["prediction_step"] = EndingPart(trainer, "evaluation", f"It is not run again: {why}.")
+            self._parts["prediction_step"] = EndingPart(trainer, f"It is not run again: {why}.", "evaluation")
         owners = {"clip_grad_norm_": trainer.accelerator, "step": trainer.optimizer}
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
@@ -220,13 +164,21 @@ class Recovery:
         try:
             return self._parts[name].run(method, args, kwargs)
         except BaseException as error:
-            # It ends training, and no event tells of that. An evaluation's may be caught by whoever asked for it.
-            if name != "prediction_step" or self._end is not None:
-                self.stop()
-            if self._end is None or not isinstance(error, OutOfMemoryError):
+            # An evaluation's may be caught by whoever asked for it. One from a method within is as it is to be.
+            if not self._undos or (name == "prediction_step" and self._end is None):
                 raise
-            is_as_before = name in _BEFORE_WEIGHTS_CHANGE and self._steps.undo()
-            raise self._end.ended(error, is_as_before_step=is_as_before) from error.__cause__
+            # It ends training, and no event tells of that.
+            self.stop()
+            if not isinstance(error, OutOfMemoryError):
+                raise
+            raise self._ended(name, error) from error.__cause__
+
+    def _ended(self, name: str, error: OutOfMemoryError) -> OutOfMemoryError:
+        """Return the error that the run is to end with: it says what to go on from."""
+        if self._end is None:
+            return OutOfMemoryError(f"{error} {newest_checkpoint(self._trainer)}")
+        is_as_before = name in _BEFORE_WEIGHTS_CHANGE and self._steps.undo()
+        return self._end.ended(error, is_as_before_step=is_as_before)
 
     # --- Events. ---
 
@@ -240,7 +192,7 @@ class Recovery:
 
     def plan_again(self, plan: Plan) -> None:
         """Policy `auto` has put another plan in force, for batches that are larger than before."""
-        self._escalation.ladder = Ladder(plan, self._quiet_steps)
+        self._escalation.ladder = Ladder(plan, self._quiet_steps, self._room)
         self._escalation.num_switches += 1
 
     def figures(self) -> dict[str, float]:
@@ -261,10 +213,6 @@ class Recovery:
         if self._planning is not None:
             self._planning.adopt(rung.plan)
         self._announce(rung.plan)
-
-    def _start_micro_batch_again(self) -> None:
-        if self._planning is not None:
-            self._planning.start_micro_batch_again()
 
     # --- Checkpoints. ---
 

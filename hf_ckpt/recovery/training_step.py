@@ -6,9 +6,9 @@ with the same inputs and the same random numbers: to the bit what that plan woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -20,6 +20,10 @@ from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.window import Buffers, MicroBatch, Randomness, Window, describe_inputs, one_of_each_device
 
+if TYPE_CHECKING:
+    from hf_ckpt.auto.largest_batch import Batch
+    from hf_ckpt.auto.replan import RunPlanner
+
 
 class TrainingSteps:
     """Runs the training steps of one run.
@@ -28,7 +32,7 @@ class TrainingSteps:
         trainer: whose steps they are.
         model: that it trains.
         escalation: puts leaner plans in force.
-        start_again: called before a micro-batch runs again.
+        planning: of policy `auto`, which sees what the model is given.
         counters: what else counts in a micro-batch, in its attributes.
         data_parallel: what this process sends to others, where there are some.
     """
@@ -38,13 +42,13 @@ class TrainingSteps:
         trainer: Any,
         model: nn.Module,
         escalation: Escalation,
-        start_again: Callable[[], None],
+        planning: RunPlanner | None,
         counters: Sequence[object],
         data_parallel: DataParallel | None = None,
     ) -> None:
         self._trainer = trainer
         self._escalation = escalation
-        self._start_again = start_again
+        self._planning = planning
         self._counters = counters
         self._data_parallel = data_parallel
         self._buffers = Buffers(model, are_sent=data_parallel is not None)
@@ -101,6 +105,7 @@ class TrainingSteps:
             failed = self._failed(micro_batch, failure)
             returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, method, window))
         self._buffers.learn(micro_batch.buffers)
+        escalation.ladder.passed(micro_batch.size, self._batch)
         return returned
 
     def run_once(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,6 +115,10 @@ class TrainingSteps:
         if micro_batch is not None:
             self._buffers.learn(micro_batch.buffers)
         return returned
+
+    @property
+    def _batch(self) -> Batch | None:
+        return None if self._planning is None else self._planning.seen
 
     def _fault(self, window: Window) -> str | None:
         fault = window.fault()
@@ -136,7 +145,8 @@ class TrainingSteps:
         window = [] if self._window is None else self._window.micro_batches
         number = next(at for at, each in enumerate(window) if each is micro_batch)
         examples = partial(describe_examples, self._trainer, number, micro_batch.inputs)
-        return Failed(failure, step, micro_batch.size, describe_inputs(micro_batch.inputs), examples)
+        inputs = describe_inputs(micro_batch.inputs)
+        return Failed(failure, step, micro_batch.size, inputs, self._batch, examples)
 
     def _replay(self, method: Method, window: Window) -> tuple[Any, Failed | None]:
         """Run the window's micro-batches again, or the last one, until one fails."""
@@ -155,7 +165,8 @@ class TrainingSteps:
                 gradient_state._set_sync_gradients(micro_batch.syncs_gradients)
                 if others is not None:
                     others.begin_again(syncs=micro_batch.sends_gradients)
-                self._start_again()
+                if self._planning is not None:
+                    self._planning.start_micro_batch_again()
                 args, kwargs = micro_batch.arguments()
                 returned, failure = self._escalation.attempt(partial(method, *args, **kwargs))
                 if failure is not None:

@@ -85,14 +85,13 @@ class StepClock:
             self._tokens_in_step += args[0].numel()
 
 
-def peak_memory(stats: Sequence[OffloadStats] = ()) -> dict[str, float]:
-    """Return the highest memory so far: of the device's allocator where there is a device, of the process otherwise.
+def peak_memory(of_device: int | None) -> dict[str, float]:
+    """Return the highest memory so far: of the device's allocator where one counts, of the process otherwise.
 
-    One entry; none where the system does not report it. What offloads may have let the device's count begin anew.
+    One entry; none where the system does not report it.
     """
-    if torch.accelerator.is_available():
-        peaks = [torch.accelerator.max_memory_allocated(), *(each.peak_before_reset_bytes for each in stats)]
-        return {"peak_allocated_gib": max(peaks) / GIB}
+    if of_device is not None:
+        return {"peak_allocated_gib": of_device / GIB}
     try:
         import resource
     except ImportError:

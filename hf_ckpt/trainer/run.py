@@ -18,6 +18,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.regions import execution_state
 from hf_ckpt.regions.module_state import STATE, ModuleState
+from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
@@ -43,6 +44,7 @@ class TrainingRun:
         self._prove = prove
         self.is_reported = False
         self.is_removed = False
+        self.peak = DevicePeak(next(model.parameters()).device)
         self._watchdog = watch
         self._call = train_call()
         self.applied: Applied = apply_on_all_ranks(model, policy, structure, prove)
@@ -52,6 +54,7 @@ class TrainingRun:
         self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
         self._is_checked_again = False
         self._proven: list[Plan] = []
+        self._states: tuple[Applied, list[ModuleState]] | None = None
         self._use_cache = UseCache(model)
         self._is_use_cache_ours = True
         self.clock = StepClock(model)
@@ -154,9 +157,12 @@ class TrainingRun:
 
     def note_optimizer_step(self) -> None:
         """Note on each region that the weights have changed."""
-        for module in self.model.modules():
-            if isinstance(state := vars(module).get(STATE), ModuleState):
-                state.num_steps += 1
+        # Walking all modules of a model with adapters takes milliseconds. A plan sets the states, and nobody else.
+        if self._states is None or self._states[0] is not self.applied:
+            found = (vars(module).get(STATE) for module in self.model.modules())
+            self._states = self.applied, [state for state in found if isinstance(state, ModuleState)]
+        for state in self._states[1]:
+            state.num_steps += 1
 
     def end_step(self) -> None:
         """Give the cache back for what comes between steps."""
@@ -169,7 +175,7 @@ class TrainingRun:
         figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
         figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
         stats = [offloader.stats for offloader in self.applied.offloaders]
-        figures.update(peak_memory(stats))
+        figures.update(peak_memory(self.peak.highest(each.peak_before_reset_bytes for each in stats)))
         figures.update(offload_figures(stats))
         if predicted_bytes:
             figures["predicted_peak_gib"] = predicted_bytes / GIB

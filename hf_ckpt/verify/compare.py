@@ -22,8 +22,9 @@ from hf_ckpt.policy.options import HeadMode, Tiles
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.units import counted
 from hf_ckpt.verify.record import Record, Tolerance, tensor_digest
-from hf_ckpt.verify.report import Check, counted, listed
+from hf_ckpt.verify.report import Check, listed
 
 FLOAT32_TOLERANCE = 1e-6
 """Relative: a few units in the last place."""

@@ -140,8 +140,3 @@ def numbered(indices: Sequence[int]) -> str:
         return f"layer {indices[0]}"
     is_range = list(indices) == list(range(indices[0], indices[-1] + 1))
     return f"layers {indices[0]} to {indices[-1]}" if is_range else f"layers {listed(indices)}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return "1 gradient" or "3 gradients"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

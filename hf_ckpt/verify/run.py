@@ -27,6 +27,7 @@ from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.recipe.trainers import TrainerKind
+from hf_ckpt.units import counted
 from hf_ckpt.verify import compare, launch, state_checks
 from hf_ckpt.verify.compare import HALF_TOLERANCE, Trials, first_module_changed_by_plan
 from hf_ckpt.verify.localize import (
@@ -40,7 +41,7 @@ from hf_ckpt.verify.localize import (
 )
 from hf_ckpt.verify.record import Record
 from hf_ckpt.verify.reduce_model import reduce_recipe
-from hf_ckpt.verify.report import Check, Report, counted
+from hf_ckpt.verify.report import Check, Report
 from hf_ckpt.verify.saved import check_resume, check_saved
 from hf_ckpt.verify.state_checks import check_counts, check_in_force
 from hf_ckpt.verify.trial import MAX_ACCUMULATION, TrialInputs, run_trial

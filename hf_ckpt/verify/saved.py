@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_ckpt.loading.model import can_be_merged, load_base
+from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, values_digest
-from hf_ckpt.verify.report import Check, counted, listed
+from hf_ckpt.verify.report import Check, listed
 from hf_ckpt.verify.trial import TrialInputs, keep_4bit_weights, prompt_logits
 
 _ADAPTER_FILE = "adapter_model.safetensors"

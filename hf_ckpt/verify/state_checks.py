@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import MicroBatch, Record, UserHook, WatchedLayer, qualified_name, tensor_digest
-from hf_ckpt.verify.report import Check, Verdict, counted, listed, numbered
+from hf_ckpt.verify.report import Check, Verdict, listed, numbered
 
 FORWARDS = "forward counts"
 IN_FORCE = "plan in force"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +18,20 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback, Plan, apply
+from hf_ckpt.auto.largest_batch import Batch
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
-from hf_ckpt.recovery.escalation import rung_after, share_of_layers
+from hf_ckpt.recovery.escalation import rung_after, share_of_batch, share_of_layers
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 from hf_ckpt.recovery.recovery import RUNGS_FILE
+from hf_ckpt.recovery.room import Room
+from hf_ckpt.regions.offload.wire import DeviceMemory
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.saved_files import PLAN_FILE
-from tests.recovery.limits import Limit
+from tests.recovery.limits import FULL, Limit
 from tests.training import VOCAB, During, arguments, changed, llama, weights
 
 
@@ -160,6 +164,103 @@ def test_what_failed_for_a_size_is_not_tried_again_for_batches_as_large() -> Non
     assert not Ladder(plans["full"], quiet_steps=2).resume(ladder.to_json())
 
 
+class PerByte(Room):
+    """A batch needs so many bytes for each of its own, by plan; `most` is what there is."""
+
+    def __init__(self, needs: dict[Plan, int], most: int) -> None:
+        self.asked: list[int] = []
+        self.ran: list[Any] = []
+        self.most = most
+        self._needs = needs
+
+    def needed(self, plan: Plan, batch: Any) -> int | None:
+        self.asked.append(batch)
+        return self._needs[plan] * batch
+
+    def begin_window(self, plans: Any) -> None:
+        pass
+
+    def bytes(self, failed_bytes: int | None, ran: Any) -> int | None:
+        self.ran = list(ran)
+        return min(self.most, failed_bytes or self.most)
+
+
+def test_a_faster_plan_returns_for_batches_that_it_has_room_for() -> None:
+    none, attention, full = (make_plan(llama(), Policy.parse(mode)) for mode in ("none", "attention", "full"))
+    room = PerByte({none: 10, attention: 5, full: 1}, most=10_000)
+    ladder = Ladder(none, 2, room)
+    order = iter([Rung(attention), Rung(full), None])
+
+    def steps(*sizes: int) -> list[int]:
+        room.asked.clear()
+        levels = []
+        for size in sizes:
+            ladder.level = ladder.level_for(size)
+            levels.append(ladder.level)
+            ladder.passed(size, size)  # type: ignore[arg-type]
+            ladder.end_step()
+        return levels
+
+    # Nothing is noted or asked until something fails.
+    assert (steps(5, 5), room.asked) == ([0, 0], [])
+    # A tenth of 1,000 bytes was missing: there is room for 900.
+    assert ladder.fail(100, lambda plan: next(order), batch=100, of_step=0.1)  # type: ignore[arg-type]
+    assert steps(95, 40) == [1, 1]
+    # The largest of these did not fit.
+    assert (room.asked, room.ran) == ([95, 40], [(attention, 95)])
+    assert steps(95, 50, 40, 51, 41) == [1, 1, 0, 1, 0]
+    # What lies between sizes that fit is not simulated.
+    assert room.asked == [50, 51]
+    assert steps(50, 90, 91, 90, 91) == [0, 1, 1, 0, 1]
+    # By what was measured there is less.
+    room.most = 420
+    assert steps(42, 41, 42, 43) == [0, 0, 0, 1]
+    # And on the next rung likewise.
+    ladder.level = 1
+    assert ladder.fail(200, lambda plan: next(order), batch=200, of_step=0.1)  # type: ignore[arg-type]
+    assert steps(42, 80, 84, 85, 84, 85) == [2, 2, 2, 2, 1, 2]
+    document = json.loads(json.dumps(ladder.to_json()))
+    other = Ladder(none, 2, room)
+    assert other.resume(document)
+    assert [other.level_for(size) for size in (42, 43, 84, 85)] == [0, 1, 1, 2]
+
+
+def test_without_a_prediction_as_much_smaller_batches_run_fast_as_was_missing() -> None:
+    failure = Failure(
+        torch.OutOfMemoryError(), Part.FORWARD, Figures.of(CUDA.format(wanted=100, free=20, allocated=900))
+    )
+    # Of 800 MiB that were needed for the batch.
+    assert share_of_batch(failure, 200 * 2**20) == 0.1
+    assert share_of_batch(failure, None) == share_of_batch(failure, 2**30) == 0
+    none, full = (make_plan(llama(), Policy.parse(mode)) for mode in ("none", "full"))
+    ladder = Ladder(none, 1)
+    assert ladder.fail(100, lambda plan: Rung(full), of_batch=0.1)
+    ladder.end_step()
+    assert [ladder.level_for(size) for size in (1, 89, 90)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("measured", "room"), [(600, 900), (900, 650), (None, 900)])
+def test_room_is_what_is_left_beside_what_steps_needed_more_than_was_predicted(measured: int | None, room: int) -> None:
+    plan = make_plan(llama(), Policy.parse("full"))
+    sizes = {Batch(1, 8): 500, Batch(1, 16): 600}
+    planning: Any = SimpleNamespace(budget_bytes=1000, peak_of=lambda plan, batch: sizes[batch])
+    memory = None if measured is None else DeviceMemory(capacity=1000, allocated=0, peak=measured)
+    windows: list[str] = []
+    peak: Any = SimpleNamespace(in_window=lambda: memory, begin_window=lambda: windows.append("begun"))
+    found = Room(planning, peak)
+    ran = [(plan, Batch(1, 8)), (plan, Batch(1, 16)), (plan, None)]
+    assert found.bytes(900, ran) == room
+    found.begin_window([plan])
+    assert windows == ["begun"]
+    # An offload measures by the same count.
+    offloading = make_plan(llama(), Policy.parse({"mode": "full", "offload": "cpu"}))
+    found.begin_window([plan, offloading])
+    assert windows == ["begun"]
+    assert found.bytes(900, [*ran, (offloading, None)]) == 900
+    assert Room(None, peak).bytes(900, ran) is None
+    assert found.needed(plan, None) is None
+
+
 # --- A stream of short rows with rare long ones, under a limit. ---
 
 SHORT, LONG = 4, 64
@@ -182,17 +283,25 @@ class LimitedTrainer(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def stream() -> list[dict[str, Tensor]]:
+def stream(lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+    tokens = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def streamed(folder: Path, callback: HFCkptCallback, *others: Any, limit: int | None = None, **changes: Any) -> Any:
+def streamed(
+    folder: Path,
+    callback: HFCkptCallback,
+    *others: Any,
+    limit: int | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    kind: type[LimitedTrainer] = LimitedTrainer,
+    **changes: Any,
+) -> Any:
     model = llama(hidden_size=32, intermediate_size=64)
-    settings = {"per_device_train_batch_size": 1, "max_steps": len(LENGTHS), **changes.pop("settings", {})}
+    settings = {"per_device_train_batch_size": 1, "max_steps": len(lengths), **changes.pop("settings", {})}
     args = TrainingArguments(**arguments(folder, **settings))
-    run = LimitedTrainer(model=model, args=args, train_dataset=stream(), callbacks=[callback, *others])
+    run = kind(model=model, args=args, train_dataset=stream(lengths), callbacks=[callback, *others])
     run.limit = limit
     run.train(**changes)
     return run
@@ -306,7 +415,7 @@ def test_trainers_that_generate_their_inputs_keep_the_error(tmp_path: Path, capl
     caplog.set_level(logging.INFO)
     callback = HFCkptCallback("none", on_oom="escalate")
     args = TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=1))
-    run = GRPOTrainer(model=llama(), args=args, train_dataset=stream(), callbacks=[callback])
+    run = GRPOTrainer(model=llama(), args=args, train_dataset=stream(LENGTHS), callbacks=[callback])
     run.limit = 1000
     with pytest.raises(torch.OutOfMemoryError):
         run.train()
@@ -329,3 +438,42 @@ def test_with_auto_the_planner_gives_the_leaner_plan(tmp_path: Path, limit: int)
     assert callback.report()["ckpt/oom_recovered"] >= 1
     assert callback.plan is not None
     assert callback.plan.count(Mode.NONE) < 4
+
+
+class FullDevice:
+    """Counts, in place of CUDA, that steps have left nothing free."""
+
+    num_windows = 0
+
+    def memory(self, place: torch.device) -> DeviceMemory:
+        return DeviceMemory(capacity=2**25, allocated=0, peak=2**25)
+
+    def reset_peak(self, place: torch.device) -> None:
+        self.num_windows += 1
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_with_auto_a_faster_plan_returns_where_it_is_predicted_to_fit(is_full: bool, tmp_path: Path) -> None:
+    callback = HFCkptCallback("auto", memory_budget="1GiB", prove="off", quiet_steps=2)
+
+    class Failing(LimitedTrainer):
+        """Has no memory for rows of more than 40 tokens without recomputation."""
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if inputs["input_ids"].numel() > 40 and callback.plan.count(Mode.NONE) == 4:  # type: ignore[union-attr]
+                raise torch.OutOfMemoryError(FULL)
+            return loss
+
+    # Rows of 60 tokens are shorter than what failed.
+    lengths = [4, LONG, *[60, 24] * 3]
+    kept: list[int] = []
+    device = FullDevice()
+    look = During("on_step_end", lambda model: kept.append(callback.plan.count(Mode.NONE)))  # type: ignore[union-attr]
+    measure = During("on_step_begin", lambda model: setattr(callback._run.peak, "_cuda", device), step=0)  # type: ignore[union-attr]
+    streamed(tmp_path, callback, look, *[measure] * is_full, lengths=lengths, kind=Failing)
+    assert callback.report()["ckpt/oom_recovered"] == 1
+    assert kept[0] == 4
+    # After two quiet steps of which one is short such rows run without recomputation again, and those of 60 do not.
+    assert [number == 4 for number in kept[1:]] == [not is_full and at > 3 and lengths[at] == 24 for at in range(1, 8)]
+    assert (device.num_windows > 0) is is_full

@@ -27,9 +27,9 @@ from hf_ckpt.recovery import recovery
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
 from hf_ckpt.recovery.window import Buffers
 from tests import traces
-from tests.recovery.limits import FRAGMENTED, FULL, FailingOperators, Limit, Phased, PhasedTrainer, Steps
+from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral
-from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, trainer, weights
+from tests.training import LENGTH, VOCAB, During, arguments, changed, llama, lora, losses, rows, weights
 
 NUM_STEPS = 5
 OF_CPU = (
@@ -441,7 +441,8 @@ def test_when_no_plan_is_leaner_the_error_says_what_was_tried(tmp_path: Path) ->
     mode = FailingOperators({1: [5, 6, 7, 8, 9]})
     message = (
         r"Out of memory in the forward of step 2, with input_ids \(2, 8\), labels \(2, 8\)\. The allocator gave no "
-        r"figures\. There is no leaner plan\. Tried: 1 more layer recomputed in full"
+        r"figures\. There is no leaner plan\. Tried: 1 more layer recomputed in full\..* There is no checkpoint to go "
+        r"on from: 1 step is lost\."
     )
     with pytest.raises(OutOfMemoryError, match=message) as caught:
         trained(lambda: llama(num_hidden_layers=2), tmp_path, mode, escalating([{"layers": "0:1", "mode": "full"}]))
@@ -536,17 +537,6 @@ def test_weights_that_change_in_backward_are_not_stepped_twice(tmp_path: Path) -
     model.lm_head.weight.register_post_accumulate_grad_hook(step)
     with pytest.raises(OutOfMemoryError, match=r"cannot be undone: weights have changed since its first micro-batch"):
         trained(lambda: model, tmp_path, FailingOperators({1: [600]}), escalating())
-
-
-def test_clipping_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError(FULL)
-
-    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", fail)
-    run = trainer(llama(num_hidden_layers=1), tmp_path, escalating())
-    with pytest.raises(OutOfMemoryError, match="in the clipping of gradients, after 0 steps"):
-        run.train()
-    assert "clip_grad_norm_" not in vars(run.accelerator)
 
 
 def test_each_escalation_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
