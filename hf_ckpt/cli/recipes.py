@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from hf_ckpt.cli.common import HOLDS, Command
-from hf_ckpt.estimate.tables import wrapped
+from hf_ckpt.estimate.tables import columns, wrapped
 from hf_ckpt.recipe import shipped
 
 
@@ -18,6 +18,7 @@ def _parser() -> argparse.ArgumentParser:
         description="List the recipes that come with the package, with the hardware that each is for and what it is "
         "predicted to need there. The other commands take their names, and so does `extends` in a recipe of your own.",
     )
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what each is for, and all that it needs")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -27,11 +28,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"folder": str(shipped.folder()), "recipes": [asdict(each) for each in found]}, indent=1))
         return HOLDS
-    for each in found:
-        print(each.name)
-        for text in (each.purpose, each.hardware, each.memory):
-            print(wrapped(text, indent="  "))
-    print(wrapped(f"\nThey lie in {shipped.folder()}."))
+    where = f"\nThey lie in {shipped.folder()}."
+    if options.verbose:
+        for each in found:
+            print(each.name)
+            for text in (each.purpose, each.hardware, each.memory):
+                print(wrapped(text, indent="  "))
+    else:
+        cells = [(each.name, each.gpus or "CPU", each.peak, each.longest_row) for each in found]
+        print(*columns([("recipe", "GPUs", "peak of each", "tokens a row"), *cells], numeric=(2, 3)), sep="\n")
+        where += " What each is for: hf-ckpt recipes -v"
+    print(wrapped(where))
     return HOLDS
 
 

@@ -63,6 +63,14 @@ class Summary:
     purpose: str
     hardware: str
     memory: str
+    gpus: str  # Such as `8 x 40 GB`; empty where it needs none.
+    peak: str  # Predicted, of each device: such as `21.6 GiB`.
+    longest_row: str  # In tokens: such as `4,096`.
+
+
+_GPUS = re.compile(r"(?:one|(?P<eight>eight)) GPUs? with (?P<size>\d+ GB)")
+_PEAK = re.compile(r"predicted peak ([\d.]+ \wiB)")
+_LONGEST_ROW = re.compile(r"rows of up to ([\d,]+) tokens")
 
 
 def header(text: str) -> Mapping[str, str]:
@@ -74,4 +82,14 @@ def summaries() -> Iterator[Summary]:
     """Yield what the headers of all shipped recipes say, by name."""
     for name in names():
         items = header((folder() / f"{name}{_SUFFIX}").read_text(encoding="utf-8"))
-        yield Summary(name, items["Purpose"], items["Hardware"], items["Memory"])
+        hardware, memory = items["Hardware"], items["Memory"]
+        gpus = _GPUS.match(hardware)
+        yield Summary(
+            name,
+            items["Purpose"],
+            hardware,
+            memory,
+            gpus="" if gpus is None else f"{8 if gpus['eight'] else 1} x {gpus['size']}",
+            peak="".join(_PEAK.findall(memory)),
+            longest_row="".join(_LONGEST_ROW.findall(memory)),
+        )

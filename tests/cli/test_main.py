@@ -415,6 +415,16 @@ def is_refused(stem: str) -> bool:
     return "\n  format: images" in text or "\ntrainer: grpo" in text
 
 
+def test_recipes_are_listed_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    header, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert header.split()[:2] == ["recipe", "GPUs"]
+    assert [line.split()[0] for line in lines] == list(SHIPPED)
+    assert max(map(len, lines)) <= 80
+    assert main(["recipes", "--verbose"]) == 0
+    assert "one GPU with 24 GB that computes in bfloat16" in capsys.readouterr().out
+
+
 def names_a_trainer(stem: str) -> bool:
     """Whether a shipped recipe trains by another loss than the model's own."""
     return "\ntrainer: " in (RECIPES / f"{stem}.yaml").read_text("utf-8")

@@ -78,6 +78,10 @@ def test_headers_are_read() -> None:
     assert found[LORA].hardware == "one GPU with 24 GB that computes in bfloat16 (Ampere or later)."
     assert found[LORA].memory.startswith("predicted peak ")
     assert "\n" not in found[LORA].memory
+    assert found["llama7b_full_zero3"].gpus == "8 x 40 GB"
+    assert {name for name, each in found.items() if not each.gpus} == {name for name in found if "tiny" in name}
+    assert all(each.peak in each.memory and each.longest_row in each.memory for each in found.values())
+    assert all(each.peak and each.longest_row for each in found.values())
 
 
 @pytest.mark.parametrize("made_from", ["checkout", "sdist"])
