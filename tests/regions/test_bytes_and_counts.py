@@ -24,8 +24,6 @@ import hf_ckpt
 from tests import exactness, live_storages, zoo
 from tests.zoo_tables import BATCH, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LENGTH, VOCAB
 
-pytestmark = pytest.mark.core
-
 FLOAT32 = 4
 INPUT_BYTES = BATCH * LENGTH * HIDDEN * FLOAT32  # what one layer takes
 ROTARY_BYTES = 2 * LENGTH * HEAD_DIM * FLOAT32  # cosines and sines, shared by all layers

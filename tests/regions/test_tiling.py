@@ -32,8 +32,7 @@ from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import Result
 
-core = pytest.mark.core
-pytestmark = [pytest.mark.slow, core]
+pytestmark = pytest.mark.slow
 
 MODES = ["none", "full", "attention", "ffn"]
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -20,7 +20,7 @@ from hf_ckpt.simulation.devices import CPU, DEVICES, Device
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 
 # The proportions of a Llama of 7B, 32 times narrower; a head that weighs little, as it does there.
 HIDDEN, INNER, HEADS, LAYERS, VOCAB = 128, 344, 4, 4, 64
