@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.estimate import profile
 from hf_ckpt.estimate.profile import measure
 from hf_ckpt.estimate.subject import random_base, subject_of
+from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.recipe.recipe import load_recipe
 from tests import small_recipes
 
@@ -32,7 +35,11 @@ def recipe_of(folder: Path, trainer: str, **sections: Any) -> Any:
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "kto", "reward", "classification"])
-def test_every_layer_of_a_trainers_step_is_measured(tmp_path: Path, trainer: str) -> None:
+def test_every_layer_of_a_trainers_step_is_measured(
+    tmp_path: Path, trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How long this machine is measured for does not matter here.
+    monkeypatch.setattr(profile, "calibrate", partial(calibrate, seconds=0.1))
     policy = {"policy": "full"}
     found = measure(
         recipe_of(tmp_path, trainer, checkpointing=policy), lambda line: None, num_steps=1, trace=None, folder=tmp_path
