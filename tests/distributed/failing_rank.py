@@ -240,7 +240,9 @@ def send_strangers() -> None:
 
 def serve() -> tuple[str, int] | None:
     """Start two processes for each line; print a line when both have ended. In those processes: return what to run."""
-    # accelerate imports DeepSpeed with the first Trainer: 3 s in each process, were it not here already.
+    # accelerate imports DeepSpeed with the first Trainer, in each process were it not here already. It would tell on
+    # standard output that it finds no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for name in ("deepspeed", "tests.trl_trainers"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
