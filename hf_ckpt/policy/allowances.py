@@ -90,7 +90,7 @@ def check_no_rule(options: Mapping[str, object]) -> None:
     given = [name for name, value in options.items() if value not in (None, False) and name not in ALLOWANCES]
     if given:
         raise PolicyError(
-            f'{", ".join(given)} was given beside policy "{AUTO}", which chooses for each layer. Leave it out.'
+            f'{", ".join(given)} was given with policy "{AUTO}", which chooses for each layer. Leave it out.'
         )
 
 

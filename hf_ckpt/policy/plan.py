@@ -264,7 +264,7 @@ def parse(policy: object, **options: Unpack[PolicyOptions]) -> Policy | Plan:
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         raise PolicyError(
-            f"{', '.join(given)} was given beside a plan, which already says what each layer does. Leave it out, or "
+            f"{', '.join(given)} was given with a plan, which already says what each layer does. Leave it out, or "
             "give a policy in place of the plan."
         )
     return policy

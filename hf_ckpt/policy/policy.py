@@ -172,7 +172,7 @@ class Policy:
             return cls((_parse_rule({"mode": policy, **given}),), skip_frozen, head_mode or HeadMode.PLAIN)
         if given:
             raise PolicyError(
-                f"{', '.join(given)} was given beside a policy that is not a mode name. Write it inside the rule."
+                f"{', '.join(given)} was given with a policy that is not a mode name. Write it inside the rule."
             )
         if isinstance(policy, Policy):
             return replace(policy, skip_frozen=policy.skip_frozen or skip_frozen, head=head_mode or policy.head)

@@ -129,7 +129,7 @@ def _model_has_one_source(draft: Draft) -> None:
     if draft.has("model.name_or_path") and draft.has("model.config"):
         draft.refuse(
             "model.config",
-            "given beside model.name_or_path. Weights are either loaded or made: set one of the two to null.",
+            "given with model.name_or_path. Weights are either loaded or made: set one of the two to null.",
         )
     elif "model" in draft.sections and not draft.has("model.name_or_path") and not draft.has("model.config"):
         draft.refuse("model", "has neither name_or_path (weights to load) nor config (weights to make). Add one.")
@@ -190,7 +190,8 @@ _CANNOT_TRAIN = {
 def _adapter_is_one(draft: Draft) -> None:
     if draft.has("lora") and draft.has("adapter"):
         draft.refuse(
-            "adapter", "given beside a lora section, which is short for adapter: {type: lora}. Set one of them to null."
+            "adapter",
+            "given with a lora section, which is short for adapter: {type: lora}. Set one of them to null.",
         )
 
 
@@ -285,9 +286,7 @@ def _loss_suits_format(draft: Draft) -> None:
 def _evaluation_data_has_one_source(draft: Draft) -> None:
     for path in ("data.eval_path", "data.eval_split"):
         if draft.has("data.eval_fraction") and draft.has(path):
-            draft.refuse(
-                "data.eval_fraction", f"given beside {path}. Evaluate on one of the two: set the other to null."
-            )
+            draft.refuse("data.eval_fraction", f"given with {path}. Evaluate on one of the two: set the other to null.")
 
 
 def _evaluation_has_data(draft: Draft) -> None:
@@ -428,7 +427,7 @@ def _can_be_read(draft: Draft, name: str, value: object) -> bool:
 
 def _check_auto(draft: Draft, options: list[str]) -> None:
     for name in options:
-        draft.refuse(f"checkpointing.{name}", "given beside policy: auto, which chooses for each layer. Remove it.")
+        draft.refuse(f"checkpointing.{name}", "given with policy: auto, which chooses for each layer. Remove it.")
     for name, read in (("memory_budget", parse_budget), ("fallback", Policy.parse)):
         value = draft.get(f"checkpointing.{name}")
         if value is None:
@@ -462,14 +461,15 @@ def _one_plan_governs(draft: Draft) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if draft.get(f"training.{name}"):
             draft.refuse(
-                f"training.{name}", "given beside a checkpointing section, which governs. Remove one of the two."
+                f"training.{name}", "given with a checkpointing section, which governs. Remove one of the two."
             )
         if draft.get(f"training.{name}_kwargs"):
             draft.refuse(f"training.{name}_kwargs", "has no effect beside a checkpointing section. Remove it.")
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         if draft.get(f"training.fsdp_config.{name}"):
             draft.refuse(
-                f"training.fsdp_config.{name}", "given beside a checkpointing section, which governs. Remove one."
+                f"training.fsdp_config.{name}",
+                "given with a checkpointing section, which governs. Remove one.",
             )
 
 

@@ -165,7 +165,7 @@ def test_checkpointing_of_the_trainers_own_arguments_is_not_what_is_planned_for(
     [
         ({"tiles": 8}, r"tiles is 8 beside policy \"auto\""),
         ({"offload": {"to": "cpu", "fraction": 0.5}}, "Leave fraction out"),
-        ({"save": ["aten.mm"]}, "save was given beside policy"),
+        ({"save": ["aten.mm"]}, "save was given with policy"),
         ({"head": "chunk"}, 'Did you mean "chunked"'),
     ],
 )
@@ -301,7 +301,7 @@ def test_resumed_run_with_another_plan_goes_on_and_says_so(tmp_path: Path, caplo
         ({"policy": "auto", "memory_budget": "22GX"}, 'with the unknown unit "GX"'),
         ({"policy": "auto", "memory_budget": -1}, 'memory_budget is "-1". It must be above 0'),
         ({"policy": "auto", "max_length": 0}, "max_length is 0. Write the tokens of the longest example"),
-        ({"policy": "auto", "every_n_layers": 2}, 'every_n_layers was given beside policy "auto"'),
+        ({"policy": "auto", "every_n_layers": 2}, 'every_n_layers was given with policy "auto"'),
         ({"policy": "full", "memory_budget": "22GiB"}, 'memory_budget is 22GiB, but only policy "auto" plans for a'),
         ({"policy": "full", "max_length": 9}, "max_length is 9, but only policy"),
         ({"policy": [{"mode": "auto"}]}, 'Mode "auto" in a rule: "auto" plans for all layers together'),

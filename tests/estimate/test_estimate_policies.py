@@ -82,7 +82,7 @@ def test_plan_that_is_not_there_is_refused_with_how_to_make_one(tmp_path: Path) 
 
 def test_options_beside_a_plan_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
-    with pytest.raises(RecipeError, match="every_n_layers was given beside a plan"):
+    with pytest.raises(RecipeError, match="every_n_layers was given with a plan"):
         load_recipe(path, ["checkpointing.every_n_layers=2"])
 
 
@@ -91,7 +91,7 @@ def test_options_beside_a_plan_are_refused(tmp_path: Path) -> None:
     [
         (["checkpointing.memory_budget=22"], 'memory_budget is "22", without a unit'),
         (["checkpointing.memory_budget=22GX"], 'unknown unit "GX"'),
-        (["checkpointing.every_n_layers=2"], "given beside policy: auto, which chooses for each layer"),
+        (["checkpointing.every_n_layers=2"], "given with policy: auto, which chooses for each layer"),
         (["checkpointing.max_length=0"], "expected a number of at least 1"),
         (["checkpointing.policy=full", "checkpointing.memory_budget=22GiB"], "belongs to policy: auto"),
     ],

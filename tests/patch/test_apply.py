@@ -316,7 +316,7 @@ def test_options_beside_a_plan_raise(options: dict[str, object]) -> None:
     model = llama().model
     with hf_ckpt.apply(model, "full") as applied:
         plan = applied.plan
-    with pytest.raises(PolicyError, match=f"^{next(iter(options))} was given beside a plan"):
+    with pytest.raises(PolicyError, match=f"^{next(iter(options))} was given with a plan"):
         hf_ckpt.apply(model, plan, **options)
 
 

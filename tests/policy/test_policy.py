@@ -444,7 +444,7 @@ def test_unreadable_policy_raises(policy: object, message: str) -> None:
         (
             [rule()],
             {"save": ["aten.mm"], "offload": "cpu", "tiles": 2},
-            "save, offload, tiles was given beside a policy that is not a mode name. Write it inside the rule.",
+            "save, offload, tiles was given with a policy that is not a mode name. Write it inside the rule.",
         ),
         (
             "attention",
@@ -455,17 +455,17 @@ def test_unreadable_policy_raises(policy: object, message: str) -> None:
         (
             rule(),
             {"every_n_layers": 2},
-            "every_n_layers was given beside a policy that is not a mode name. Write it inside the rule.",
+            "every_n_layers was given with a policy that is not a mode name. Write it inside the rule.",
         ),
         (
             [rule()],
             {"segment_size": 2, "nested": True},
-            "segment_size, nested was given beside a policy that is not a mode name. Write it inside the rule.",
+            "segment_size, nested was given with a policy that is not a mode name. Write it inside the rule.",
         ),
         (
             Policy.parse("full"),
             {"segment_size": 2},
-            "segment_size was given beside a policy that is not a mode name. Write it inside the rule.",
+            "segment_size was given with a policy that is not a mode name. Write it inside the rule.",
         ),
     ],
 )

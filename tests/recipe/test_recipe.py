@@ -270,7 +270,7 @@ BROKEN = [
     broken(made("num_hidden_layers: 0"), "model.config.num_hidden_layers = 0: expected a number of at least 1."),
     broken(made(tokenizer="{train: {vocab_size: 100}}"), "model.tokenizer.train.vocab_size = 100", "at least 259"),
     # Contradictions.
-    broken(model("config: {model_type: llama}"), "model.config: given beside model.name_or_path"),
+    broken(model("config: {model_type: llama}"), "model.config: given with model.name_or_path"),
     broken(model("tokenizer: {train: {vocab_size: 512}}"), "would not fit the weights of model.name_or_path"),
     broken(made(more="revision: main"), 'model.revision = "main": belongs to model.name_or_path'),
     broken(made(more="dtype: auto"), 'model.dtype = "auto": is the dtype of saved weights', "Write float32."),
@@ -291,7 +291,7 @@ BROKEN = [
     broken(lora("peft_type: IA3"), 'lora.peft_type = "IA3": the lora section is a LoraConfig'),
     broken(
         text_of(lora="{r: 8}", adapter="{type: ia3}"),
-        "adapter: given beside a lora section, which is short for adapter: {type: lora}. Set one of them to null.",
+        "adapter: given with a lora section, which is short for adapter: {type: lora}. Set one of them to null.",
     ),
     broken(adapter("type: ia3, peft_type: VERA"), 'adapter.peft_type = "VERA": adapter.type is "ia3". Leave it out.'),
     broken(adapter("type: vera, task_type: SEQ_CLS"), 'adapter.task_type = "SEQ_CLS": recipes train causal language'),
@@ -325,7 +325,7 @@ BROKEN = [
     ),
     broken(data("format: text, loss_on: completion"), "plain text has no completion"),
     broken(data("format: messages, loss_on: completion"), "messages have turns; use assistant"),
-    broken(data("eval_fraction: 0.1, eval_split: test"), "data.eval_fraction = 0.1: given beside data.eval_split"),
+    broken(data("eval_fraction: 0.1, eval_split: test"), "data.eval_fraction = 0.1: given with data.eval_split"),
     broken(training("eval_strategy: steps"), "there is nothing to evaluate on. Add data.eval_fraction"),
     broken(training("do_eval: true"), "training.do_eval = true: there is nothing to evaluate on"),
     broken(training("bf16: true, fp16: true"), "training.fp16 = true: training.bf16 is true as well. Keep one."),
@@ -347,7 +347,7 @@ BROKEN = [
     broken(training("dataloader_prefetch_factor: 2"), "needs training.dataloader_num_workers of at least 1"),
     broken(
         text_of(checkpointing="{policy: full}", training=f"{{output_dir: x, {CHECKPOINTING}: true}}"),
-        f"training.{CHECKPOINTING} = true: given beside a checkpointing section, which governs",
+        f"training.{CHECKPOINTING} = true: given with a checkpointing section, which governs",
     ),
     broken(
         text_of(
@@ -368,7 +368,7 @@ BROKEN = [
             checkpointing="{policy: full}",
             training="{output_dir: x, fsdp: true, fsdp_config: {activation_checkpointing: true}}",
         ),
-        "training.fsdp_config.activation_checkpointing = true: given beside a checkpointing section, which governs.",
+        "training.fsdp_config.activation_checkpointing = true: given with a checkpointing section, which governs.",
     ),
     # Policies.
     broken(checkpointed("policy: ful"), 'checkpointing.policy = "ful": Unknown mode "ful"', 'Did you mean "full"?'),

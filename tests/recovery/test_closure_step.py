@@ -300,7 +300,7 @@ def test_with_auto_the_planner_gives_the_leaner_plan(caplog: pytest.LogCaptureFi
     [
         ("auto", {"memory_budget": "1GiB"}, PolicyError, "no step is known here"),
         ("auto", {**BUDGET, "memory_budget": None}, PolicyError, "has no memory_budget"),
-        ("auto", {**BUDGET, "every_n_layers": 2}, PolicyError, "every_n_layers was given beside policy"),
+        ("auto", {**BUDGET, "every_n_layers": 2}, PolicyError, "every_n_layers was given with policy"),
         ("auto", {**BUDGET, "quiet_steps": 0}, PolicyError, "quiet_steps is 0"),
         ("full", {"batch_size": 2}, PolicyError, r'batch_size was given, but only policy "auto" plans for a step'),
     ],
