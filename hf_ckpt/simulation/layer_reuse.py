@@ -219,13 +219,22 @@ def _in_segments(segments: Sequence[int | None], traced: set[int]) -> set[int]:
 
 
 def _over_gap(kinds: Sequence[Hashable], traced: set[int]) -> set[int]:
-    """Return a layer to trace too: over its gap others meet than met before the gap was made."""
+    """Return the fewest layers to trace too, at the ends of a gap over which others meet than met before."""
     for before, after in itertools.pairwise(sorted(traced)):
-        if after - before > 1 and kinds[before] != kinds[after - 1]:
-            return {before + 1}
-        if after - before > 1 and kinds[after] != kinds[before + 1]:
-            return {after - 1}
+        start, end = next(
+            (before + ahead, after - count + ahead)
+            for count in range(after - before)
+            for ahead in reversed(range(count + 1))
+            if _meet(kinds, before + ahead, after - count + ahead)
+        )
+        if (start, end) != (before, after):
+            return {*range(before + 1, start + 1), *range(end, after)}
     return set()
+
+
+def _meet(kinds: Sequence[Hashable], before: int, after: int) -> bool:
+    """Whether two layers, if they meet over a gap, meet what is like their own neighbours."""
+    return after - before == 1 or (kinds[before] == kinds[after - 1] and kinds[after] == kinds[before + 1])
 
 
 def layer_signature(layer: Layer) -> Hashable:

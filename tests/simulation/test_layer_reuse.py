@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "llama-offload-between": ("llama", 10, BETWEEN, {}, 3),
     "llama-segments": ("llama", 16, "full", {"segment_size": 4}, 8),
     "llama-segments-and-a-rest": ("llama", 14, "full", {"segment_size": 3}, 6),
-    "llama-segments-of-all-lengths": ("llama", 18, SHRINKING, {}, 4),
+    "llama-segments-of-all-lengths": ("llama", 18, SHRINKING, {}, 5),
     "gemma3-segments-nested": ("gemma3_text", 20, "full", {"segment_size": 4, "nested": True}, 12),
     "llama-revolve": ("llama", 14, REVOLVED, {}, 7),
     "llama-tiles-chunked-head": ("llama", 7, "full", {"tiles": 2, "head": "chunked"}, 4),
