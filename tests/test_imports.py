@@ -149,6 +149,44 @@ def test_no_files_import_each_other() -> None:
     sorter.prepare()  # raises CycleError, which names the files
 
 
+def loaded_by(names: set[str]) -> set[str]:
+    """The files of the package that importing `names` runs, by name; bodies of functions are not run."""
+    paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    loaded: set[str] = set()
+    while names := names & set(paths) - loaded:
+        loaded |= names
+        trees = [(name, ast.parse(paths[name].read_text(encoding="utf-8"))) for name in names]
+        names = {
+            found
+            for name, tree in trees
+            for node in set(ast.walk(tree)) - deferred_nodes(tree)
+            for found in (*imported_modules(node, name), *submodules_of(node))
+        }
+    return loaded
+
+
+def submodules_of(node: ast.AST) -> list[str]:
+    return [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_what_the_base_installs_is_enough_for_all_commands_that_do_not_train() -> None:
+    commands = {
+        f"hf_ckpt.cli.{name}" for name in ("answers", "estimate", "init", "inspect", "plan", "recipes", "ui_answer")
+    }
+    bodies = [ast.walk(ast.parse((PACKAGE / f"cli/{name.rpartition('.')[2]}.py").read_text())) for name in commands]
+    imported = {
+        found
+        for nodes in bodies
+        for node in nodes
+        for found in (*imported_modules(node, "hf_ckpt.cli"), *submodules_of(node))
+    }
+    loaded = loaded_by(imported)
+    assert {"hf_ckpt.estimate.limits", "hf_ckpt.cli.inspection", "hf_ckpt.loading.model"} <= loaded
+    paths = {str(Path(*name.split(".")).with_suffix(".py")) for name in loaded}
+    needed = [f.where for f in IMPORTS if f.runs_on_import and f.root == "datasets" and f.where.split(":")[0] in paths]
+    assert needed == []
+
+
 def test_pure_parts_import_the_standard_library_only() -> None:
     foreign = [
         found.where

@@ -22,8 +22,10 @@ from huggingface_hub import constants
 
 from hf_ckpt.cli import answer_store
 from hf_ckpt.errors import BudgetError
+from hf_ckpt.loading.config_places import in_hub_cache, shaping_recipes
 from hf_ckpt.loading.known_models import known_configs
-from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.recipe.recipe import Recipe
+from hf_ckpt.simulation.devices import may_have_gpu
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 
 # Every source counts: models import each other, and all of them are hashed in a tenth of a second.
@@ -103,11 +105,11 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
     It cannot where the answer may be about this machine's GPU (what is free in host memory counts then), or where
     the config has to be fetched from the hub.
     """
-    if not getattr(options, "device", None) and _has_gpu():
+    if not getattr(options, "device", None) and may_have_gpu():
         return None
     asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED}
     try:
-        recipes = _shaping(recipe)
+        recipes = shaping_recipes(recipe)
         model = _model_files(recipes[-1].model)
         if model is None:
             return None
@@ -134,16 +136,9 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
 # --- The machine, versions and variables. ---
 
 
-def _has_gpu() -> bool:
-    """Tell whether torch might find a GPU here, without asking it."""
-    # NVIDIA's driver, that of Windows under WSL, and AMD's. Windows itself shows no files.
-    signs = ("/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg", "/dev/kfd")
-    return sys.platform == "win32" or any(map(os.path.exists, signs))
-
-
 def _machine(recipe: Recipe, options: argparse.Namespace) -> list[object]:
     """Return what runs the code, and what the device "cpu" is described by where the answer is about it."""
-    runs = [sys.version, sys.platform, platform.machine(), _has_gpu()]
+    runs = [sys.version, sys.platform, platform.machine(), may_have_gpu()]
     if not recipe.training.get("use_cpu") and "cpu" not in str(getattr(options, "device", None)).lower():
         # Virtual machines may be given memory while they run.
         return runs
@@ -200,14 +195,6 @@ def _file(path: str) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def _shaping(recipe: Recipe) -> list[Recipe]:
-    """Return the recipe, the one that makes its base, and so on: the last says the model's shape."""
-    base = recipe.model.get("base_recipe")
-    if base is None or (Path(recipe.model["name_or_path"]).expanduser() / "config.json").is_file():
-        return [recipe]
-    return [recipe, *_shaping(load_recipe(base))]
-
-
 def _model_files(section: Mapping[str, Any]) -> object:
     """Return hashes of the model's config and code, in the place where they will be looked for; None on the hub."""
     if "config" in section:
@@ -215,7 +202,7 @@ def _model_files(section: Mapping[str, Any]) -> object:
     name = section["name_or_path"]
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        found = _in_hub_cache(name, section.get("revision"))
+        found = in_hub_cache(name, section.get("revision"))
         if found is None:
             return _known(name)
         folder = found
@@ -231,20 +218,11 @@ def _known(name: str) -> object:
     return None if fields is None else [fields, Path(constants.HF_TOKEN_PATH).is_file()]
 
 
-def _in_hub_cache(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a hub repository that has been fetched, with its config."""
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    reference = repository / "refs" / (revision or "main")
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
-    folder = repository / "snapshots" / (commit or "main")
-    return folder if (folder / "config.json").is_file() else None
-
-
 def _other_code(folder: Path) -> Iterator[Path]:
     """Yield the other repositories whose code a config names, as in `org/repository--modeling.Class`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for repository in sorted({text.split("--")[0] for text in _texts(config.get("auto_map")) if "--" in text}):
-        found = _in_hub_cache(repository, None)
+        found = in_hub_cache(repository, None)
         if found is None:
             raise FileNotFoundError(repository)
         yield found

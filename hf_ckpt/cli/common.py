@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.estimate.launch import Launch
 from hf_ckpt.recipe import shipped
 from hf_ckpt.simulation.devices import find_device
 
 if TYPE_CHECKING:
-    from hf_ckpt.estimate.launch_sharding import Launch
     from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.policy.allowances import Exact
 
@@ -141,8 +141,9 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_launch(options: argparse.Namespace) -> None:
-    """Refuse a file that is not there, before torch is loaded."""
+    """Refuse what cannot be how a recipe is launched, before torch is loaded."""
     check_config_file("--accelerate-config", options.accelerate_config, or_use="--engine and --processes")
+    launch_of(options).check()
 
 
 def shipped_config(name: str) -> Path:
@@ -180,12 +181,18 @@ def add_html_option(parser: argparse.ArgumentParser) -> None:
 
 def check_html(path: Path | None) -> None:
     """Refuse a page that could not be written, before the answer is worked out."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise RecipeError(f"--html {path}: there is no folder {path.absolute().parent}.")
+    if path is not None:
+        check_folder("--html", path)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Refuse a file that could not be written where it is."""
+    if path.is_dir():
+        raise RecipeError(f"{option} {path}: this is a folder. Name a file in it.")
+    if not path.absolute().parent.is_dir():
+        raise RecipeError(f"{option} {path}: there is no folder {path.absolute().parent}.")
 
 
 def launch_of(options: argparse.Namespace) -> Launch:
     """Return how the recipe is launched."""
-    from hf_ckpt.estimate.launch_sharding import Launch
-
     return Launch(config=options.accelerate_config, engine=options.engine, num_processes=options.processes)

@@ -18,6 +18,7 @@ from hf_ckpt.cli.common import (
     add_html_option,
     add_launch_options,
     check_devices,
+    check_folder,
     check_html,
     check_launch,
     launch_of,
@@ -100,10 +101,15 @@ def _run(options: argparse.Namespace) -> int:
     check_devices(options.device or ())
     if options.plot is not None:
         require("matplotlib")
+        check_folder("--plot", options.plot)
     if options.html is not None and (options.grid or options.max_length or options.max_batch):
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
-    # Needs YAML, as the recipe did.
+    # Need YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered
+    from hf_ckpt.loading.config_places import check_config
+
+    # Last, as the hub may take seconds to answer.
+    check_config(recipe)
 
     # What pictures are drawn of: the document has no timelines.
     drawn: list[Estimate] = []

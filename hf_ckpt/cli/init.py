@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hf_ckpt.cli.common import HOLDS, Command, check_devices, say
+from hf_ckpt.cli.common import HOLDS, Command, check_devices, check_folder, say
 from hf_ckpt.cli.estimate import ESTIMATE
-from hf_ckpt.cli.model_options import add_model_options, training_of
+from hf_ckpt.cli.model_options import add_model_options, model_of, training_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.recipe.for_model import METHODS, Training
@@ -50,9 +50,8 @@ def _run(options: argparse.Namespace) -> int:
         raise RecipeError(f"--out {path}: recipes are YAML files. Write {path}.yaml.")
     if path.exists():
         raise RecipeError(f"--out {path}: this file is there already. Name another, or remove it.")
-    if not path.absolute().parent.is_dir():
-        raise RecipeError(f"--out {path}: there is no folder {path.absolute().parent}.")
-    recipe = replace(training_of(options), data=options.data).recipe_for(options.model)
+    check_folder("--out", path)
+    recipe = replace(training_of(options), data=options.data).recipe_for(model_of(options.model))
     if options.device is not None:
         check_devices([options.device])
         require_for(recipe)
@@ -86,7 +85,8 @@ def _ask(options: argparse.Namespace) -> None:
     missing = [name for name in questions if getattr(options, name) is None]
     if missing and not sys.stdin.isatty():
         written = ", ".join("a model" if name == "model" else f"--{name}" for name in missing)
-        raise RecipeError(f"init needs {written}. Give them, or run it on a terminal, where it asks.")
+        them = "them" if len(missing) > 1 else "it"
+        raise RecipeError(f"init needs {written}. Give {them}, or run it on a terminal, where it asks.")
     if missing and all(getattr(options, method) is None for method in METHODS):
         method = _answer(f"Method ({', '.join(METHODS)}) [{Training.method}]: ") or Training.method
         if method not in METHODS:

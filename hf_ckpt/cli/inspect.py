@@ -22,7 +22,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from hf_ckpt.loading.config_places import check_config
+
     recipe = read_recipe_or_model(options)
+    check_config(recipe)
     names = {name: value for name in ("layers", "attention", "ffn") if (value := getattr(options, name)) is not None}
     with quiet():
         from hf_ckpt.cli.inspection import inspection

@@ -91,6 +91,18 @@ def _is_model(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and path.suffix not in (".yaml", ".yml") and not path.parent.is_dir()
 
 
+def model_of(name: str) -> str:
+    """Return the id or the folder of a model for a recipe; what is a recipe itself, or no such folder, is refused."""
+    from hf_ckpt.loading.config_places import is_path
+
+    if _is_recipe(Path(name)):
+        raise RecipeError(f"{name} is a recipe. Name a model: its id on the hub, or its folder.")
+    model = _model(name)
+    if is_path(model) and not Path(model).expanduser().is_dir():
+        raise RecipeError(f"{name}: there is no such folder. Check the path, or give the model's id on the hub.")
+    return model
+
+
 def _lacks_config(path: Path) -> bool:
     return path.is_dir() and not (path / "config.json").is_file()
 

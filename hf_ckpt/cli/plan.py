@@ -15,6 +15,7 @@ from hf_ckpt.cli.common import (
     add_html_option,
     add_launch_options,
     check_devices,
+    check_folder,
     check_html,
     check_launch,
     launch_of,
@@ -28,6 +29,7 @@ from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
 from hf_ckpt.recipe.extras import require
+from hf_ckpt.simulation.devices import NO_DEVICE, may_have_gpu
 from hf_ckpt.units import Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -74,14 +76,21 @@ def _run(options: argparse.Namespace) -> int:
     # What is wrong here is refused before torch is loaded.
     recipe = read_recipe_or_model(options)
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
-    _check_folder(options.out)
+    _check_out(options.out)
     check_launch(options)
     check_html(options.html)
     check_devices([options.device] if options.device else [])
     if options.plot is not None:
         require("matplotlib")
-    # Needs YAML, as the recipe did.
+        check_folder("--plot", options.plot)
+    if options.device is None and not may_have_gpu() and not recipe.training.get("use_cpu"):
+        _check_amount(_amount(recipe, budget))
+    # Need YAML, as the recipe did.
     from hf_ckpt.cli.answers import remembered
+    from hf_ckpt.loading.config_places import check_config
+
+    # Last, as the hub may take seconds to answer.
+    check_config(recipe)
 
     document, is_kept = remembered("plan", recipe, options, lambda: _document(recipe, options, budget))
     if is_kept and options.verbose:
@@ -100,7 +109,7 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
         from hf_ckpt.estimate import plan
         from hf_ckpt.estimate.subject import subject_of
 
-        device, assumed = plan.device_for(recipe, options.device, budget)
+        device, assumed = plan.device_for(recipe, options.device, _amount(recipe, budget))
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
     with quiet():
         with_fixed = options.plot is not None or options.html is not None
@@ -113,13 +122,24 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
     return document
 
 
-def _check_folder(path: Path | None) -> None:
+def _amount(recipe: Recipe, budget: Budget | None) -> Budget | None:
+    """Return the budget to plan for: that of the command, or the recipe's own."""
+    own = None if recipe.checkpointing is None else recipe.checkpointing.budget
+    return own if budget is None else budget
+
+
+def _check_amount(budget: Budget | None) -> None:
+    """Refuse a budget that no card can be assumed for."""
+    if budget is None or budget.num_bytes is None:
+        raise RecipeError(NO_DEVICE)
+
+
+def _check_out(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix != ".json":
         raise RecipeError(f"--out {path}: recipes know a plan's file by its ending. Write {path}.json.")
-    if not path.absolute().parent.is_dir():
-        raise RecipeError(f"--out {path}: there is no folder {path.absolute().parent}.")
+    check_folder("--out", path)
 
 
 def _plot(found: PlannedRecipe, path: Path) -> None:

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
 from hf_ckpt.errors import RecipeError
+from hf_ckpt.estimate.launch import Launch, check_number, read_config
 from hf_ckpt.loading.engine import Engine
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
-
-ENGINES = ("ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
-"""Engines of several processes, as `--engine` and `Sharding.engine` name them."""
 
 _UNSHARDED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
@@ -32,17 +28,9 @@ _PREFETCHES_IN_BACKWARD = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How a recipe is started, where the recipe itself does not say."""
-
-    config: Path | None = None  # Accelerate's configuration file.
-    engine: str | None = None  # One of `ENGINES`, in place of the file's.
-    num_processes: int | None = None  # Of all machines together, in place of the file's.
-
-
 def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
     """Return what each process will hold."""
+    launch.check()
     found = _of_file(launch.config) if launch.config is not None else Sharding()
     of_recipe = _of_recipe(recipe)
     if of_recipe is not None:
@@ -55,13 +43,7 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
     world_size = launch.num_processes or found.world_size
     if engine == "none" and world_size > 1:
         engine = "ddp"
-    if engine not in ("none", *ENGINES):
-        raise RecipeError(f'engine is "{engine}". Engines are {", ".join(ENGINES)}.')
-    if world_size == 1 and engine != "none":
-        raise RecipeError(
-            f"{engine} shares the work among processes, and how many there are is not said. Add --processes 8, or "
-            "--accelerate-config with the file that the run is launched with."
-        )
+    check_number(engine, world_size)
     if engine != found.engine:
         # What a file says of one engine does not hold for another.
         found = Sharding()
@@ -81,12 +63,7 @@ def describe(sharding: Sharding) -> str:
 
 
 def _of_file(path: Path) -> Sharding:
-    try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--accelerate-config {path} cannot be read: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(read, Mapping):
-        raise RecipeError(f"--accelerate-config {path} is no configuration of accelerate. Write one: accelerate config")
+    read = read_config(path)
     _check_whole_rows_and_weights(read.get("parallelism_config") or {}, path)
     kind = str(read.get("distributed_type", "NO")).upper()
     world_size = int(read.get("num_processes", 1))

@@ -11,7 +11,7 @@ from typing import Any
 from hf_ckpt.errors import BudgetError, HFCkptError, RecipeError, UnsupportedError
 from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
-from hf_ckpt.estimate.launch_sharding import Launch
+from hf_ckpt.estimate.launch import Launch
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.planner.advice import Exactness
@@ -19,7 +19,7 @@ from hf_ckpt.planner.chain import Chain
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.simulation.devices import Device, find_device, this_device
+from hf_ckpt.simulation.devices import NO_DEVICE, Device, find_device, this_device
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes
 
@@ -49,7 +49,7 @@ def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple
     """Return the device to plan for, and in words why, where no name was given.
 
     `name`: as the user wrote it; None takes this machine's GPU, or, where there is none and the budget is an amount, a
-    card that has as much. `budget`: as the user wrote it, if at all.
+    card that has as much. `budget`: as the user wrote it for the command or in the recipe, if at all.
     """
     if name is not None:
         return find_device(name), ""
@@ -59,10 +59,7 @@ def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple
     if recipe.training.get("use_cpu"):
         return devices_for(recipe, ())[0], "the recipe trains on the CPU, and no --device was given"
     if budget is None or budget.num_bytes is None:
-        raise RecipeError(
-            "There is no GPU here, and neither device nor amount was given. Add --device rtx4090, or an amount: "
-            "--memory-budget 22GiB."
-        )
+        raise RecipeError(NO_DEVICE)
     device = usual_device_with(budget.num_bytes)
     which = "smallest usual card with" if budget.num_bytes <= device.memory_bytes else "largest usual card, for"
     return device, f"the {which} {budget}, as there is no GPU here and no --device was given"

@@ -16,7 +16,7 @@ from hf_ckpt.auto.budgets import budget_bytes, check_budget
 from hf_ckpt.auto.largest_batch import Batch, largest_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
-from hf_ckpt.estimate.launch_sharding import Launch
+from hf_ckpt.estimate.launch import Launch
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.loading.dataset import PreparedData
 from hf_ckpt.loading.engine import Engine, asked_engine

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -26,13 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.errors import RecipeError
+from hf_ckpt.loading.config_places import is_path, is_reachable, not_to_be_had, shaping_recipes
 from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.checkpointing import Checkpointing
-from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
+from hf_ckpt.recipe.recipe import Recipe, Values
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
 from hf_ckpt.recipe.trainers import TrainerKind
 from hf_ckpt.regions.offload.disk import check_path
@@ -269,7 +267,7 @@ def _loading_advice(name: str, error: Exception) -> str:
             f"model.name_or_path: {name} brings code of its own, which would run here. Read it, and set "
             "model.trust_remote_code=true if you trust it."
         )
-    if _is_path(name):
+    if is_path(name):
         there = Path(name).expanduser().is_dir()
         what = f"{name} cannot be loaded: {reason}" if there else f"there is no folder {name}"
         return f"model.name_or_path: {what}. Check the path, or give a hub id."
@@ -287,12 +285,6 @@ def _loading_advice(name: str, error: Exception) -> str:
     )
 
 
-def _is_path(name: str) -> bool:
-    """Tell a path from a hub id, which has at most one slash."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
-
-
-_SECONDS_TO_ANSWER = 5
 # No tokenizer is there yet, and the shape of the layers does not depend on it.
 _NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
@@ -310,7 +302,7 @@ class Found:
 
 def find_config(recipe: Recipe) -> Found:
     """Find the config of a recipe's model, in the quickest place that has it."""
-    section, by = _section_with_shape(recipe), ""
+    section, by = shaping_recipes(recipe)[-1].model, ""
     if section is not recipe.model:
         by = f" of {Path(recipe.model['base_recipe']).name}"
     if "config" in section:
@@ -321,13 +313,6 @@ def find_config(recipe: Recipe) -> Found:
         has_weights = holds_weights(Path(name).expanduser())
         return Found(config, _beside_known(f"the folder {name}", name, config), section, has_weights=has_weights)
     return _of_hub(section)
-
-
-def _section_with_shape(recipe: Recipe) -> Mapping[str, Any]:
-    path = recipe.model.get("base_recipe")
-    if path is None or (Path(recipe.model["name_or_path"]).expanduser() / "config.json").is_file():
-        return recipe.model
-    return _section_with_shape(load_recipe(path))
 
 
 def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
@@ -345,7 +330,7 @@ def _of_hub(section: Mapping[str, Any]) -> Found:
         return Found(config, _beside_known("the cache of the hub", name, config), section, has_weights=True)
     except RecipeError as error:
         refusal = error
-    if _is_reachable():
+    if is_reachable():
         try:
             config = _load(section, local_files_only=False)
             return Found(config, _beside_known("the hub", name, config), section, has_weights=True)
@@ -413,21 +398,6 @@ def _advice(name: str, error: Exception) -> str:
             f"model.name_or_path: {name} brings code of its own, which would run here. Read it, and set "
             "model.trust_remote_code=true if you trust it."
         )
-    return (
-        f"model.name_or_path: the config of {name} is not to be had ({reason}).{did_you_mean(name, known_configs())} "
-        "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
-        "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
-    )
-
-
-def _is_reachable() -> bool:
-    """Tell whether the hub answers; left to itself, a download tries for half a minute before it gives up."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_SECONDS_TO_ANSWER)
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
+    if Path(name).expanduser().is_dir():
+        return f"model.name_or_path: the config in {name} cannot be read: {reason}."
+    return not_to_be_had(name, reason)

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hf_ckpt.errors import DataError
 from hf_ckpt.loading.examples import Conversation, Example, PromptCompletion, Text, find_layout
-from hf_ckpt.loading.sources import load_splits
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 # 256 bytes and the three special tokens.
@@ -120,6 +119,9 @@ def _template_text(template: str) -> str:
 
 
 def _texts(section: Mapping[str, Any]) -> Iterator[str]:
+    # `inspect` and `--html`, which come here for names alone, do without datasets.
+    from hf_ckpt.loading.sources import load_splits
+
     rows = load_splits(section).train
     layout = find_layout(rows.column_names, section)
     for row in rows:

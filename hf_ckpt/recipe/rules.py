@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_ckpt.errors import PolicyError
+from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
@@ -133,6 +133,20 @@ def _model_has_one_source(draft: Draft) -> None:
         )
     elif "model" in draft.sections and not draft.has("model.name_or_path") and not draft.has("model.config"):
         draft.refuse("model", "has neither name_or_path (weights to load) nor config (weights to make). Add one.")
+
+
+_ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def _attention_is_known(draft: Draft) -> None:
+    name = draft.get("model.attn_implementation")
+    # With a slash it is a kernel on the hub.
+    if isinstance(name, str) and "/" not in name and name not in _ATTENTIONS:
+        known = ", ".join(map(show, _ATTENTIONS))
+        draft.refuse(
+            "model.attn_implementation",
+            f"expected one of {known}, or a kernel's repository.{did_you_mean(name, _ATTENTIONS)}",
+        )
 
 
 def _made_weights_stand_alone(draft: Draft) -> None:
@@ -485,6 +499,7 @@ def _are_counts(*values: object) -> bool:
 _RULES: tuple[Callable[[Draft], None], ...] = (
     _names_are_not_empty,
     _model_has_one_source,
+    _attention_is_known,
     _made_weights_stand_alone,
     _loaded_weights_keep_their_tokenizer,
     _config_fits_itself,

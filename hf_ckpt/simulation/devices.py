@@ -218,6 +218,13 @@ _LARGE_WORKSPACE = 32 * MIB
 _SMALL_WORKSPACE = 2 * 4 * MIB + 8 * 16 * 1024
 
 
+NO_DEVICE = (
+    "There is no GPU here, and neither device nor amount was given. Add --device rtx4090, or an amount: "
+    "--memory-budget 22GiB."
+)
+"""What to say to who has no GPU and names none."""
+
+
 def find_device(name: str) -> Device:
     """Return a device of the table by its name, as in `rtx4090`, `RTX 4090`, `4090` or `NVIDIA A100-SXM4-80GB`.
 
@@ -229,6 +236,13 @@ def find_device(name: str) -> Device:
     raise PolicyError(
         f'Unknown device "{name}". Devices are {", ".join(DEVICES)}.' + did_you_mean(str(name).lower(), DEVICES)
     )
+
+
+def may_have_gpu() -> bool:
+    """Tell whether torch might find a GPU here, without asking it."""
+    # NVIDIA's driver, that of Windows under WSL, and AMD's. Windows itself shows no files.
+    signs = ("/dev/nvidiactl", "/proc/driver/nvidia/gpus", "/dev/dxg", "/dev/kfd")
+    return sys.platform == "win32" or any(map(os.path.exists, signs))
 
 
 def this_device() -> Device:

@@ -291,7 +291,7 @@ def test_processors_count_for_an_answer_about_them(
     use_cpu: bool, device: str | None, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipes.write(tmp_path, training={"use_cpu": use_cpu})
-    monkeypatch.setattr(answers, "_has_gpu", lambda: False)
+    monkeypatch.setattr(answers, "may_have_gpu", lambda: False)
     first = key_of(recipe, device=device)
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     assert (key_of(recipe, device=device) != first) is counts
@@ -299,10 +299,10 @@ def test_processors_count_for_an_answer_about_them(
 
 def test_answer_about_this_machines_gpu_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipes.write(tmp_path)
-    monkeypatch.setattr(answers, "_has_gpu", lambda: True)
+    monkeypatch.setattr(answers, "may_have_gpu", lambda: True)
     assert key_of(recipe, device=None) is None
     assert key_of(recipe) is not None
-    monkeypatch.setattr(answers, "_has_gpu", lambda: False)
+    monkeypatch.setattr(answers, "may_have_gpu", lambda: False)
     assert key_of(recipe, device=None) is not None
 
 

@@ -77,6 +77,9 @@ def test_recipe_for_a_card_is_estimated(tmp_path: Path, capsys: pytest.CaptureFi
         (["some/model", "--data", "x", "--out", "own"], None, "recipes are YAML files. Write own.yaml."),
         (["some/model", "--data", "x", "--out", "gone/own.yaml"], None, "there is no folder"),
         (["some/model", "--data", "x", "--out", "there.yaml"], None, "this file is there already"),
+        (["some/model", "--data", "x"], None, "init needs --out. Give it, or"),
+        (["./gone", "--data", "x", "--out", "own.yaml"], None, "./gone: there is no such folder."),
+        (["llama7b_lora", "--data", "x", "--out", "own.yaml"], None, "llama7b_lora is a recipe. Name a model"),
     ],
 )
 def test_wrong_words_write_nothing(

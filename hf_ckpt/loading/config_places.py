@@ -1,0 +1,87 @@
+"""Where the config of a recipe's model lies, found without torch: a folder, the cache of the hub, or the hub."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.recipe.recipe import Recipe, load_recipe
+
+_SECONDS_TO_ANSWER = 5
+
+
+def check_config(recipe: Recipe) -> None:
+    """Refuse a recipe whose model's config cannot be had, as far as that can be known without transformers."""
+    section = shaping_recipes(recipe)[-1].model
+    if "config" in section:
+        return
+    name = section["name_or_path"]
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _check_file(folder / "config.json")
+    elif is_path(name):
+        raise RecipeError(f"model.name_or_path: there is no folder {name}. Check the path, or give a hub id.")
+    elif in_hub_cache(name, section.get("revision")) is None and name not in known_configs() and not is_reachable():
+        raise RecipeError(not_to_be_had(name, "it is not cached, and the hub cannot be reached"))
+
+
+def _check_file(path: Path) -> None:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"model.name_or_path: {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise RecipeError(f"model.name_or_path: {path} is not valid JSON: {error}.") from error
+    if not isinstance(fields, Mapping):
+        raise RecipeError(f"model.name_or_path: {path} describes no model.")
+
+
+def not_to_be_had(name: str, reason: str) -> str:
+    """Say what to do about a config that was not found."""
+    return (
+        f"model.name_or_path: the config of {name} is not to be had ({reason}).{did_you_mean(name, known_configs())} "
+        "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
+        "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
+    )
+
+
+def shaping_recipes(recipe: Recipe) -> list[Recipe]:
+    """Return the recipe, the one that makes its base, and so on: the last says the model's shape."""
+    base = recipe.model.get("base_recipe")
+    if base is None or (Path(recipe.model["name_or_path"]).expanduser() / "config.json").is_file():
+        return [recipe]
+    return [recipe, *shaping_recipes(load_recipe(base))]
+
+
+def is_path(name: str) -> bool:
+    """Tell a path from a hub id, which has at most one slash."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+
+
+def in_hub_cache(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a hub repository that has been fetched, with its config."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    reference = repository / "refs" / (revision or "main")
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    folder = repository / "snapshots" / (commit or "main")
+    return folder if (folder / "config.json").is_file() else None
+
+
+def is_reachable() -> bool:
+    """Tell whether the hub answers; left to itself, a download tries for half a minute before it gives up."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_SECONDS_TO_ANSWER)
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
