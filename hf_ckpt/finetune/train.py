@@ -50,7 +50,7 @@ from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehea
 from hf_ckpt.loading.rewards import reward_functions
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
-from hf_ckpt.loading.trainer import build_trained_model, make_trainer
+from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
 from hf_ckpt.policy.plan import Plan
@@ -295,6 +295,7 @@ def _trainer(
     # Only now, so that adapters start the same in all processes, whatever each of them had to prepare.
     set_seed(args.seed)
     model: Any = build_trained_model(recipe, tokenizer)
+    use_one_thread_if_tiny(model)
     if recipe.data.get("packing", False):
         check_packing(model)
     callback = _callback(recipe)

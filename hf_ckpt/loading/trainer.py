@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt.errors import RecipeError
@@ -13,6 +15,19 @@ from hf_ckpt.loading.model import adapter_config, base_model, build_model
 from hf_ckpt.loading.rewards import is_model
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.trainers import REWARDS
+
+_FEW_PARAMETERS = 1 << 22
+"""A model with fewer of them is tiny: its operators take microseconds."""
+
+
+def use_one_thread_if_tiny(model: torch.nn.Module) -> None:
+    """Compute in one thread where more would only wait for each other, unless the user has said how many.
+
+    On a machine that does something else meanwhile, or a container with fewer cores than it sees, they make tiny steps
+    slower many times over.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and sum(each.numel() for each in model.parameters()) < _FEW_PARAMETERS:
+        torch.set_num_threads(1)
 
 
 def build_trained_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -39,7 +39,7 @@ from transformers import (
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import PolicyError, StructureError
 from hf_ckpt.loading.columns import texts_of
-from hf_ckpt.loading.trainer import build_trained_model, make_trainer, trainer_class
+from hf_ckpt.loading.trainer import build_trained_model, make_trainer, trainer_class, use_one_thread_if_tiny
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.options import HeadMode
@@ -89,6 +89,7 @@ class TrialInputs:
         """Build the model as the recipe's trainer takes it, the same one at each call."""
         set_seed(seed)
         model = build_trained_model(self.recipe, self.tokenizer)
+        use_one_thread_if_tiny(model)
         keep_4bit_weights(model)
         _randomize_zero_adapters(model)
         if self.setup is not None:
