@@ -243,6 +243,16 @@ def _densely_laid(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any, *options: Any) -> Any:
+    """Make the loss of each row [B], and a table with a place for each label of the longest text and each gap."""
+    if isinstance(target_lengths, Tensor) and not has_values(target_lengths):
+        raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+    with _disable_current_modes():
+        labels = int(torch.as_tensor(target_lengths).max())
+    frames, rows = log_probs.shape[0], log_probs.shape[1]
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, frames, 2 * labels + 1)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Step an optimizer in place, which returns nothing. The fake mode would make a fake of each counter of steps."""
 
@@ -264,6 +274,8 @@ _SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType
         torch.ops.aten.native_batch_norm_backward.default: partial(
             _dense, torch.ops.aten.native_batch_norm_backward.default, 2
         ),
+        torch.ops.aten._ctc_loss.default: _ctc_loss,
+        torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
         torch.ops.aten._fused_adam_.default: _nothing,
         torch.ops.aten._fused_adamw_.default: _nothing,
         torch.ops._c10d_functional.wait_tensor.default: _waited_for,
