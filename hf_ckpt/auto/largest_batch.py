@@ -22,6 +22,8 @@ from hf_ckpt.structure.parts import unwrapped
 _TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"
 _POSITIONS, _LABELS = "position_ids", "labels"
 _ROWS_AT_A_TIME = 1000
+_FEW = 100
+"""Rows that are looked at for documents that were packed into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,8 @@ def _is_of_text(model: nn.Module, batch: Batch, name: str, value: Any) -> bool:
     if not isinstance(value, Tensor) or not value.dim():
         return True
     if name == _LABELS:
-        # Other ones are for whoever checks them.
-        return True
+        # Other ones are for whoever checks them, where it is known what the model's loss takes.
+        return knows_labels(model) or tuple(value.shape) == (batch.rows, batch.length)
     is_whole = not (value.is_floating_point() or value.is_complex())
     # What its forward does not name is settings of a kernel, such as `cu_seq_lens_q`.
     is_few = value.numel() < batch.rows * batch.length and name not in forward_names(model)
@@ -176,6 +178,11 @@ def reads_text(model: nn.Module) -> bool:
     if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
         return False
     return main_input(bare) == _TOKENS and _LABELS in forward_names(bare)
+
+
+def knows_labels(model: nn.Module) -> bool:
+    """Whether it is known which labels a model's loss takes: one for each token, or for each row."""
+    return getattr(without_adapter(model), "loss_type", None) is not None
 
 
 def main_input(model: nn.Module) -> str:
@@ -301,9 +308,27 @@ def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> 
     if getattr(_innermost(collator), "tokenizer", None) is not None and _MASK in names:
         # What pads by a tokenizer gives a mask with every batch.
         more.add(_MASK)
-    if batch.is_packed:
+    is_packed = batch.is_packed or (_MASK not in more and _POSITIONS in names and _restarts(dataset))
+    if is_packed:
         more.discard(_MASK)
-    return replace(batch, more=tuple(sorted(more)))
+    return replace(batch, more=tuple(sorted(more)), is_packed=is_packed)
+
+
+def _restarts(dataset: Any) -> bool:
+    """Whether positions begin anew within one of the first rows, as those of packed documents do."""
+    if isinstance(dataset, Subset):
+        return _restarts(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(map(_restarts, dataset.datasets))
+    if hasattr(dataset, "column_names"):
+        if _POSITIONS not in dataset.column_names:
+            return False
+        found = next(iter(dataset.select_columns([_POSITIONS]).with_format(None).iter(batch_size=_FEW)))[_POSITIONS]
+    elif isinstance(dataset, list | tuple) and isinstance(dataset[0], Mapping):
+        found = [example[_POSITIONS] for example in dataset[:_FEW] if _POSITIONS in example]
+    else:
+        return False
+    return any(bool((torch.as_tensor(each).diff() != 1).any()) for each in found)
 
 
 def _is_row(value: Any) -> bool:

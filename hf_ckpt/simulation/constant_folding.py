@@ -167,6 +167,10 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return _SUBSTITUTES.get(function)
 
 
+RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, LookupError, TypeError)
+"""What code raises that is given tensors without values, or other inputs than it expects."""
+
+
 def to_unsupported_error(
     error: Exception, module: str, inputs: Sequence[str] = ("input_ids", "labels"), unknown: Sequence[str] = ()
 ) -> UnsupportedError | None:
@@ -180,13 +184,13 @@ def to_unsupported_error(
             f"{where} cannot be simulated: it computes with a sparse tensor, whose memory cannot be followed. Measure "
             "a step on the device instead, or use an adapter without sparse weights."
         )
-    if isinstance(error, ValueError) and not isinstance(error, HFCkptError):
+    if isinstance(error, HFCkptError | torch.OutOfMemoryError):
+        return None
+    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return UnsupportedError(
             f"{where} cannot be simulated: given {_listed(inputs)}, as a simulated step gives them, it raises "
-            f'"{error}". Measure a step on the device instead, with the inputs that it needs.'
+            f'{type(error).__name__} "{error}". Measure a step on the device instead, with the inputs that it needs.'
         )
-    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return None
     of_inputs = f", of {_listed(unknown)} too" if unknown else ""
     return UnsupportedError(
         f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}), and a "
