@@ -22,8 +22,6 @@ from hf_ckpt.structure.parts import unwrapped
 _TOKENS, _LENGTH, _MASK = "input_ids", "length", "attention_mask"
 _POSITIONS, _LABELS = "position_ids", "labels"
 _ROWS_AT_A_TIME = 1000
-_FEW = 100
-"""Rows that are looked at for documents that were packed into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +294,7 @@ def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
     else:
         return ()
     ids = torch.as_tensor(example.get(_TOKENS, ()))
-    known = (_TOKENS, _POSITIONS, _LABELS)
+    known = (_TOKENS, _LABELS)
     rest = {name: torch.as_tensor(value) for name, value in example.items() if name not in known and _is_row(value)}
     return tuple(sorted(name for name, value in rest.items() if is_like_tokens(value, ids)))
 
@@ -308,27 +306,11 @@ def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> 
     if getattr(_innermost(collator), "tokenizer", None) is not None and _MASK in names:
         # What pads by a tokenizer gives a mask with every batch.
         more.add(_MASK)
-    is_packed = batch.is_packed or (_MASK not in more and _POSITIONS in names and _restarts(dataset))
+    # Positions without a mask make one of documents, be there one or several in a row.
+    is_packed = batch.is_packed or (_MASK not in more and _POSITIONS in more)
     if is_packed:
-        more.discard(_MASK)
+        more -= {_MASK, _POSITIONS}
     return replace(batch, more=tuple(sorted(more)), is_packed=is_packed)
-
-
-def _restarts(dataset: Any) -> bool:
-    """Whether positions begin anew within one of the first rows, as those of packed documents do."""
-    if isinstance(dataset, Subset):
-        return _restarts(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return any(map(_restarts, dataset.datasets))
-    if hasattr(dataset, "column_names"):
-        if _POSITIONS not in dataset.column_names:
-            return False
-        found = next(iter(dataset.select_columns([_POSITIONS]).with_format(None).iter(batch_size=_FEW)))[_POSITIONS]
-    elif isinstance(dataset, list | tuple) and isinstance(dataset[0], Mapping):
-        found = [example[_POSITIONS] for example in dataset[:_FEW] if _POSITIONS in example]
-    else:
-        return False
-    return any(bool((torch.as_tensor(each).diff() != 1).any()) for each in found)
 
 
 def _is_row(value: Any) -> bool:

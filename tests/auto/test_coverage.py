@@ -167,11 +167,13 @@ def test_code_that_fails_without_values_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_table", [False, True])
-def test_positions_that_begin_anew_make_a_mask_which_is_predicted(tmp_path: Path, is_table: bool) -> None:
-    data: Any = [{**row, "position_ids": torch.arange(LENGTH) % 3} for row in rows()]
+@pytest.mark.parametrize("document", [3, LENGTH])
+def test_positions_make_a_mask_which_is_predicted(tmp_path: Path, is_table: bool, document: int) -> None:
+    data: Any = [{**row, "position_ids": torch.arange(LENGTH) % document} for row in rows()]
     if is_table:
         data = Table.from_list([{name: value.tolist() for name, value in row.items()} for row in data])
-    assert abs(prediction_error(llama(), tmp_path, data, collator=default_data_collator)) < 0.0001
+    # Some versions of transformers leave the mask out where each row is one document.
+    assert -0.0001 < prediction_error(llama(), tmp_path, data, collator=default_data_collator) < 0.01
 
 
 def test_few_whole_numbers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
