@@ -445,6 +445,15 @@ def _check_setting(model: nn.Module, name: str, value: Any) -> None:
             f"{name}=True keeps tensors that the simulated step does not have",
             f", or set {name} in the model's config",
         )
+    check_no_tensors_inside(name, value)
+
+
+def check_no_tensors_inside(name: str, value: Any) -> None:
+    """Refuse an input that is a list or a dictionary of tensors.
+
+    Raises:
+        UnsupportedError: names it.
+    """
     if any(isinstance(each, Tensor) for each in _inside(value)):
         raise refuse(f"a batch came with tensors inside {name}, which the simulated step does not have")
 

@@ -162,8 +162,8 @@ def _is_of_text(model: nn.Module, batch: Batch, name: str, value: Any) -> bool:
     if not isinstance(value, Tensor) or not value.dim():
         return True
     if name == _LABELS:
-        # Other ones are for whoever checks them.
-        return True
+        # Other ones are for whoever checks them, where it is known what the model's loss takes.
+        return knows_labels(model) or tuple(value.shape) == (batch.rows, batch.length)
     is_whole = not (value.is_floating_point() or value.is_complex())
     # What its forward does not name is settings of a kernel, such as `cu_seq_lens_q`.
     is_few = value.numel() < batch.rows * batch.length and name not in forward_names(model)
@@ -176,6 +176,11 @@ def reads_text(model: nn.Module) -> bool:
     if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
         return False
     return main_input(bare) == _TOKENS and _LABELS in forward_names(bare)
+
+
+def knows_labels(model: nn.Module) -> bool:
+    """Whether it is known which labels a model's loss takes: one for each token, or for each row."""
+    return getattr(without_adapter(model), "loss_type", None) is not None
 
 
 def main_input(model: nn.Module) -> str:
@@ -289,7 +294,7 @@ def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
     else:
         return ()
     ids = torch.as_tensor(example.get(_TOKENS, ()))
-    known = (_TOKENS, _POSITIONS, _LABELS)
+    known = (_TOKENS, _LABELS)
     rest = {name: torch.as_tensor(value) for name, value in example.items() if name not in known and _is_row(value)}
     return tuple(sorted(name for name, value in rest.items() if is_like_tokens(value, ids)))
 
@@ -301,9 +306,11 @@ def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> 
     if getattr(_innermost(collator), "tokenizer", None) is not None and _MASK in names:
         # What pads by a tokenizer gives a mask with every batch.
         more.add(_MASK)
-    if batch.is_packed:
-        more.discard(_MASK)
-    return replace(batch, more=tuple(sorted(more)))
+    # Positions without a mask make one of documents, be there one or several in a row.
+    is_packed = batch.is_packed or (_MASK not in more and _POSITIONS in more)
+    if is_packed:
+        more -= {_MASK, _POSITIONS}
+    return replace(batch, more=tuple(sorted(more)), is_packed=is_packed)
 
 
 def _is_row(value: Any) -> bool:

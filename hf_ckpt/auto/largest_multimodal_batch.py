@@ -19,10 +19,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.auto.largest_batch import Batch, describe_batch, forward_names, reads_text
+from hf_ckpt.auto.coverage import check_no_tensors_inside
+from hf_ckpt.auto.largest_batch import Batch, describe_batch, forward_names, knows_labels, reads_text
 from hf_ckpt.simulation.random_states import random_states_kept
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,11 @@ def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: in
         Nothing where text alone describes the batches, or where no bound is known.
     """
     rows = _readable(dataset)
-    if rows is None or (reads_text(model) and _has_text_alone(rows, {*forward_names(model)} - {"labels"})):
+    if rows is None or (
+        reads_text(model)
+        and _has_text_alone(rows, {*forward_names(model)} - {"labels"})
+        and (knows_labels(model) or _has_labels_of_tokens(rows))
+    ):
         return []
     sizes = _read_sizes(rows)
     may_pad = num_rows > 1 and len(set(map(tuple, sizes.values()))) > 1
@@ -72,7 +78,11 @@ def _collated(model: nn.Module, examples: list[Any], collator: Any, *, may_pad: 
             # Whatever a user's collator raises; where it is to blame, it will again.
             logger.info("The largest examples could not be collated, so no bound is known: %s", error)
             return None
-    return describe_batch(model, (), made, may_pad=may_pad) if isinstance(made, Mapping) else None
+    if not isinstance(made, Mapping):
+        return None
+    for name in forward_names(model):
+        check_no_tensors_inside(name, made.get(name))
+    return describe_batch(model, (), made, may_pad=may_pad)
 
 
 # --- Which examples. ---
@@ -195,6 +205,13 @@ def _has_text_alone(rows: _Rows, names: Container[str]) -> bool:
     return all(
         "input_ids" in each and all(_is_of_text(value, name in names) for name, value in each.items()) for each in few
     )
+
+
+def _has_labels_of_tokens(rows: _Rows) -> bool:
+    """Whether the first example has a label for each token, where it has labels."""
+    first = rows.header(0)
+    label = first.get("labels", first.get("label"))
+    return label is None or torch.as_tensor(label).shape == torch.as_tensor(first["input_ids"]).shape
 
 
 def _is_of_text(value: Any, is_taken: bool) -> bool:

@@ -160,6 +160,10 @@ def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options:
             return stand_in.compute_loss(model, inputs, **options)
     except (_ValueNeededError, AttributeError, KeyError, TypeError, IndexError) as error:
         kind = type(stand_in).__name__
+        if isinstance(error, KeyError) and error.args[0] not in inputs:
+            raise refuse(
+                f"{kind}.compute_loss reads {error} of a batch, of which what the model's forward takes is simulated"
+            ) from error
         raise refuse(
             f"{kind}.compute_loss cannot be simulated: of tensors without values it raises {type(error).__name__} "
             f'"{error}"'

@@ -167,6 +167,10 @@ def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return _SUBSTITUTES.get(function)
 
 
+RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, LookupError, TypeError)
+"""What code raises that is given tensors without values, or other inputs than it expects."""
+
+
 def to_unsupported_error(
     error: Exception, module: str, inputs: Sequence[str] = ("input_ids", "labels"), unknown: Sequence[str] = ()
 ) -> UnsupportedError | None:
@@ -180,13 +184,13 @@ def to_unsupported_error(
             f"{where} cannot be simulated: it computes with a sparse tensor, whose memory cannot be followed. Measure "
             "a step on the device instead, or use an adapter without sparse weights."
         )
-    if isinstance(error, ValueError) and not isinstance(error, HFCkptError):
+    if isinstance(error, HFCkptError | torch.OutOfMemoryError):
+        return None
+    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return UnsupportedError(
             f"{where} cannot be simulated: given {_listed(inputs)}, as a simulated step gives them, it raises "
-            f'"{error}". Measure a step on the device instead, with the inputs that it needs.'
+            f'{type(error).__name__} "{error}". Measure a step on the device instead, with the inputs that it needs.'
         )
-    if not isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return None
     of_inputs = f", of {_listed(unknown)} too" if unknown else ""
     return UnsupportedError(
         f"{where} cannot be simulated: it reads values of tensors to decide what to compute ({error.func}), and a "
@@ -243,6 +247,16 @@ def _densely_laid(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
+def _ctc_loss(log_probs: Tensor, targets: Tensor, _: Any, target_lengths: Any, *options: Any) -> Any:
+    """Make the loss of each row [B], and a table with a place for each label of the longest text and each gap."""
+    if isinstance(target_lengths, Tensor) and not has_values(target_lengths):
+        raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+    with _disable_current_modes():
+        labels = int(torch.as_tensor(target_lengths).max())
+    frames, rows = log_probs.shape[0], log_probs.shape[1]
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, frames, 2 * labels + 1)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Step an optimizer in place, which returns nothing. The fake mode would make a fake of each counter of steps."""
 
@@ -264,6 +278,8 @@ _SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType
         torch.ops.aten.native_batch_norm_backward.default: partial(
             _dense, torch.ops.aten.native_batch_norm_backward.default, 2
         ),
+        torch.ops.aten._ctc_loss.default: _ctc_loss,
+        torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
         torch.ops.aten._fused_adam_.default: _nothing,
         torch.ops.aten._fused_adamw_.default: _nothing,
         torch.ops._c10d_functional.wait_tensor.default: _waited_for,

@@ -20,7 +20,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
-from hf_ckpt.simulation.constant_folding import fold, fold_known, to_unsupported_error
+from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
@@ -528,7 +528,7 @@ def _explained(tracker: Tracker, step: Step) -> Iterator[None]:
     unknown = [each.name for each in step.tensors if each.values is None]
     try:
         yield
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except RAISED_BY_MODELS as error:
         unsupported = to_unsupported_error(error, tracker.module, named, unknown)
         if unsupported is None:
             raise
@@ -549,7 +549,8 @@ def _run_batch(
             return found[1]["logits"].nbytes if step.loss.keeps_predictions else 0
         output = prepare_forward(model, step)(**inputs, **dict(step.settings))
     ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
-    kept = tree_leaves([value for name, value in output.items() if name not in ("loss", *ignored)])
+    named = output if isinstance(output, Mapping) else {str(place): each for place, each in enumerate(output[1:])}
+    kept = tree_leaves([value for name, value in named.items() if name not in ("loss", *ignored)])
     kept += [value for name, value in inputs.items() if name in _LABELS]
     return sum(each.nbytes for each in kept if isinstance(each, Tensor))
 

@@ -280,7 +280,9 @@ def prepare_loss(model: nn.Module, step: Step, others: Mapping[str, nn.Module], 
 
 def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
     # A function of its own, so that the logits are freed where the Trainer frees them.
-    loss: Tensor | None = forward(**inputs).get("loss")
+    output = forward(**inputs)
+    # As `Trainer.compute_loss` takes it.
+    loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else output[0]
     if loss is None:
         raise UnsupportedError(
             f"The step cannot be simulated: given {', '.join(inputs)}, the model's forward returns no loss. Give it "

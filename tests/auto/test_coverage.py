@@ -26,6 +26,9 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    YolosConfig,
+    YolosForObjectDetection,
+    default_data_collator,
 )
 
 from hf_ckpt import HFCkptCallback
@@ -35,7 +38,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.follow import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from tests import zoo
-from tests.training import VOCAB, arguments, changed, llama, lora, rows, weights
+from tests.training import LENGTH, VOCAB, arguments, changed, llama, lora, rows, weights
 
 pytestmark = pytest.mark.slow
 
@@ -113,6 +116,64 @@ def with_input(name: str, value: Tensor) -> Callable[[Examples], dict[str, Any]]
 )
 def test_input_that_is_not_simulated_is_refused(tmp_path: Path, name: str, value: Any, message: str) -> None:
     assert message in refusal(llama(num_hidden_layers=1), tmp_path, collator=with_input(name, value))
+
+
+def test_list_of_tensors_is_refused(tmp_path: Path) -> None:
+    def collate(batch: Examples) -> dict[str, Any]:
+        return {
+            "pixel_values": torch.stack([each["image"] for each in batch]),
+            "labels": [each["box"] for each in batch],
+        }
+
+    model = YolosForObjectDetection(YolosConfig(**SIZES, image_size=[8, 8], patch_size=4, num_detection_tokens=2))
+    box = {"class_labels": torch.tensor([1]), "boxes": torch.rand(1, 4)}
+    data = [{"image": torch.zeros(3, 8, 8), "box": box}] * 4
+    assert "a batch came with tensors inside labels" in refusal(model, tmp_path, data, collator=collate)
+
+
+class Scores(nn.Module):
+    """A user's own module, which says nothing of its labels: one for each row."""
+
+    def __init__(self, as_tuple: bool = False) -> None:
+        super().__init__()
+        self.model = llama(attention_dropout=0.0)
+        self.head = nn.Linear(VOCAB, 3)
+        self.as_tuple = as_tuple
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        scores = self.head(self.model(input_ids).logits[:, -1])
+        loss = nn.functional.cross_entropy(scores, labels)
+        return (loss, scores) if self.as_tuple else {"loss": loss, "logits": scores}
+
+
+def scored() -> Examples:
+    return [{"input_ids": row["input_ids"], "labels": number % 3} for number, row in enumerate(rows())]
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_labels_of_a_module_of_the_users_are_those_of_its_batches(tmp_path: Path, as_tuple: bool) -> None:
+    assert abs(prediction_error(Scores(as_tuple), tmp_path, scored(), collator=default_data_collator)) < 0.001
+
+
+def test_code_that_fails_without_values_is_refused(tmp_path: Path) -> None:
+    class Asserts(Scores):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            if type(self.head.weight.data) is not Tensor:
+                raise AssertionError("no such tensor")
+            return super().forward(input_ids, labels)
+
+    message = refusal(Asserts(), tmp_path, scored(), collator=default_data_collator)
+    assert 'given input_ids and labels, as a simulated step gives them, it raises AssertionError "no such' in message
+
+
+@pytest.mark.parametrize("is_table", [False, True])
+@pytest.mark.parametrize("document", [3, LENGTH])
+def test_positions_make_a_mask_which_is_predicted(tmp_path: Path, is_table: bool, document: int) -> None:
+    data: Any = [{**row, "position_ids": torch.arange(LENGTH) % document} for row in rows()]
+    if is_table:
+        data = Table.from_list([{name: value.tolist() for name, value in row.items()} for row in data])
+    # Some versions of transformers leave the mask out where each row is one document.
+    assert -0.0001 < prediction_error(llama(), tmp_path, data, collator=default_data_collator) < 0.01
 
 
 def test_few_whole_numbers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

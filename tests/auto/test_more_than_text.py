@@ -32,6 +32,8 @@ from transformers import (
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
     WhisperConfig,
     WhisperForConditionalGeneration,
     default_data_collator,
@@ -144,6 +146,17 @@ def sound(length: int, _: int) -> Example:
     return {"input_features": torch.randn(8, 32), "labels": text(length)}
 
 
+def wav2vec2() -> nn.Module:
+    torch.manual_seed(0)
+    own: Any = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
+    own |= {"vocab_size": 64, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(**SIZES, **own, layerdrop=0.0, mask_time_prob=0.3, mask_time_length=2))
+
+
+def speech(length: int, other: int) -> Example:
+    return {"input_values": torch.randn(60 * length), "labels": text(4 * other)}
+
+
 def vit() -> nn.Module:
     torch.manual_seed(0)
     return ViTForImageClassification(ViTConfig(**SIZES, **IMAGE, num_labels=3))
@@ -191,6 +204,7 @@ VISION_LANGUAGE = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 KINDS = {name: Kind(partial(vision_language, name), partial(with_images, name)) for name in VISION_LANGUAGE}
 KINDS |= {
     "whisper": Kind(whisper, sound),
+    "wav2vec2 with CTC": Kind(wav2vec2, speech),
     "vit": Kind(vit, image),
     "clip": Kind(clip, pair),
     "t5": Kind(t5, two_texts),

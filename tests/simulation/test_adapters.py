@@ -99,7 +99,7 @@ REFUSED = {
         READS_VALUES,
     ),
     "SHiRA": (peft.ShiraConfig(r=4, **TWO), "it computes with a sparse tensor, whose memory cannot be followed"),
-    "Poly": (peft.PolyConfig(r=4, n_tasks=1, n_skills=2, **TWO), 'it raises "task_ids should not be None'),
+    "Poly": (peft.PolyConfig(r=4, n_tasks=1, n_skills=2, **TWO), 'it raises ValueError "task_ids should not be None'),
     "p-tuning with an LSTM": (
         peft.PromptEncoderConfig(
             encoder_hidden_size=32, encoder_reparameterization_type="LSTM", encoder_dropout=0.0, **VIRTUAL
