@@ -152,10 +152,11 @@ def test_what_depends_on_values_is_explained() -> None:
     assert "a simulated step has shapes only, of pixel_values too. Measure" in str(named)
     raised = to_unsupported_error(ValueError("no"), "", ["input_ids", "labels", "pixel_values"])
     assert "given input_ids, labels and pixel_values, as a simulated step gives them" in str(raised)
+    assert 'raises RuntimeError "out of tokens"' in str(to_unsupported_error(RuntimeError("out of tokens"), ""))
 
 
 def test_other_errors_are_left_alone() -> None:
-    assert to_unsupported_error(RuntimeError("out of tokens"), "") is None
+    assert to_unsupported_error(torch.OutOfMemoryError("out of memory"), "") is None
     assert to_unsupported_error(PolicyError("out of layers"), "") is None
 
 
