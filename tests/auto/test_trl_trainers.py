@@ -204,6 +204,9 @@ def test_kernels_of_cuda_take_no_copies_of_a_tile_of_logits(tmp_path: Path) -> N
     [
         ("DPO", "separate"),
         ("DPO", "adapters off"),
+        ("DPO", "adapter of its own"),
+        ("DPO", "computed before"),
+        ("KTO", "adapters off"),
         ("KTO", "synchronised"),
         ("Reward", "whole"),
         ("SFT", "adapters off"),

@@ -15,6 +15,8 @@ import hf_ckpt
 from hf_ckpt.policy.revolve import most_runs, num_forwards, reruns, segment_starts
 from tests import exactness, plain_models, zoo
 
+pytestmark = pytest.mark.core
+
 LAYERS = 9
 ARCHITECTURES = ["llama", "gpt2", "qwen3", "gemma3_text", "mixtral", "opt", "bloom", "falcon", "t5", "bamba"]
 

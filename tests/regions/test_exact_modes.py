@@ -29,7 +29,7 @@ from tests import exactness, zoo
 from tests.exactness import Result, under_autocast
 from tests.modes import CLOSE, LAYERS, MODES, TILES, apart, build, in_force, in_tiles, is_bitwise, llama, worst
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 CLOSE_IN_BF16 = 2**-7
 """One unit in the last place of bfloat16, which autocast rounds the factors of products and their results to."""

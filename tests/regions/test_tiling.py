@@ -32,7 +32,8 @@ from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import Result
 
-pytestmark = pytest.mark.slow
+core = pytest.mark.core
+pytestmark = [pytest.mark.slow, core]
 
 MODES = ["none", "full", "attention", "ffn"]
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -29,6 +29,8 @@ from hf_ckpt.regions.selective import selective_recompute
 from hf_ckpt.regions.selective.kept_outputs import KeptOutputs, _KeeperHandle
 from tests.training import llama, lora, rows, trainer, weights
 
+pytestmark = pytest.mark.core
+
 Plant = Callable[[pytest.MonkeyPatch, nn.Module], None]
 
 CPU = {"to": "cpu", "min_bytes": 0}

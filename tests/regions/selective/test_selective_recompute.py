@@ -27,7 +27,7 @@ from hf_ckpt.regions.selective.selective_recompute import SelectiveStack, recomp
 from tests import exactness, live_storages, plain_models, traces, zoo
 from tests.exactness import Result
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 PRESETS = ["selective", "selective_attention"]
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
