@@ -1,8 +1,6 @@
 """`python -m hf_ckpt`: the `hf-ckpt` command."""
 
-import sys
-
-from hf_ckpt.cli.main import main
+from hf_ckpt.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -40,6 +40,7 @@ class Command:
     parser: Callable[[], argparse.ArgumentParser]  # Makes the parser of its arguments.
     run: Callable[[argparse.Namespace], int]  # Carries it out and returns the exit code.
     help: str  # One line for the list of commands.
+    only_predicts: bool = False  # Runs nothing that has to be ended in order.
 
 
 def recipe_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

@@ -237,4 +237,6 @@ def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> 
     )
 
 
-ESTIMATE = Command(_parser, _run, "will it fit, and how fast: every mode's peak and step time; no GPU, no weights")
+ESTIMATE = Command(
+    _parser, _run, "will it fit, and how fast: every mode's peak and step time; no GPU, no weights", only_predicts=True
+)

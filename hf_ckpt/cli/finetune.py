@@ -15,6 +15,7 @@ from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.recipe.extras import require_for
+from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
 
 FLAGS = ("print", "resume", "merge")
 """The options that are said or not."""
@@ -63,7 +64,8 @@ def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> Non
     require_for(recipe, "datasets")
     _quieten(is_first=processes.rank == 0)
     # Only now: a wrong recipe is refused before torch is loaded.
-    from hf_ckpt.finetune.train import finetune
+    with imports_are_no_garbage():
+        from hf_ckpt.finetune.train import finetune
 
     finetune(recipe, is_resumed=options.resume, is_merged=options.merge, processes=processes)
     _leave(processes)

@@ -35,4 +35,6 @@ def _run(options: argparse.Namespace) -> int:
     return HOLDS
 
 
-INSPECT = Command(_parser, _run, "layers, parts, and what each mode would do; no weights are loaded")
+INSPECT = Command(
+    _parser, _run, "layers, parts, and what each mode would do; no weights are loaded", only_predicts=True
+)

@@ -6,10 +6,12 @@ Torch and transformers are loaded only once the arguments and the recipe have be
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.completion import completion
@@ -76,6 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def run() -> NoReturn:
+    """Run the command as a program: see `main`."""
+    code = main()
+    command = _COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if command is None or not command.only_predicts:
+        sys.exit(code)
+    # Python would go on for a second or two, to take apart what torch and transformers have loaded.
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = PIPE_CLOSED
+    os._exit(code)
+
+
 def _shown(error: Exception) -> str:
     """Return a message as text, in short lines on a terminal; elsewhere lines are whole, for those who search them."""
     return wrapped(str(error)) if sys.stderr.isatty() else str(error)
@@ -109,4 +127,4 @@ examples:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

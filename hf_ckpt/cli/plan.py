@@ -171,4 +171,6 @@ def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argpars
     say(f"Wrote {options.html}")
 
 
-PLAN = Command(_parser, _run, "the fastest plan that fits a memory budget, as JSON that a recipe can name")
+PLAN = Command(
+    _parser, _run, "the fastest plan that fits a memory budget, as JSON that a recipe can name", only_predicts=True
+)

@@ -15,6 +15,7 @@ from hf_ckpt.cli.common import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet,
 from hf_ckpt.cli.model_options import read_recipe
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.recipe.extras import require_for
+from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
 from hf_ckpt.verify.launch import PROGRESS, ProcessResult, run_in_processes, write_result
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def _verified(
     recipe: Recipe, options: argparse.Namespace, setup: Callable[[Any], None] | None, tell: Callable[[str], None]
 ) -> Report:
     with quiet():
-        from hf_ckpt.verify.run import NUM_STEPS, verify
+        with imports_are_no_garbage():
+            from hf_ckpt.verify.run import NUM_STEPS, verify
 
         return verify(recipe, is_full=options.full, num_steps=options.steps or NUM_STEPS, setup=setup, say=tell)
 

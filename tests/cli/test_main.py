@@ -241,6 +241,23 @@ def test_wrong_recipe_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     assert done.stdout == "2 False\n"
 
 
+def test_a_prediction_ends_at_once_with_its_exit_code_and_what_is_registered_for_the_end() -> None:
+    code = """
+import atexit, sys
+from hf_ckpt.cli.main import run
+class Kept:
+    def __del__(self):
+        print("taken apart")
+kept = Kept()
+atexit.register(print, "ended")
+sys.argv = ["hf-ckpt", "inspect", "no_such_recipe"]
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "ended\n")
+    assert "no_such_recipe" in done.stderr
+
+
 # --- inspect. ---
 
 
