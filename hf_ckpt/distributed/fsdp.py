@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.structure.layers import Layer, Stack, class_name
+from hf_ckpt.structure.layers import Layer, Stack, class_name, modules_of, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,13 @@ def is_unit(module: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP has sharded the model, or a part of it."""
-    return any(map(is_unit, model.modules()))
+    return any(map(is_unit, modules_of(model)))
 
 
 def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
     """Return what reads this rank's share of the weights that train in each module; whole ones come and go."""
     found: dict[nn.Module, list[Callable[[], Tensor]]] = {}
-    for unit in model.modules():
+    for unit in modules_of(model):
         if isinstance(unit, FullyShardedDataParallel):
             flat: Any = unit._flat_param
             if flat is not None and flat.requires_grad:
@@ -95,18 +95,19 @@ def _made(module: nn.Module, settings: list[Callable[[], None]]) -> nn.Module:
 
 def check_wrappers(model: nn.Module) -> None:
     """Refuse a model on which somebody has put torch's wrapper modules."""
-    for path, module in model.named_modules():
+    for module in modules_of(model):
         if isinstance(module, ActivationWrapper):
             raise UnsupportedError(
-                f"{path} is wrapped in {type(module).__name__} (accelerate's fsdp_activation_checkpointing, or "
-                "apply_activation_checkpointing with torch's wrapper). It renames parameters, so that PEFT saves an "
-                "empty adapter, and layers would be recomputed twice. Leave it out: the policy does its work."
+                f"{path_of(model, module)} is wrapped in {type(module).__name__} (accelerate's "
+                "fsdp_activation_checkpointing, or apply_activation_checkpointing with torch's wrapper). It renames "
+                "parameters, so that PEFT saves an empty adapter, and layers would be recomputed twice. Leave it out: "
+                "the policy does its work."
             )
 
 
 def check_units(model: nn.Module, stacks: Sequence[Stack]) -> None:
     """Refuse a sharded model of which no decoder layer is a unit of its own: it would be gathered whole."""
-    units = [module for module in model.modules() if is_unit(module)]
+    units = [module for module in modules_of(model) if is_unit(module)]
     layers = [layer for stack in stacks for layer in stack.layers]
     if not units or any(_is_gathered_apart(layer, model) for layer in layers):
         return
@@ -131,12 +132,12 @@ def check_prefetch(model: nn.Module) -> None:
     It casts inputs to the dtype of the adapter's weights before the adapter, a unit of its own, is gathered: in forward
     that of the shares, and once gathered ahead that of the computation. torch's own checkpointing fails there too.
     """
-    for path, module in model.named_modules():
+    for module in modules_of(model):
         if not hasattr(module, "base_layer"):
             continue
-        for unit in module.modules():
+        for unit in modules_of(module):
             if isinstance(unit, FullyShardedDataParallel) and _changes_dtype_ahead(unit):
-                adapted = path.replace("_fsdp_wrapped_module.", "")
+                adapted = str(path_of(model, module)).replace("_fsdp_wrapped_module.", "")
                 raise UnsupportedError(
                     f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in "
                     "another dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation "

@@ -41,7 +41,7 @@ from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
-from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, uncovered_lists
+from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, modules_of, uncovered_lists
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
 
@@ -293,7 +293,7 @@ def offloaders_of(model: nn.Module) -> tuple[Offloader, ...]:
 
 
 def _patches(model: nn.Module) -> list[StackPatch]:
-    return [module.__dict__[HANDLE] for module in model.modules() if HANDLE in module.__dict__]
+    return [module.__dict__[HANDLE] for module in modules_of(model) if HANDLE in module.__dict__]
 
 
 def check_plan(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRAINED_CACHES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
-from hf_ckpt.structure.layers import Layer, Stack, check_is_model
+from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of
 from hf_ckpt.structure.parts import unwrapped
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check_model(model: nn.Module) -> None:
             f"torch.utils.checkpoint.checkpoint was {checkpoint.__module__}.{checkpoint.__qualname__} already when "
             "hf_ckpt was imported, and recomputation would go through that. Import hf_ckpt before it is replaced."
         )
-    if any(getattr(module, "_pp_stage", None) is not None for module in model.modules()):
+    if any(getattr(module, "_pp_stage", None) is not None for module in modules_of(model)):
         raise UnsupportedError(
             "The model was loaded with DistributedConfig(pp_size=...), transformers' pipeline for generation: what a "
             "stage receives has no way back for gradients, so no stage but the last could be trained. Train stages of "

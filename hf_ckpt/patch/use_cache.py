@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from hf_ckpt.structure.layers import modules_of
+
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
 
@@ -25,7 +27,7 @@ class UseCache:
 
     def __init__(self, model: nn.Module) -> None:
         own = getattr(model, "config", None)
-        found = (getattr(module, "config", None) for module in model.modules())
+        found = (getattr(module, "config", None) for module in modules_of(model))
         # Models that are not transformers' may have anything by that name.
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         # The Trainer writes the value into the model's own config even where that has none (vision-language models).
@@ -62,7 +64,7 @@ def record(model: nn.Module) -> None:
 
 def restore_recorded(model: nn.Module) -> None:
     """Undo what Trainers did since `record`; from then on the configs themselves hold the user's values."""
-    for module in model.modules():
+    for module in modules_of(model):
         recorded = module.__dict__.pop(_RECORD, None)
         if recorded is not None:
             recorded.restore()
@@ -74,7 +76,7 @@ def skip_in_training_forwards(model: nn.Module) -> Iterator[RemovableHandle]:
     The arguments are set, not the configs: those are what others read and save at any time. All models inside are
     reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
     """
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(module, PreTrainedModel) and getattr(module.config, _NAME, None) is not None:
             parameters = inspect.signature(module.forward).parameters
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -125,6 +125,23 @@ def find_layers(
     return stacks
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return what `model.modules()` yields, in a tenth of the time: that passes each module through all above it."""
+    found: dict[nn.Module, None] = {}
+    remaining: list[nn.Module | None] = [model]
+    while remaining:
+        module = remaining.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            remaining.extend(reversed(module._modules.values()))
+    return list(found)
+
+
+def path_of(model: nn.Module, module: nn.Module | None) -> str | None:
+    """Return the path of a module below a model, or None."""
+    return next((path for path, each in model.named_modules() if each is module), None)
+
+
 def uncovered_lists(model: nn.Module, stacks: Sequence[Stack]) -> tuple[str, ...]:
     """Return the paths of lists of modules that all compute attention, and lie in none of the stacks.
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.structure.layers import class_name, clean_path
+from hf_ckpt.structure.layers import class_name, clean_path, path_of
 from hf_ckpt.structure.parts import unwrapped
 
 _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cross_entropy")
@@ -56,7 +56,7 @@ def find_head(model: nn.Module) -> Head:
             f"head: chunked was asked for, but {class_name(model)} has no language-model head (its "
             "get_output_embeddings() returns none): there are no logits over a vocabulary. Leave head out."
         )
-    path = next((path for path, module in model.named_modules() if module is outer), None)
+    path = path_of(model, outer)
     if path is None or isinstance(outer, nn.ModuleList):
         raise UnsupportedError(
             f"head: chunked was asked for, but the head of {class_name(model)} is {type(outer).__name__}, not one "
@@ -99,7 +99,7 @@ def _output_embeddings(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
 def _around_head(model: nn.Module) -> list[nn.Module]:
     """Return the modules around the head, from the outside; the model alone where it has no head."""
     _, head = next(_output_embeddings(model), (None, None))
-    path = next((path for path, module in model.named_modules() if module is head), "")
+    path = path_of(model, head) or ""
     names = path.split(".") if path else []
     return [model.get_submodule(".".join(names[:length])) for length in range(max(len(names), 1))]
 

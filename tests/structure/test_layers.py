@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt.errors import PolicyError, StructureError
-from hf_ckpt.structure.layers import Layer, find_layers
+from hf_ckpt.structure.layers import Layer, find_layers, modules_of
 from tests import exactness, plain_models, zoo
 
 pytestmark = pytest.mark.core
@@ -460,3 +460,10 @@ def test_numbers_are_no_paths_of_layers(layers: Any) -> None:
 def test_model_in_the_place_of_the_policy_is_named_by_its_type() -> None:
     with pytest.raises(PolicyError, match=r"^Policy of type Decoder cannot be read\. Use a mode name"):
         hf_ckpt.apply("full", plain_models.case().model)
+
+
+def test_modules_are_those_of_torch_in_the_same_order_though_one_is_in_two_places() -> None:
+    shared = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.ModuleDict({"a": nn.Sequential(shared[1], shared), "b": shared, "c": nn.ModuleList([nn.Tanh()])})
+    model.register_module("none", None)
+    assert modules_of(model) == list(model.modules())
