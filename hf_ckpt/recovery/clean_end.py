@@ -1,7 +1,7 @@
 """The end of a run of several processes that has run out of memory for good: all end, and what can be saved is.
 
 Each process under DistributedDataParallel has the whole model and the optimizer's whole state. So the one that fails,
-whose main thread waits for nobody, writes the checkpoint; of several that fail, the first. The others are told
+whose main thread waits for nobody, writes the checkpoint; of several that fail, the first. The others learn it
 afterwards: whoever starts processes ends all of them as soon as one has ended.
 """
 
