@@ -1,7 +1,7 @@
 """The longest context, measured: QLoRA of Llama 3.1 8B with the allocator capped, in steps of a real Trainer.
 
 The case is recipes/llama3_8b_qlora_longctx.yaml with random weights made on the device, and with the optimizer's state
-on the device: paged, it is memory that the driver moves as it likes, which beside a cap can stop a card for good. Each
+on the device: paged, it is memory that the driver moves as it likes, which under a cap can stop a card for good. Each
 trial is a process of its own that trains one step at one length; lengths are tried from the predicted one on until the
 largest that trains and the smallest that runs out of memory are within 1 % of each other. What was tried is kept and
 not tried again, so that the command can be stopped and repeated: `--seconds` begins no trial after so long.
@@ -293,14 +293,14 @@ def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_smal
     search = Search(lambda tokens: _at(whole, plan, tokens).peak_bytes, _SHORT // 16 if is_small else _SHORT)
     best = search.longest(cap_bytes)
     memory = _at(whole, plan, best.number)
-    told = Prediction(plan, best.number, memory.peak_bytes, memory.host_bytes, cap_bytes, memory.peak_bytes)
+    found = Prediction(plan, best.number, memory.peak_bytes, memory.host_bytes, cap_bytes, memory.peak_bytes)
     if num_layers is None:
-        return told
+        return found
     few = Predictor(subject(_recipe(num_layers=num_layers, is_small=is_small)), device)
     plan = _of_few(plan, few.subject)
     of_few = _at(few, plan, best.number).peak_bytes
     less = memory.peak_bytes - of_few
-    return replace(told, plan=plan, cap_bytes=cap_bytes - less, run_peak_bytes=of_few, num_layers=num_layers)
+    return replace(found, plan=plan, cap_bytes=cap_bytes - less, run_peak_bytes=of_few, num_layers=num_layers)
 
 
 def _at(predictor: Predictor, plan: Plan, length: int) -> StepMemory:
@@ -314,9 +314,9 @@ def _of_few(plan: Plan, few: Subject) -> Plan:
     return replace(plan, stacks=(replace(stack, layers=(*stack.layers[: num_layers - 1], stack.layers[-1])),))
 
 
-def _fits(entry: Mapping[str, Any], told: Prediction, options: Options) -> bool:
+def _fits(entry: Mapping[str, Any], predicted: Prediction, options: Options) -> bool:
     # Nothing caps memory on the CPU but the comparison.
-    return "peak_bytes" in entry and (options.device == "cuda" or int(entry["peak_bytes"]) <= told.cap_bytes)
+    return "peak_bytes" in entry and (options.device == "cuda" or int(entry["peak_bytes"]) <= predicted.cap_bytes)
 
 
 def _tried(journal: Journal, options: Options) -> dict[int, Entry]:
@@ -355,23 +355,25 @@ def _collect_limit(journal: Journal, options: Options) -> None:
     entry = journal.entry(options.key("predicted"), partial(prediction, options), limit_s=_PREDICTION_LIMIT_S)
     if "plan" not in entry:
         return
-    told = Prediction.from_json(entry)
+    predicted = Prediction.from_json(entry)
     while True:
         tried = _tried(journal, options)
         if any(_stops(entry) for entry in tried.values()):
             return
-        length = next_length({one: _fits(entry, told, options) for one, entry in tried.items()}, told.length)
+        length = next_length({one: _fits(entry, predicted, options) for one, entry in tried.items()}, predicted.length)
         if length is None:
             return
-        trial = Trial(length, told.cap_bytes, told.plan.to_json(), told.num_layers, is_small=options.is_small)
+        trial = Trial(
+            length, predicted.cap_bytes, predicted.plan.to_json(), predicted.num_layers, is_small=options.is_small
+        )
         _try(journal, options.key(length), trial, options)
 
 
 def _collect_speed(journal: Journal, options: Options) -> None:
     for length in options.lengths:
         make = partial(planned, options, length)
-        told = journal.entry(options.key(f"planned_{length}"), make, limit_s=_PREDICTION_LIMIT_S)
-        plans = {"hf_ckpt": json.dumps(told["plan"])} if "plan" in told else {}
+        written = journal.entry(options.key(f"planned_{length}"), make, limit_s=_PREDICTION_LIMIT_S)
+        plans = {"hf_ckpt": json.dumps(written["plan"])} if "plan" in written else {}
         for name, plan in (plans | {own: own for own in OWN}).items():
             trial = Trial(length, options.cap_bytes, plan, num_steps=3, is_small=options.is_small)
             _try(journal, options.key(f"{length}/{name}"), trial, options)
@@ -421,13 +423,13 @@ def assemble(journal: Journal, options: Options) -> dict[str, Any]:
 def _assembled_limit(journal: Journal, options: Options) -> dict[str, Any]:
     tried = _tried(journal, options)
     result: dict[str, Any] = {"trials": [{"length": length, **entry} for length, entry in tried.items()]}
-    told = journal.entries.get(options.key("predicted"), {})
-    result["predicted"] = {key: value for key, value in told.items() if key != "took_s"}
+    written = journal.entries.get(options.key("predicted"), {})
+    result["predicted"] = {key: value for key, value in written.items() if key != "took_s"}
     reasons = [f"{length} tokens: {reason}" for length, entry in tried.items() if (reason := _stops(entry))]
     if reasons:
         result["stopped_by"] = reasons[0]
-    elif "plan" in told:
-        read = Prediction.from_json(told)
+    elif "plan" in written:
+        read = Prediction.from_json(written)
         fits = {length: _fits(entry, read, options) for length, entry in tried.items()}
         if next_length(fits, read.length) is None:
             result["longest"] = max((length for length, is_good in fits.items() if is_good), default=0)
@@ -437,9 +439,9 @@ def _assembled_limit(journal: Journal, options: Options) -> dict[str, Any]:
 def _speed_trials(journal: Journal, options: Options) -> list[dict[str, Any]]:
     trials = []
     for length in options.lengths:
-        told = journal.entries.get(options.key(f"planned_{length}"), {})
-        plan = {key: told[key] for key in ("predicted_peak_bytes", "predicted_seconds") if key in told}
-        plan |= {"plan": told["summary"]} if "summary" in told else {}
+        written = journal.entries.get(options.key(f"planned_{length}"), {})
+        plan = {key: written[key] for key in ("predicted_peak_bytes", "predicted_seconds") if key in written}
+        plan |= {"plan": written["summary"]} if "summary" in written else {}
         for name in ("hf_ckpt", *OWN):
             found = journal.entries.get(options.key(f"{length}/{name}"))
             if found is None:

@@ -307,7 +307,7 @@ def predict(budgets_gib: tuple[int, ...] = BUDGETS_GIB, say: Callable[[str], Non
 
     Args:
         budgets_gib: in GiB.
-        say: is told what was found.
+        say: is called with what was found.
     """
     case = subject(recipe_of())
     predictor = Predictor(case, find_device(DEVICE))

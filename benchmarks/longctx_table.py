@@ -69,17 +69,17 @@ def peak(result: Result) -> str:
 
 def ledger(result: Result) -> str:
     """Return the storages that are alive at the peak of one step, the largest first; together they are the peak."""
-    told = result["ledger"]
+    found = result["ledger"]
     header = ("bytes", "storages", "category", "made by", "each")
-    shown = [item for item in told["storages"] if item["num_bytes"] >= _SHOWN * told["peak_bytes"]]
-    rest = [item for item in told["storages"] if item["num_bytes"] < _SHOWN * told["peak_bytes"]]
+    shown = [item for item in found["storages"] if item["num_bytes"] >= _SHOWN * found["peak_bytes"]]
+    rest = [item for item in found["storages"] if item["num_bytes"] < _SHOWN * found["peak_bytes"]]
     rows = [
         (_exact(item["num_bytes"]), f"{item['count']:,}", item["category"], item["made_by"], item["each"])
         for item in shown
     ]
     num_rest = sum(item["count"] for item in rest)
     rows.append((_exact(sum(item["num_bytes"] for item in rest)), f"{num_rest:,}", "smaller ones", "", ""))
-    rows.append((f"**{_exact(told['peak_bytes'])}**", "", "", "", ""))
+    rows.append((f"**{_exact(found['peak_bytes'])}**", "", "", "", ""))
     return _table(header, rows)
 
 

@@ -1,4 +1,4 @@
-"""What offloading layer inputs costs: step time beside the same plan without it, and whether any copy can go wrong.
+"""What offloading layer inputs costs: step time with and without it, under one plan; and whether any copy can go wrong.
 
 Layers have the shape of Llama 2 7B in bfloat16; there are few of them and the vocabulary is small, so that the head
 hides nothing. Each contender takes its steps in a row, because its buffers and its measured share live as long as it
@@ -135,7 +135,7 @@ def _one(bench: Bench[Built], name: str, options: Options) -> Entry:
 
 
 def link_rates(num_bytes: int = 2**28, repeats: int = 10) -> tuple[float, float]:
-    """Return bytes per second out of the device and into it, with nothing beside."""
+    """Return bytes per second out of the device and into it, with nothing else going on."""
     device, host = torch.empty(num_bytes, dtype=torch.uint8, device="cuda"), torch.empty(num_bytes, dtype=torch.uint8)
     host = host.pin_memory()
     rates = []

@@ -1,4 +1,4 @@
-"""Policy "full" beside transformers' own full activation checkpointing: step time and peak memory, in one run.
+"""Policy "full" against transformers' own full activation checkpointing: step time and peak memory, in one run.
 
 The two do the same work, so that the ratio of their step times is what going through hf_ckpt costs, and their peaks
 are equal. Contenders take turns in one process, each with a step to warm up before the one that is timed; the two of a

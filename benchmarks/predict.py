@@ -1,4 +1,4 @@
-"""Predicted beside measured: peak memory and step time of real Trainer steps, with random weights made on the device.
+"""Predicted and measured: peak memory and step time of real Trainer steps, with random weights made on the device.
 
 What is measured and what is predicted are two things. `collect` measures: an entry of each configuration. Predictions
 are made from the model on `meta`, with the device table and with a calibration of a few seconds, anywhere and at any
@@ -184,7 +184,7 @@ def measure(configuration: Configuration, shape: Shape, device: str, num_warmup:
 
 
 def reserved_bytes() -> dict[str, int]:
-    """Return what a CUDA process takes beside its tensors: what the reserve of the prediction stands for."""
+    """Return what a CUDA process takes in addition to its tensors: what the reserve of the prediction stands for."""
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     return {

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.journal import Entry, Journal
 from benchmarks.result_files import carry_out
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt import HFCkptCallback
-from tests.recovery.limits import Limit
+from tests.recovery.limits import LimitedTrainer
 from tests.training import VOCAB, arguments, llama, losses
 
 NUM_LAYERS = 4
@@ -65,22 +65,6 @@ def collate(rows: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": padded, "attention_mask": mask, "labels": padded.masked_fill(mask == 0, -100)}
 
 
-class InOrder(Trainer):
-    """Trains in the order of the data, each step under a limit; keeps the peaks."""
-
-    limit: int | None = None
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with Limit(self.limit) as mode:
-            try:
-                return super().training_step(*args, **kwargs)
-            finally:
-                vars(self).setdefault("peaks", []).append(mode.peak_bytes)
-
-    def _get_train_sampler(self, *args: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
 class Counted(TrainerCallback):
     """Counts optimizer steps, those of attempts that were given up too."""
 
@@ -107,7 +91,7 @@ def trained(name: str, num_steps: int, limit: int | None) -> Entry:
         settings = {"max_steps": num_steps, "per_device_train_batch_size": BATCH_SIZE, "learning_rate": 1e-3}
         args = TrainingArguments(**arguments(Path(folder), **settings, auto_find_batch_size=name == _HALVES))
         model = llama(**_MODEL)
-        run = InOrder(
+        run = LimitedTrainer(
             model=model,
             args=args,
             train_dataset=stream(num_steps),

@@ -1,6 +1,6 @@
 """How a result is written: one JSON, with what it says of where it was measured.
 
-A long measurement keeps its entries beside its result until all of them are there, so that the same command goes on
+A long measurement keeps its entries next to its result until all of them are there, so that the same command goes on
 where it was stopped.
 """
 
@@ -42,7 +42,7 @@ def carry_out(
     What another command, commit or machine left is begun anew, and what failed is tried again.
 
     Args:
-        path: of the result. The entries lie beside it, in `.NAME.entries`, until the result is whole.
+        path: of the result. The entries lie next to it, in `.NAME.entries`, until the result is whole.
         collect: makes entries.
         assemble: makes the result of those that are there.
         seconds: after which no entry begins; None for no limit.
@@ -51,7 +51,7 @@ def carry_out(
         The result as it was written.
 
     Raises:
-        DeviceFaultError: the device does not answer any more. What was found before lies beside the result's place.
+        DeviceFaultError: the device does not answer any more. What was found before lies next to the result's place.
     """
     kept = path.with_name(f".{path.name}.entries")
     environment = describe()

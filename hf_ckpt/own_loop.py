@@ -224,7 +224,7 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
 
 def _planning(model: nn.Module, options: LoopOptions) -> RunPlanner:
     # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
-    from hf_ckpt.auto.own_step import plan_own_step
+    from hf_ckpt.auto.auto import plan_own_step
     from hf_ckpt.simulation.step import Step
 
     names = ("batch_size", "seq_length", "is_padded", "gradient_accumulation_steps", "autocast")

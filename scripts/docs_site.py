@@ -2,7 +2,7 @@
 
     python scripts/docs_site.py
 
-Pages lead to files beside docs/: results, recipes, scripts. They are copied, so that the site is whole wherever it
+Pages lead to files outside of docs/: results, recipes, scripts. They are copied, so that the site is whole wherever it
 lies, and Markdown among them becomes pages too. zensical.toml says what stands where. Needs the extra `docs`.
 """
 
@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parents[1]
 DOCS, PAGES, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 BESIDE = "repository"
-"""The folder of the site where files from beside docs/ are."""
+"""The folder of the site where files from outside of docs/ are."""
 
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
@@ -43,7 +43,7 @@ _STYLE_URL = re.compile(r"(?:url\(\s*|@import\s+)['\"]?((?:https?:)?//[^'\")\s]+
 
 
 def stage(folder: Path = PAGES) -> None:
-    """Copy docs/ into a folder, with what its pages link from beside it."""
+    """Copy docs/ into a folder, with what its pages link to outside of it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(DOCS, folder, ignore=lambda _, names: [name for name in names if name.endswith(".md")])
     waiting = sorted(DOCS.rglob("*.md"))

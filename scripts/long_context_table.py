@@ -19,7 +19,7 @@ DOCUMENT = ROOT / "docs" / "long_context.md"
 
 
 def main(words: list[str]) -> None:
-    """Predict unless told otherwise, and write."""
+    """Predict, or read with --from-json what was predicted, and write."""
     result = RESULTS / longctx_predict.NAME
     if "--from-json" not in words:
         write(result, longctx_predict.predict())

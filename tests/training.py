@@ -13,7 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from hf_ckpt import HFCkptCallback
+from tests.exactness import POLICIES
+
 VOCAB, LENGTH, LAYERS = 32, 8, 4
+PLAN_FILE = "hf_ckpt_plan.json"
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -47,6 +51,11 @@ def trainer(model: nn.Module | None, folder: Path, *callbacks: TrainerCallback, 
     own = {"model_init": changes.pop("model_init")} if "model_init" in changes else {"model": model}
     args = TrainingArguments(**arguments(folder, **changes))
     return Trainer(**own, args=args, train_dataset=rows(), eval_dataset=rows(4), callbacks=list(callbacks))
+
+
+def callback(policy: str, **options: Any) -> HFCkptCallback:
+    mode, given = POLICIES[policy]
+    return HFCkptCallback(mode, **{**given, **options})
 
 
 def losses(run: Trainer) -> list[float]:

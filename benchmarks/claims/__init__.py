@@ -1,1 +1,1 @@
-"""What the literature claims about activation checkpointing, each claim with our own figures beside it."""
+"""What the literature claims about activation checkpointing, each claim with our own figures."""

@@ -63,7 +63,7 @@ def follow(model: nn.Module, loss_of: Callable[[], Tensor], inputs: Sequence[Ten
     """Run forward and backward once, and return what they did.
 
     Args:
-        model: on the CPU, in training mode: one of transformers, whose steps are told apart by layer, or one without
+        model: on the CPU, in training mode: one of transformers, whose steps are attributed to layers, or one without
             parameters.
         loss_of: runs the forward.
         inputs: what it is given; they are there before the step.
@@ -78,7 +78,7 @@ def follow(model: nn.Module, loss_of: Callable[[], Tensor], inputs: Sequence[Ten
         held = _alive_bytes(tracker.tape)
         loss.backward()  # type: ignore[no-untyped-call]  # upstream
     del loss
-    return _told(read_tape(tracker.tape, device="cpu", plan=None, tokens=0), held)
+    return _followed(read_tape(tracker.tape, device="cpu", plan=None, tokens=0), held)
 
 
 def _operations(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float, int]:
@@ -89,7 +89,7 @@ def _alive_bytes(tape: Tape) -> int:
     return sum(_SIGN[event.change] * event.storage.num_bytes for event in tape.events if event.storage)
 
 
-def _told(memory: StepMemory, held_bytes: int) -> Followed:
+def _followed(memory: StepMemory, held_bytes: int) -> Followed:
     by_layer: Counter[int] = Counter()
     by_module: Counter[str] = Counter()
     for tensor in memory.ledger:

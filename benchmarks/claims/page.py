@@ -39,8 +39,8 @@ DOCUMENT = ROOT / "docs" / "claims.md"
 
 VERDICTS = ("holds", "holds only when", "does not hold", "not yet measured on a GPU")
 """What a verdict begins with."""
-_TOLD = ("does not hold", "holds only when", "holds", "not yet measured on a GPU")
-"""The order in which they are told."""
+_ORDER = ("does not hold", "holds only when", "holds", "not yet measured on a GPU")
+"""The order in which they are listed."""
 
 _GIVEN = "<!-- given: what the sources say -->"
 _LINKED = "../benchmarks/results"
@@ -57,7 +57,7 @@ class ClaimsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One claim of the literature, with our figures beside it."""
+    """One claim of the literature, with our figures."""
 
     id: str
     claim: str
@@ -259,11 +259,11 @@ def _summary(claims: Claims, results: Results) -> Iterator[str]:
     """Yield what was found: how many claims hold, and each with its verdict, those that do not hold first."""
     # Longest first: "holds only when" also begins with "holds".
     words = sorted(VERDICTS, key=len, reverse=True)
-    found: dict[str, list[Claim]] = {word: [] for word in _TOLD}
+    found: dict[str, list[Claim]] = {word: [] for word in _ORDER}
     for claim in claims:
         found[next(word for word in words if claim.verdict.startswith(word))].append(claim)
-    told = ", ".join(f"{word}: {len(those)}" for word, those in found.items() if those)
-    yield f"{len(list(claims))} claims; {told}."
+    counts = ", ".join(f"{word}: {len(those)}" for word, those in found.items() if those)
+    yield f"{len(list(claims))} claims; {counts}."
     rows = [(claim.claim, results.written(claim.verdict, claim.id)) for those in found.values() for claim in those]
     yield f'<!-- given "claim": what the sources say -->\n{_rows(("claim", "verdict"), rows)}'
 
@@ -314,7 +314,7 @@ def _case(claim: Claim, results: Results) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
-    parser.add_argument("--claims", type=Path, default=CLAIMS, help="the claims; claims.yaml beside this file")
+    parser.add_argument("--claims", type=Path, default=CLAIMS, help="the claims; claims.yaml next to this file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument("--out", type=Path, default=DOCUMENT)
 

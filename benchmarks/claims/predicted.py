@@ -7,136 +7,46 @@ Bytes and operations are those of the real modelling code; times come from a tab
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.cases import CASES, Case, build
+from benchmarks.cases import CASES, Case
 from benchmarks.claims.following import activation_peak
 from benchmarks.claims.formulas import GB, GIB
 from benchmarks.claims.measure import add_claims, run_claims
-from benchmarks.claims.overhead import every_n_policies, without_early_stop
+from benchmarks.claims.overhead import every_n_policies
+from benchmarks.claims.simulated_rows import (
+    A100,
+    FULL_7B,
+    H100,
+    LORA_7B,
+    RTX4090,
+    SUBJECTS,
+    Rows,
+    held,
+    model_of,
+    row,
+    simulated,
+    to_the_end,
+)
 from benchmarks.runner import RESULTS, main
 from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
+from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import assign_categories
 
 RESULT = RESULTS / "claims_predicted.json"
 NOT_MEASURED = "not yet measured on a GPU"
-A100, H100, RTX4090 = "a100-80gb", "h100-80gb", "rtx4090"
-
-_LORA_7B = replace(CASES["llama2_7b_lora_2048"], batch=1)
-_FULL_7B = replace(_LORA_7B, method="full")
-SUBJECTS = {
-    "llama2_7b_lora": _LORA_7B,
-    "llama2_7b_full": _FULL_7B,
-    "llama32_1b_full": CASES["llama32_1b_full_2048"],
-    "qwen3_06b_full": CASES["qwen3_06b_full_2048"],
-}
-"""Whole steps that are told for several claims."""
-
-Rows = dict[str, Any]
-
-
-# --- A simulated step. ---
-
-
-def model_of(case: Case) -> nn.Module:
-    """Return the model of a case on `meta`; it is built once for all rows and lengths."""
-    return _model(_key(replace(case, batch=1, tokens=2048)))
-
-
-def simulated(case: Case, device: str, policy: object = "none", *, accumulation: int = 1, **options: Any) -> StepMemory:
-    """Return a step of a case under a policy, with the case's sizes. Each is simulated once.
-
-    Args:
-        case: the model, and the sizes of the step.
-        device: its name.
-        policy: in the user's words.
-        accumulation: micro-batches.
-        options: of the policy.
-    """
-    return _simulated(_key(case), device, accumulation, json.dumps([policy, options], sort_keys=True))
-
-
-def _key(case: Case) -> str:
-    # A case has a mapping in it, which no cache takes.
-    return json.dumps(asdict(case), sort_keys=True)
-
-
-@cache
-def _model(key: str) -> nn.Module:
-    return build(Case(**json.loads(key)), "meta")
-
-
-@cache
-def _simulated(key: str, device: str, accumulation: int, written: str) -> StepMemory:
-    case = Case(**json.loads(key))
-    policy, options = json.loads(written)
-    step = replace(case.step, gradient_accumulation_steps=accumulation)
-    return simulate_step(model_of(case), Policy.parse(policy, **options), step, find_device(device))
-
-
-def to_the_end(case: Case, device: str) -> StepMemory:
-    """Return a step under full checkpointing whose recomputation does not stop early."""
-    return simulate_step(model_of(case), None, case.step, find_device(device), changed_by=without_early_stop)
-
-
-def row(memory: StepMemory, none: StepMemory | None = None) -> Rows:
-    """Return the figures of a step, and what they are of those without checkpointing.
-
-    Held is what lives from the forward of the layers to their backward; peaks are of the whole step, weights among it;
-    the time of backward has that of recomputation in it.
-    """
-    time = memory.time
-    figures: Rows = {
-        "peak_bytes": memory.peak_bytes,
-        "peak_gib": memory.peak_bytes / GIB,
-        "activation_peak_gib": activation_peak(memory) / GIB,
-        "held_bytes": held(memory),
-        "held_gib": held(memory) / GIB,
-        "step_time_ms": 1000 * time.total,
-        "forward_ms": 1000 * time.forward,
-        "backward_ms": 1000 * (time.backward + time.recomputation),
-        "recomputation_ms": 1000 * time.recomputation,
-        "total_flops": sum(memory.num_flops.values()),
-    }
-    if none is None:
-        return figures
-    base = row(none)
-    ratios = {
-        "flops_ratio": figures["total_flops"] / base["total_flops"],
-        "time_ratio": figures["step_time_ms"] / base["step_time_ms"],
-        "held_ratio": figures["held_bytes"] / base["held_bytes"],
-        "peak_ratio": figures["peak_bytes"] / base["peak_bytes"],
-        "activation_peak_ratio": figures["activation_peak_gib"] / base["activation_peak_gib"],
-    }
-    return {
-        **figures,
-        **ratios,
-        "flops_added": ratios["flops_ratio"] - 1,
-        "time_added": ratios["time_ratio"] - 1,
-        "held_saved": 1 - ratios["held_ratio"],
-        "peak_saved": 1 - ratios["peak_ratio"],
-    }
-
-
-def held(memory: StepMemory) -> int:
-    """Return the bytes that the first forward of a step leaves for its backward, logits and loss left out."""
-    return sum(tensor.num_bytes for tensor in memory.ledger)
 
 
 # --- What recomputation costs. ---
@@ -144,7 +54,7 @@ def held(memory: StepMemory) -> int:
 
 def extra_forward() -> Rows:
     """Claim: checkpointing costs one extra forward, 33 % (20, 25 to 30, 40 to 50 %)."""
-    found: Rows = {"case": _told(SUBJECTS), "gpu": NOT_MEASURED}
+    found: Rows = {"case": _sizes_of(SUBJECTS), "gpu": NOT_MEASURED}
     for name, case in SUBJECTS.items():
         found[name] = {A100: _none_and_full(case, A100)}
     for name in ("llama2_7b_lora", "llama32_1b_full"):
@@ -161,14 +71,14 @@ def _none_and_full(case: Case, device: str) -> Rows:
     return {"none": row(none), "full": row(full, none)}
 
 
-def _told(subjects: dict[str, Case]) -> str:
+def _sizes_of(subjects: dict[str, Case]) -> str:
     steps = "; ".join(f"{name}: {case.batch} x {case.tokens:,} tokens" for name, case in subjects.items())
     return f"{steps}; bfloat16 autocast, sdpa, AdamW. Predicted"
 
 
 def backward_over_forward() -> Rows:
     """Claim: backward takes 2.0 times as long as forward without checkpointing, 2.66 to 3.0 with."""
-    found: Rows = {"case": _told(SUBJECTS), "gpu": NOT_MEASURED}
+    found: Rows = {"case": _sizes_of(SUBJECTS), "gpu": NOT_MEASURED}
     for name, case in SUBJECTS.items():
         found[name] = {}
         for mode in ("none", "full"):
@@ -190,7 +100,7 @@ _MEANINGS = {
 
 def every_n() -> Rows:
     """Claim: every 4 layers cost 10 to 15 %, 2 layers 25 to 35 %, 1 layer 40 to 50 %."""
-    found: Rows = {"case": _told({name: SUBJECTS[name] for name in _MEANINGS}), "gpu": NOT_MEASURED}
+    found: Rows = {"case": _sizes_of({name: SUBJECTS[name] for name in _MEANINGS}), "gpu": NOT_MEASURED}
     for name, meanings in _MEANINGS.items():
         case = SUBJECTS[name]
         none = simulated(case, A100)
@@ -208,7 +118,7 @@ def every_n() -> Rows:
 def recompute_or_store() -> Rows:
     """Claim: recomputing may be faster than storing."""
     subjects = {name: SUBJECTS[name] for name in ("llama2_7b_full", "llama32_1b_full")}
-    found: Rows = {"case": f"{_told(subjects)}: step time over none", "gpu": NOT_MEASURED}
+    found: Rows = {"case": f"{_sizes_of(subjects)}: step time over none", "gpu": NOT_MEASURED}
     ratios = []
     for name, case in subjects.items():
         found[name] = {}
@@ -224,7 +134,7 @@ def recompute_or_store() -> Rows:
 
 def sqrt_is_optimal() -> Rows:
     """Claim: segments of sqrt(L) layers need the least memory."""
-    case = _FULL_7B
+    case = FULL_7B
     plain, nested = (
         {str(k): _in_inputs(simulated(case, A100, "full", **_segments(k, is_nested=is_nested)), case) for k in sizes}
         for is_nested, sizes in ((False, (1, 2, 4, 8)), (True, (4, 8)))
@@ -282,7 +192,7 @@ _PARTS_CASE = "Llama 2 7B, fully trained, one row, bfloat16 autocast, A100; by a
 def _by_length(mode: str) -> Rows:
     found: Rows = {}
     for attention in ("eager", "sdpa"):
-        cases = {tokens: replace(_FULL_7B, attention=attention, tokens=tokens) for tokens in _LENGTHS}
+        cases = {tokens: replace(FULL_7B, attention=attention, tokens=tokens) for tokens in _LENGTHS}
         found[attention] = {
             str(tokens): row(simulated(case, A100, mode), simulated(case, A100)) for tokens, case in cases.items()
         }
@@ -301,7 +211,7 @@ def ffn_only_with_flash() -> Rows:
 
 def full_saves() -> Rows:
     """Claim: full checkpointing saves 60 to 80 % of memory, 8 to 12 times less activation memory."""
-    found: Rows = {"case": f"{_PARTS_CASE}: mode full over none. {_told(SUBJECTS)}", "gpu": NOT_MEASURED}
+    found: Rows = {"case": f"{_PARTS_CASE}: mode full over none. {_sizes_of(SUBJECTS)}", "gpu": NOT_MEASURED}
     found |= _by_length("full")
     found["subjects"] = {
         name: row(simulated(case, A100, "full"), simulated(case, A100)) for name, case in SUBJECTS.items()
@@ -319,7 +229,7 @@ def attention_or_ffn_first() -> Rows:
     for attention in ("eager", "sdpa"):
         found[attention] = {}
         for tokens in _LENGTHS:
-            case = replace(_FULL_7B, attention=attention, tokens=tokens)
+            case = replace(FULL_7B, attention=attention, tokens=tokens)
             parts = {part: _freed(case, part) for part in ("attention", "ffn")}
             first = max(parts, key=lambda part: float(parts[part]["mib_per_ms"]))
             found[attention][str(tokens)] = {**parts, "first": first}
@@ -334,16 +244,16 @@ def _freed(case: Case, part: str) -> Rows:
 
 def norms_left_out() -> Rows:
     """Claim: leave the norms out of checkpointing. What they hold, and their share of the recomputation's time."""
-    none = simulated(_FULL_7B, A100)
-    model = model_of(_FULL_7B)
-    simulator = StepSimulator(model, _FULL_7B.step, find_device(A100))
+    none = simulated(FULL_7B, A100)
+    model = model_of(FULL_7B)
+    simulator = StepSimulator(model, FULL_7B.step, find_device(A100))
     tape = simulator.trace(simulator.plan_of(Policy.parse("full"))).tape
     assign_categories(tape)
     again = [event for event in tape.events if event.place.phase is Phase.RECOMPUTATION]
     seconds = sum(event.seconds for event in again)
     norms = sum(event.seconds for event in again if _is_norm(event.place.module))
     kept = sum(tensor.num_bytes for tensor in none.ledger if _is_norm(tensor.place.module))
-    full = simulated(_FULL_7B, A100, "full")
+    full = simulated(FULL_7B, A100, "full")
     return {
         "case": "Llama 2 7B, fully trained, 1 x 2,048 tokens, bfloat16 autocast, A100: what the norms of all layers "
         "make and hold without checkpointing, and the time of running them again under full. Predicted",
@@ -374,7 +284,7 @@ def llama_7b_activations() -> Rows:
     for attention in ("eager", "sdpa"):
         found[attention] = {}
         for method in ("full", "lora"):
-            case = replace(_LORA_7B, attention=attention, method=method, batch=8)
+            case = replace(LORA_7B, attention=attention, method=method, batch=8)
             size = held(simulated(case, A100))
             per_value = size / (_input_bytes(case) / 2 * case.config["num_hidden_layers"])
             found[attention][method] = {
@@ -388,7 +298,7 @@ def llama_7b_activations() -> Rows:
 
 def eager_attention_100_gb() -> Rows:
     """Claim: 32 layers at 2,048 x 8 with eager attention take 100 GB of activations."""
-    case = replace(_LORA_7B, attention="eager", method="full", batch=8)
+    case = replace(LORA_7B, attention="eager", method="full", batch=8)
     none, full = simulated(case, A100), simulated(case, A100, "full")
     scores = _scores(none, case)
     return {
@@ -409,8 +319,8 @@ def _scores(memory: StepMemory, case: Case) -> list[Any]:
 
 def attention_scores() -> Rows:
     """Claim: attention scores take 8 GB at 4,096 tokens x 8. What one layer holds of them."""
-    config = {**_LORA_7B.config, "num_hidden_layers": 2}
-    case = replace(_LORA_7B, config=config, attention="eager", batch=8, tokens=4096)
+    config = {**LORA_7B.config, "num_hidden_layers": 2}
+    case = replace(LORA_7B, config=config, attention="eager", batch=8, tokens=4096)
     scores = [tensor for tensor in _scores(simulated(case, A100), case) if tensor.place.layer_idx == 0]
     dtypes = Counter(tensor.dtype for tensor in scores)
     return {
@@ -429,7 +339,7 @@ def attention_scores() -> Rows:
 
 def cpu_offload() -> Rows:
     """Claim: offload to the CPU saves 80 to 90 %. Of what is held, and of the peak, over none and over full."""
-    case = replace(_LORA_7B, tokens=8192)
+    case = replace(LORA_7B, tokens=8192)
     none, full = simulated(case, A100), simulated(case, A100, "full")
     found: Rows = {
         "case": "Llama 2 7B, LoRA on all linear layers, 1 x 8,192 tokens, bfloat16 autocast, A100. full_offload: each "
@@ -455,8 +365,8 @@ def cpu_offload() -> Rows:
 def lora_7b_on_24_gb() -> Rows:
     """Claim: a 7B LoRA fits 24 GB at 2,048 tokens with bf16, checkpointing and accumulation."""
     device = find_device(RTX4090)
-    none, full = (simulated(_LORA_7B, RTX4090, mode, accumulation=16) for mode in ("none", "full"))
-    longer = simulated(replace(_LORA_7B, tokens=4096), RTX4090, "full", accumulation=16)
+    none, full = (simulated(LORA_7B, RTX4090, mode, accumulation=16) for mode in ("none", "full"))
+    longer = simulated(replace(LORA_7B, tokens=4096), RTX4090, "full", accumulation=16)
     rows = {"none": (none, row(none)), "full": (full, row(full, none)), "full_4096": (longer, row(longer))}
     return {
         "case": "Llama 2 7B, LoRA of rank 16 on all linear layers, 1 x 2,048 tokens, 16 micro-batches, bfloat16 "
@@ -501,8 +411,8 @@ _LONGER = {
     "llama32_1b_full_2048_rtx4090": (SUBJECTS["llama32_1b_full"], RTX4090),
     "llama32_1b_full_2048_a100": (SUBJECTS["llama32_1b_full"], A100),
     "llama32_1b_full_128_a100": (replace(SUBJECTS["llama32_1b_full"], tokens=128), A100),
-    "llama2_7b_lora_2048_a100": (_LORA_7B, A100),
-    "llama2_7b_lora_128_rtx4090": (replace(_LORA_7B, tokens=128), RTX4090),
+    "llama2_7b_lora_2048_a100": (LORA_7B, A100),
+    "llama2_7b_lora_128_rtx4090": (replace(LORA_7B, tokens=128), RTX4090),
 }
 """By model, method, tokens of a row, and device."""
 

@@ -1,4 +1,4 @@
-"""Switches that are said to exist in transformers: each is tried on the installed version, and what happens told."""
+"""Switches that are said to exist in transformers: each is tried on the installed version."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def outcome_of(name: str) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             forwards = attempt()
     except (TypeError, ValueError, AttributeError) as error:
-        told = {"outcome": "refused", "message": f"{type(error).__name__}: {error}", "layers_recomputed": []}
-        return {"switch": switch, **told}
+        refused = {"outcome": "refused", "message": f"{type(error).__name__}: {error}", "layers_recomputed": []}
+        return {"switch": switch, **refused}
     recomputed = [layer_idx for layer_idx, count in enumerate(forwards) if count > 1]
     outcome = {(): "ignored", tuple(range(LAYERS)): "all layers"}.get(tuple(recomputed), "some layers")
     return {"switch": switch, "outcome": outcome, "message": None, "layers_recomputed": recomputed}

@@ -1,4 +1,4 @@
-"""What a probe says of its card, beside what the table of devices has: proposed, and taken where it repeats itself.
+"""What a probe says of its card, and what the table of devices has: proposed, and taken where it repeats itself.
 
 A rate is compared as it is reached: the nominal rate times its efficiency in the table, what was measured in the probe.
 Launch cost, link and pinning are facts of the machine that was lent and not of the card: they are shown, never taken.

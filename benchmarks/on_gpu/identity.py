@@ -1,4 +1,4 @@
-"""What must be the same for figures to stand beside each other: code, versions, device."""
+"""What must be the same for figures to be compared: code, versions, device."""
 
 from __future__ import annotations
 

@@ -45,11 +45,11 @@ def _offload_options(policy: str, setting: Setting) -> offload.Options:
     return offload.Options(device=setting.device, policy=policy, tokens=(2048, 8192))
 
 
-# --- Predicted beside measured. ---
+# --- Predicted and measured. ---
 
 
 def collect_predicted(journal: Journal, setting: Setting) -> None:
-    """Measure training steps, beside the predictions that were made for them."""
+    """Measure training steps for which predictions were made."""
     options, wanted = _predict_options(setting), _predict_names(setting)
     for name in wanted:
         if found := setting.prepared.get(f"predicted/{name}"):
@@ -154,7 +154,7 @@ def _autos(found: Json) -> Iterator[measure.Auto]:
 
 
 def collect_overhead(cases: tuple[str, ...], journal: Journal, setting: Setting) -> None:
-    """Time policy full beside transformers' own full activation checkpointing.
+    """Time policy full against transformers' own full activation checkpointing.
 
     Args:
         cases: of `benchmarks.cases`.

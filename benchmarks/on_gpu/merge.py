@@ -32,7 +32,7 @@ def merge(
         files: that the programme has written; of a stage that several hold, the entries of later files come last.
         stages: that there are.
         folder: to file them in; `benchmarks/results` if left out, and then documents are written anew.
-        say: is told what is written.
+        say: is called with what is written.
         accepts: take what the probe says of its card into the table of devices.
 
     Raises:
@@ -61,7 +61,7 @@ def merge(
 
 
 def _propose(entries: Mapping[str, Entry], say: Say, *, accepts: bool) -> None:
-    """Say what the probe says of its card beside what is in force, and take it if that is wanted."""
+    """Say what the probe says of its card and what is in force, and take it if that is wanted."""
     proposals = constants.propose(entries)
     for line in constants.lines(proposals):
         say(line)
@@ -84,7 +84,7 @@ def _propose(entries: Mapping[str, Entry], say: Say, *, accepts: bool) -> None:
 def _merged(read_files: Sequence[dict[str, Any]], stage: str) -> tuple[dict[str, Entry], dict[str, Any]]:
     """Return the entries of a stage, and the document that says where they were made.
 
-    Entries stand beside each other only if code, versions and device were the same; else the last file's stand alone.
+    Entries are put together only if code, versions and device were the same; else the last file's stand alone.
     """
     entries: dict[str, Entry] = {}
     source: dict[str, Any] = {}

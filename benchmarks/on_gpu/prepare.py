@@ -36,7 +36,7 @@ def write(path: Path, card: str, *, is_small: bool, say: Callable[[str], None]) 
         path: of the file.
         card: in the words of the device table; small twins are prepared for a CPU.
         is_small: small twins.
-        say: is told what is made.
+        say: is called with what is made.
 
     Raises:
         WrongInputError: there is no such card.

@@ -34,7 +34,7 @@ CALIBRATION_S = 3.0
 """Shorter calibrations are tries of the code, and propose nothing."""
 MIB = 2**20
 _LINK_BYTES = 2**30
-# Copied in each repetition, so that the time of small copies can be told as well.
+# Copied in each repetition, so that the time of small copies can be worked out as well.
 _NUM_COPIES = 256
 _WAIT_S = 30.0
 _CPU = {"skipped": "this is of a CUDA device, and this is a CPU"}

@@ -83,7 +83,7 @@ def run(
         results: are added to.
         deadline: of `time.monotonic`; nothing runs on behind it.
         log: takes what the stages print.
-        say: is told of each entry.
+        say: is called with each entry.
     """
     for stage in stages:
         if results.is_finished(stage.name):

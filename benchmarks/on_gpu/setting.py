@@ -1,4 +1,4 @@
-"""What every stage is told, and what a stage is."""
+"""What every stage is given, and what a stage is."""
 
 from __future__ import annotations
 

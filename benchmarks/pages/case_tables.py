@@ -16,14 +16,14 @@ Runs = Mapping[str, Run]
 
 
 def published_size(case: str, runs: Runs) -> str:
-    """Return the table of the published size: predicted beside measured.
+    """Return the table of the published size: predicted next to measured.
 
     Args:
         case: of the benchmark.
         runs: by kind; without `cuda` the words for it stand in each row.
     """
     predicted, measured = runs.get(PREDICTED), runs.get(CUDA)
-    told = ("predicted peak, GiB", "predicted step, ms", "predicted on the host, GiB")
+    simulated = ("predicted peak, GiB", "predicted step, ms", "predicted on the host, GiB")
     found = (
         ("measured peak, GiB", "measured step, ms", "measured step over none")
         if measured
@@ -33,7 +33,7 @@ def published_size(case: str, runs: Runs) -> str:
     rows = [
         (_title(name, predicted, measured), *_predicted(name, predicted), *_measured(name, measured)) for name in names
     ]
-    return table(("contender", *told, *found), rows)
+    return table(("contender", *simulated, *found), rows)
 
 
 def _title(name: str, *runs: Run | None) -> str:
@@ -121,9 +121,9 @@ def _short(reason: str) -> str:
 def no_help(run: Run) -> str:
     """Return, in sentences without figures, what of this library did not help in a run; empty if all of it did."""
     beaten, lost = list(_beaten(run)), list(_lost(run))
-    told = [f"Beaten in memory and in {_currency(run)}: {', '.join(beaten)}."] if beaten else []
-    told += [f"`auto` costs more {_currency(run)} than what fits as well: {', '.join(lost)}."] if lost else []
-    return " ".join(told)
+    sentences = [f"Beaten in memory and in {_currency(run)}: {', '.join(beaten)}."] if beaten else []
+    sentences += [f"`auto` costs more {_currency(run)} than what fits as well: {', '.join(lost)}."] if lost else []
+    return " ".join(sentences)
 
 
 def _beaten(run: Run) -> Iterator[str]:

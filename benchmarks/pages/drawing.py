@@ -82,10 +82,10 @@ def save(figure: Figure, path: Path, data: Any) -> None:
     canvas: Any = figure.canvas
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    told = PngImagePlugin.PngInfo()
-    told.add_text(_DIGEST, digest_of(data))
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text(_DIGEST, digest_of(data))
     # A palette makes the file a third as large, and nobody sees it.
-    image.quantize(_NUM_COLOURS, dither=Image.Dither.NONE).save(path, pnginfo=told, optimize=True)
+    image.quantize(_NUM_COLOURS, dither=Image.Dither.NONE).save(path, pnginfo=notes, optimize=True)
 
 
 def digest_of(data: Any) -> str:

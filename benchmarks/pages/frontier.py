@@ -56,7 +56,7 @@ def _across(run: Run) -> str:
 
 
 def _point(run: Run, row: Row, size: int) -> Json | None:
-    # Times of another run say nothing beside those of this one.
+    # Times of another run do not compare with those of this one.
     if run.kind == CUDA and row.source != run.names[0]:
         return None
     # On a CPU time says little about a GPU; operations are counted exactly.

@@ -1,4 +1,4 @@
-"""Labels beside crowded points: each is put where it covers no point, no line and no other label."""
+"""Labels of crowded points: each is put where it covers no point, no line and no other label."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def write(
     font: float,
     radius: float = 8.0,
 ) -> None:
-    """Write labels beside their points.
+    """Write labels next to their points.
 
     Args:
         figure: of the panel; its layout stays as it is from here on.
@@ -156,7 +156,7 @@ def write(
 
 
 def _arranged(points: Sequence[Point], sizes: Sequence[Point], ground: _Ground) -> list[_Box]:
-    """Return a place for each label: the best beside the others, the most crowded first, some times over."""
+    """Return a place for each label: the most crowded first, and all of them several times over."""
     places = [ground.places(point, size) for point, size in zip(points, sizes, strict=True)]
     chosen: dict[int, _Box] = {}
     crowded = sorted(range(len(points)), key=lambda index: -_crowd(points[index], points))

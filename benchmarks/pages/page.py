@@ -31,7 +31,7 @@ _HEAD = """# Benchmarks
 
 <!-- Written by scripts/benchmark_pages.py from benchmarks/results/. Do not edit by hand. -->
 
-Every way to save activation memory that we found, beside each other on the same training step: no checkpointing, what
+Every way to save activation memory that we found, compared on the same training step: no checkpointing, what
 `Trainer` has today, what other trainers and libraries have, `torch.compile`, the fixed policies of this library, and
 `auto`. The claims of the literature have [a page of their own](claims.md), and so does [long context](long_context.md).
 """
@@ -62,7 +62,7 @@ _READING = """## How to read this
 _COMMANDS = """## Run it
 
 ```sh
-make bench                                  # the small twins on the CPU, in minutes, beside the committed results
+make bench                                  # the small twins on the CPU, in minutes, against the committed results
 make bench-predicted                        # the published sizes, simulated; needs no GPU
 make bench-gpu CASE=llama2_7b_lora_2048     # one case on a CUDA GPU; all of them without CASE
 python scripts/benchmark_pages.py           # this page and its pictures, from the results that are there
@@ -102,8 +102,8 @@ def _summary(results: Results) -> str:
         "[how to read this](#how-to-read-this) is at the end."
     )
     waiting = [case for case, runs in results.runs.items() if CUDA not in runs]
-    told = f"Of {len(waiting)} cases the times are {NOT_YET}: `make bench-gpu`." if waiting else ""
-    return "\n\n".join(filter(None, (text, f'<!-- given "case": its title -->\n{table(header, rows)}', told)))
+    without = f"Of {len(waiting)} cases the times are {NOT_YET}: `make bench-gpu`." if waiting else ""
+    return "\n\n".join(filter(None, (text, f'<!-- given "case": its title -->\n{table(header, rows)}', without)))
 
 
 def _summary_rows(case: str, runs: Mapping[str, Run]) -> Iterator[tuple[str, ...]]:
@@ -131,10 +131,10 @@ def _made_on(results: Results) -> str:
             chip = hardware.get("gpu") or f"{hardware.get('cpu', 'CPU')}, {hardware.get('num_threads')} thread"
             versions = environment["versions"]
             on = f"for {device_words(run)}, on {chip}" if run.is_predicted else chip
-            told = ", ".join(
+            installed = ", ".join(
                 f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate") if versions.get(name)
             )
-            rows.append((link(run.names[0]), on, told, f"`{environment['command']}`"))
+            rows.append((link(run.names[0]), on, installed, f"`{environment['command']}`"))
     if not rows:
         return ""
     return f"## Hardware and versions\n\n{table(('result', 'made on', 'versions', 'command'), rows)}"
@@ -163,16 +163,16 @@ def _on_published_size(case: str, runs: Mapping[str, Run]) -> Iterator[str]:
     if CUDA not in runs:
         yield f"Measured: {NOT_YET}. The command is `{gpu_command(case)}`."
     facts = facts_of(next(iter(runs.values())))
-    told = f"{_words(runs.values())}; pictures and tables from {case_tables.sources(runs)}.\n{facts}"
-    yield folded("All contenders", told, case_tables.published_size(case, runs))
+    text = f"{_words(runs.values())}; pictures and tables from {case_tables.sources(runs)}.\n{facts}"
+    yield folded("All contenders", text, case_tables.published_size(case, runs))
 
 
 def _on_twin(case: str, run: Run) -> Iterator[str]:
     yield "### The small twin, on a CPU"
     yield _image(frontier_name(case, CPU), "Peak memory against operations of a step", run)
     yield from _budgets(run)
-    told = f"Measured, predicted peaks beside it; picture and tables from {links(run.names)}.\n{facts_of(run)}"
-    yield folded("All contenders on the small twin", told, case_tables.twin(run))
+    text = f"Measured, and peaks predicted too; picture and tables from {links(run.names)}.\n{facts_of(run)}"
+    yield folded("All contenders on the small twin", text, case_tables.twin(run))
 
 
 def _budgets(run: Run) -> Iterator[str]:

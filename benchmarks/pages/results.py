@@ -191,8 +191,8 @@ def _row(name: str, entry: Json, kind: str, source: str) -> Row:
     )
 
 
-def _time(told: float | Json | None) -> float | None:
+def _time(found: float | Json | None) -> float | None:
     """Return the median of a measured time, or the predicted one."""
-    if isinstance(told, Mapping):
-        return told.get("median")
-    return told
+    if isinstance(found, Mapping):
+        return found.get("median")
+    return found

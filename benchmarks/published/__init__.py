@@ -1,1 +1,1 @@
-"""What others have measured on GPUs, with a configuration precise enough to simulate it, beside our prediction."""
+"""What others have measured on GPUs, with a configuration precise enough to simulate it, and our prediction."""

@@ -114,7 +114,7 @@ def reentrant_checkpointing_around_fsdp(model: Any, point: StepPoint) -> Iterato
 
 @contextmanager
 def gpt_bigcode_cache(model: Any, point: StepPoint) -> Iterator[None]:
-    """Return keys and values beside the logits, as GPTBigCode does up to 4.48 or later, though layers are checkpointed.
+    """Return keys and values with the logits, as GPTBigCode does up to 4.48 or later, though layers are checkpointed.
 
     Other models then turn `use_cache` off, and it does not. Keys and values are views of what `c_attn` returns, queries
     too, which so lives as long as the logits do.

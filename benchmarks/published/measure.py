@@ -1,4 +1,4 @@
-"""How near are predictions to what others measured on GPUs? Simulated, beside their published figures.
+"""How near are predictions to what others measured on GPUs? Simulated, and compared with their published figures.
 
 Points that ran out of memory are there too: none of them may be predicted to fit.
 
@@ -172,21 +172,21 @@ def run(options: Namespace) -> None:
         records.append(record)
         print(_line(record), f"{time.process_time() - began:.1f} s", flush=True)
     contexts = add_reserved_ratios(records)
-    told = {
+    found = {
         "context_bytes": contexts,
         "summary": list(summaries(records)),
         "times": list(time_summaries(records)),
         "answers": answers(records),
     }
-    write_result(options.out, {**told, "points": records})
+    write_result(options.out, {**found, "points": records})
 
 
 def _line(record: Record) -> str:
     published, predicted = record["published_bytes"], record["predicted_bytes"]
-    told = "no peak" if published is None else f"{published / 2**30:.3f} GiB, ratio {record['ratio']:.4f}"
+    peak = "no peak" if published is None else f"{published / 2**30:.3f} GiB, ratio {record['ratio']:.4f}"
     ratio = record.get("time_ratio")
     took = "" if ratio is None else f"; time, ratio {ratio:.3f}"
-    return f"{record['name']} {record['title']}: {predicted / 2**30:.3f} GiB; published {told}{took}"
+    return f"{record['name']} {record['title']}: {predicted / 2**30:.3f} GiB; published {peak}{took}"
 
 
 if __name__ == "__main__":

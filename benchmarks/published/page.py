@@ -79,7 +79,7 @@ shows 19,429 MiB at 97fc3c1 and 20,190 MiB at 9239802, so that sharded steps rep
 
 def _in_short(result: Record) -> str:
     fits = result["answers"]
-    told = (
+    verdicts = (
         f'Of {fits["num_ran"]} steps that ran, {fits["num_ran_but_does_not_fit"]} are answered "does not fit" and '
         f'{fits["num_ran_and_perhaps"]} "perhaps"; of {fits["num_failed"]} that ran out of memory, '
         f'{fits["num_failed_but_fits"]} are answered "fits".'
@@ -94,7 +94,7 @@ def _in_short(result: Record) -> str:
         f"nvidia-smi shows CUDA's context too (and NCCL's memory): {contexts} ({_LINK}), the median of "
         "what it showed beyond the prediction in a quarter of its rows: chosen by the hash of their names, not judged.",
         _REPEATED,
-        f"{told} ({_LINK})",
+        f"{verdicts} ({_LINK})",
         _times(result),
     )
     return "\n\n".join(part.strip() for part in parts)
@@ -115,7 +115,7 @@ def _times(result: Record) -> str:
         for times in result["times"]
     ]
     header = ("card", "half", "points", "mean error", "mean difference", "predicted too short", "largest error")
-    told = (
+    text = (
         f"Times of steps, from {_LINK}. Fitted to half of the points, chosen by the hash of their names, are what a "
         "card reaches in matrix products and in memory (`hf_ckpt/simulation/measured_devices.json`), what the host "
         "needs for a unit of FSDP (`Device.unit_seconds`), and of a source's machine the link between its cards, the "
@@ -123,7 +123,7 @@ def _times(result: Record) -> str:
         "blind: rows of both halves showed how FSDP1's host waits, before anything was fitted. Nothing is fitted to "
         "sources that are held out."
     )
-    return f'{told}\n\n<!-- given "card": names of cards -->\n{table(header, rows)}'
+    return f'{text}\n\n<!-- given "card": names of cards -->\n{table(header, rows)}'
 
 
 def _accuracy_table(result: Record, what: str) -> str:
@@ -178,14 +178,14 @@ _LOOKED_AT = (
 def _held_out(records: Sequence[Record]) -> str:
     num_held_out = sum(record["is_held_out"] for record in records)
     whole = [source.title for source in _sources_of(records) if source.is_held_out]
-    told = f" All points of these sources are among them: {'; '.join(whole)}." if whole else ""
+    more = f" All points of these sources are among them: {'; '.join(whole)}." if whole else ""
     for source in _sources_of(records):
         if source.blind_ratios:
             ratios = " and ".join(f"{ratio:.3f}" for ratio in source.blind_ratios)
-            told += f" {source.title}: held out at first, and predicted at {ratios}; the code was changed since."
+            more += f" {source.title}: held out at first, and predicted at {ratios}; the code was changed since."
     return (
         "## Held out\n\nSome points, chosen by the hash of their names, were predicted only when the code was final: "
-        f"rows marked with a star, {num_held_out} of {len(records)}.{told} {_LOOKED_AT}"
+        f"rows marked with a star, {num_held_out} of {len(records)}.{more} {_LOOKED_AT}"
     )
 
 

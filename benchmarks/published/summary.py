@@ -55,7 +55,7 @@ def _accuracy(ratios: Sequence[float]) -> Record:
 
 
 def add_reserved_ratios(records: Sequence[Record]) -> dict[str, int]:
-    """Compare what was reserved: with torch's figure, or, with CUDA's context beside it, with nvidia-smi's.
+    """Compare what was reserved: with torch's figure, or, with CUDA's context added, with nvidia-smi's.
 
     Returns that context, in bytes, of each source on one GPU and on several, where it does not publish it: the median
     of what nvidia-smi showed beyond the prediction in some of the rows, chosen by the hash of their names (`is_used`),

@@ -1,1 +1,1 @@
-"""Ways to save activation memory, measured beside each other on one model in one run."""
+"""Ways to save activation memory, measured on one model in one run."""

@@ -118,7 +118,7 @@ def plans(
         case: its step.
         device: to plan for.
         budgets: rising.
-        say: is told what is planned.
+        say: is called with what is planned.
     """
     planner = StepPlanner(StepSimulator(model, case.step, device), allowed=GRANTED)
     found = []

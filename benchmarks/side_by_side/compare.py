@@ -1,4 +1,4 @@
-"""Results run anew beside the committed ones: counts equal, predictions and other figures within 2 %, times only shown.
+"""Results run anew against the committed ones: counts equal, predictions and other figures within 2 %, times shown.
 
     python -m benchmarks.side_by_side.compare /tmp/anew
     python -m benchmarks.side_by_side.compare /tmp/anew --committed benchmarks/results --times
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass
 class Comparison:
-    """One result beside the committed one.
+    """One result compared with the committed one.
 
     Args:
         name: of the file.
@@ -174,7 +174,7 @@ class _Rules:
 
     Args:
         is_predicted: the whole file, times too.
-        is_counted: bytes were counted, not told by a device's allocator.
+        is_counted: bytes were counted, not read from a device's allocator.
         is_same_effort: both runs took the same number of steps.
     """
 

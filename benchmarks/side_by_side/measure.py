@@ -153,7 +153,7 @@ def collect(
         device: `cpu`, where operations and bytes are counted and times are good for ratios only, or `cuda`.
         contenders: in the order of the result, `none` first.
         effort: how much.
-        say: is told what goes on.
+        say: is called with what goes on.
 
     Raises:
         OutOfTimeError: the journal's time is over.

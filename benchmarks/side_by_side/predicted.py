@@ -79,7 +79,7 @@ def predict(
         contenders: in the order of the result.
         num_budgets: for how many budgets to plan at most.
         device: to predict for; an H100 if left out.
-        say: is told what goes on.
+        say: is called with what goes on.
     """
     device = device or find_device(DEVICE)
     model = build(case, "meta")
@@ -134,7 +134,7 @@ def _simulated(
         raise NotHereError(reason)
     if contender.name == _BY_ARITHMETIC:
         if "transformers_full" not in memories:
-            raise NotHereError("it is told from transformers_full, which is not there")
+            raise NotHereError("it is worked out from transformers_full, which is not there")
         return with_copies_in_line(model, case, device, memories["transformers_full"])
     return simulate_step(model, None, case.step, device, changed_by=contender.enter)
 
@@ -154,7 +154,7 @@ def with_copies_in_line(model: nn.Module, case: Case, device: Device, full: Step
     peak, host = with_synchronous_offload(full, num_layers, input_bytes)
     copies = full.time.copies + 2 * num_layers * copy_seconds(input_bytes, device)
     time = replace(full.time, copies=copies)
-    # What it is made of at its peak is not told by this arithmetic.
+    # What it is made of at its peak does not follow from this arithmetic.
     return replace(full, peak_bytes=peak, host_bytes=host, time=time, by_category={})
 
 

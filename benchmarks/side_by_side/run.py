@@ -1,4 +1,4 @@
-"""Ways to save activation memory beside each other: one case, all contenders in turn in one process, one JSON.
+"""Ways to save activation memory, compared: one case, all contenders in turn in one process, one JSON.
 
 python -m benchmarks.side_by_side.run --case llama2_7b_lora_2048 --device cuda
 python -m benchmarks.side_by_side.run --case llama2_7b_lora_2048             # its small twin, on the CPU

@@ -1,4 +1,7 @@
-"""Policy `auto`: its options, and what it finds when a run begins: the model, its largest batch, the budget."""
+"""Policy `auto`: its options, and what it finds when a run begins: the model, its largest batch, the budget.
+
+`Auto` plans for a Trainer, `plan_own_step` for a loop without one, whose sizes are given.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes, unknown_bytes
-from hf_ckpt.auto.coverage import check_call, check_run, evaluates, new_models_check
-from hf_ckpt.auto.largest_batch import Batch, is_packing, largest_batch, reads_text, with_inputs
+from hf_ckpt.auto.coverage import (
+    Coverage,
+    check_call,
+    check_not_compiled,
+    check_run,
+    evaluates,
+    new_models_check,
+    refuse,
+)
+from hf_ckpt.auto.largest_batch import Batch, is_packing, largest_batch, reads_text, with_inputs, without_adapter
 from hf_ckpt.auto.largest_multimodal_batch import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
@@ -21,6 +33,7 @@ from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import OtherProcessError, PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
+from hf_ckpt.patch.checks import check_model
 from hf_ckpt.patch.leftover import running_trainer
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
@@ -28,7 +41,7 @@ from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
@@ -285,3 +298,50 @@ def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any, r
         return replace(batch, rows=1, length=length, is_padded=False, is_packed=eval_rows > 1)
     eval_rows *= rows_per_example
     return replace(batch, rows=eval_rows, is_padded=batch.is_padded and eval_rows > 1, is_packed=False)
+
+
+# --- Without a Trainer. ---
+
+
+def plan_own_step(
+    model: nn.Module, step: Step, budget: Budget | None, allowed: Allowed, structure: dict[str, Any], optimizer: Any
+) -> RunPlanner:
+    """Return the plans of a loop that runs a step, the one for its sizes made already.
+
+    Args:
+        model: as it is trained; it is not changed.
+        step: the step, without its optimizer.
+        budget: None takes the free memory of the GPU less a reserve.
+        allowed: what a plan may hold besides modes.
+        structure: `layers`, `attention` and `ffn` of `apply`.
+        optimizer: of torch; None counts the one that `Step` names.
+
+    Raises:
+        BudgetError: no plan fits.
+        PolicyError: there is no budget, or it is more than the device has.
+        UnsupportedError: the step cannot be simulated.
+    """
+    check_model(model)
+    check_not_compiled(model)
+    if store.num_processes() > 1 or fsdp.is_sharded(model):
+        raise refuse("in a loop of your own it knows one process that has the whole model")
+    step = replace(step, given_optimizer=given_optimizer(optimizer, None, model, Sharding()))
+    place = next(model.parameters()).device
+    device = this_device() if place.type == "cuda" else CPU
+    shape = meta_copy(model)
+    any_step = StepSimulator(shape, step, device, structure)
+    made = innermost_optimizer(optimizer)
+    name = step.optim if made is None else type(made).__name__
+    planning = RunPlanner(
+        make_plan(shape, Policy.parse("none"), **structure),
+        lambda batch: any_step.anew(replace(step, batch_size=batch.rows, seq_length=batch.length)),
+        budget_bytes(budget, device, model, optimizer),
+        coverage=Coverage((type(without_adapter(model)).__name__, str(name), "one process"), ()),
+        allowed=allowed,
+        host_bytes=free_host_bytes(allowed.offload),
+        place=torch.device(place),
+        timeout_s=0,
+        is_bounded=True,
+    )
+    planning.start(Batch(step.batch_size, step.seq_length, step.is_padded))
+    return planning

@@ -44,7 +44,7 @@ def budget_bytes(
         device: where the step runs.
         model: that is about to be trained on it; its tensors are part of the step.
         optimizer: the model's; None where there is none yet.
-        counted_bytes: on the device beside the model that are part of the step too, such as those of a reference.
+        counted_bytes: on the device besides the model that are part of the step too, such as those of a reference.
 
     Raises:
         PolicyError: the budget is more than the device has, or there is none and the device is not a GPU.

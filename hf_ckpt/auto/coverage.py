@@ -55,20 +55,20 @@ class Coverage:
 
     counted: tuple[str, ...]
     not_counted: tuple[str, ...]
-    beside: tuple[OtherModel, ...] = ()
-    """What the Trainer reaches that has tensors beside the trained model's."""
+    others: tuple[OtherModel, ...] = ()
+    """What the Trainer reaches that has tensors of its own, not those of the trained model."""
     loss: OwnLoss | None = None
     """The Trainer's own, which knows what its batches are made of."""
 
     @property
     def beside_bytes(self) -> int:
         """Bytes of tensors that are in no module."""
-        return sum(each.num_bytes for each in self.beside if each.module is None)
+        return sum(each.num_bytes for each in self.others if each.module is None)
 
     @property
     def counted_bytes(self) -> int:
         """Bytes of all of them."""
-        return sum(each.num_bytes for each in self.beside)
+        return sum(each.num_bytes for each in self.others)
 
     def without(self, what: str) -> Coverage:
         """Return the same, which leaves out something more."""
@@ -299,7 +299,7 @@ class _NewModels:
         # What its loss makes, as it is first called, is in the simulated step.
         self._counted = "" if loss is None else f"{type(trainer).__name__}."
         self._small = _SMALL * sum(tensor.nbytes for tensor in tensors_of(model))
-        self._known = {id(tensor) for other in known.beside for tensor in other.tensors}
+        self._known = {id(tensor) for other in known.others for tensor in other.tensors}
         self._steps_seen: set[int] = set()
 
     def check(self) -> None:
@@ -377,7 +377,7 @@ class InputCheck:
     """Holds what a forward gets, and how often it runs, against the simulated step."""
 
     _num_forwards: int = 0
-    _told: set[str] = field(default_factory=set)
+    _named: set[str] = field(default_factory=set)
 
     def check(self, model: nn.Module, batch: Batch | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a training forward that is not the simulated one, before it runs.
@@ -433,9 +433,9 @@ class InputCheck:
         is_mask = name == "attention_mask" and shape == tuple(ids.shape)
         if is_mask or value.numel() <= 1 or is_like_tokens(value, ids):
             return
-        if name not in self._told:
+        if name not in self._named:
             # Whole numbers, fewer than tokens: no activation has their shape.
-            self._told.add(name)
+            self._named.add(name)
             logger.warning("Not counted: %s, %s of the batch.", name, format_bytes(value.nbytes))
 
 

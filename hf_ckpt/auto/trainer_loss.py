@@ -151,7 +151,7 @@ def users_loss(trainer: Any, model: nn.Module, sharding: Sharding) -> UsersLoss 
 
 def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
     labels = inputs.get("labels")
-    if isinstance(labels, Tensor) and has_values(labels) and _is_told_items(stand_in):
+    if isinstance(labels, Tensor) and has_values(labels) and _counts_items(stand_in):
         options["num_items_in_batch"] = (labels != _IGNORED).sum()
     try:
         with _NumbersUnknown(), warnings.catch_warnings():
@@ -174,7 +174,7 @@ _IGNORED = -100
 """The label of a token that is no item."""
 
 
-def _is_told_items(trainer: Any) -> bool:
+def _counts_items(trainer: Any) -> bool:
     """Whether the Trainer counts the labelled tokens of a step for its loss; trl's losses need no such number."""
     return (
         getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None

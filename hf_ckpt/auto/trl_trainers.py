@@ -1,4 +1,4 @@
-"""The steps of trl's trainers as `auto` simulates them: whose loss is run, on what batch, with which model beside.
+"""The steps of trl's trainers as `auto` simulates them: whose loss is run, on what batch, with which second model.
 
 trl is not imported: its trainers are known by the modules of their classes, its batches by their columns.
 """

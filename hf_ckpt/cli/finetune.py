@@ -1,23 +1,38 @@
-"""Train as a recipe says: what scripts/finetune.py runs in each process, and `hf-ckpt finetune` in one."""
+"""`hf-ckpt finetune`: train as a recipe says, in this process or in several that accelerate starts.
+
+`main` is what scripts/finetune.py and each of these processes run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT, add_recipe_arguments
+from hf_ckpt.cli.common import (
+    FAILS,
+    HOLDS,
+    INTERRUPTED,
+    WRONG_INPUT,
+    Command,
+    add_recipe_arguments,
+    check_config_file,
+    count,
+    shipped_config,
+)
 from hf_ckpt.cli.model_options import read_recipe
 from hf_ckpt.distributed.store import LaunchedProcesses
-from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, SavedFilesError
+from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, RecipeError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
 from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
 
-FLAGS = ("print", "resume", "merge")
+_FLAGS = ("print", "resume", "merge")
 """The options that are said or not."""
 
 
@@ -27,14 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     That is 0; 1 where the device's memory was not enough; 2 for wrong input or a full disk; 130 after Ctrl-C, 143 after
     SIGTERM.
     """
-    return run(parser("finetune.py").parse_intermixed_args(arguments))
+    return _run(_parser("finetune.py").parse_intermixed_args(arguments))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Train; see `main`."""
+def _run(options: argparse.Namespace) -> int:
     try:
         with sigterm_as_interrupt():
-            return _run(options)
+            return _train(options)
     except Terminated:
         print("Stopped by SIGTERM.", file=sys.stderr)
         return EXIT_CODE
@@ -42,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _run(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     processes = LaunchedProcesses()
     try:
         with processes:
@@ -71,8 +85,7 @@ def _carry_out(options: argparse.Namespace, processes: LaunchedProcesses) -> Non
     _leave(processes)
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the arguments, under the name of a program."""
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
@@ -119,6 +132,70 @@ def _quieten(*, is_first: bool) -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
     # peft asks transformers 5.2x by the old name whether checkpointing is on.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+
+
+# --- The command, which may start several processes. ---
+
+
+def _command_parser() -> argparse.ArgumentParser:
+    parser = _parser("hf-ckpt finetune")
+    parser.add_argument("--processes", type=count, metavar="N", help="start so many processes, one for each GPU")
+    parser.add_argument(
+        "--config-file",
+        type=shipped_config,
+        metavar="FILE",
+        help="start processes as this configuration of accelerate says, such as fsdp2_8gpu or one of your own",
+    )
+    return parser
+
+
+def _run_or_launch(options: argparse.Namespace) -> int:
+    if options.processes in (None, 1) and options.config_file is None:
+        return _run(options)
+    check_config_file("--config-file", options.config_file)
+    # What is wrong is said once, here, before processes are started.
+    recipe = read_recipe(options)
+    if not options.print:
+        require_for(recipe, "datasets", *(["deepspeed"] if _is_deepspeed(options.config_file) else []))
+    if options.config_file is None:
+        _check_gpus(options.processes)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *_launch_options(options)]
+    command += ["--module", "hf_ckpt.cli.finetune", options.recipe, *options.overrides]
+    command += [f"--{name}" for name in _FLAGS if getattr(options, name)]
+    # In place of this process: signals and the exit code are the launcher's.
+    os.execv(sys.executable, command)
+
+
+def _launch_options(options: argparse.Namespace) -> Iterator[str]:
+    # Else the launcher adds a traceback of its own to what the processes said.
+    yield "--quiet"
+    path: Path | None = options.config_file
+    if path is not None:
+        yield from ("--config_file", str(path))
+    else:
+        # Every option is given, so that accelerate names no defaults. Precision is the recipe's.
+        yield from ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+    if options.processes is not None:
+        yield from ("--num_processes", str(options.processes))
+
+
+def _is_deepspeed(path: Path | None) -> bool:
+    """Whether a configuration of accelerate starts DeepSpeed, which must be there before the launcher is."""
+    return (
+        path is not None and re.search(r"^distributed_type: *DEEPSPEED\b", path.read_text(), re.MULTILINE) is not None
+    )
+
+
+def _check_gpus(num_processes: int) -> None:
+    """Refuse more processes than there are GPUs; without one, accelerate starts one process whatever is asked."""
+    import torch
+
+    num_gpus = torch.accelerator.device_count()
+    if num_processes > num_gpus:
+        raise RecipeError(f"--processes {num_processes}: each has a GPU of its own, and this machine has {num_gpus}.")
+
+
+FINETUNE = Command(_command_parser, _run_or_launch, "train as a recipe says")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import NoReturn
 from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.completion import completion
 from hf_ckpt.cli.estimate import ESTIMATE
-from hf_ckpt.cli.finetune_launcher import FINETUNE
+from hf_ckpt.cli.finetune import FINETUNE
 from hf_ckpt.cli.init import INIT
 from hf_ckpt.cli.inspect import INSPECT
 from hf_ckpt.cli.plan import PLAN

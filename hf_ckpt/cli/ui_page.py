@@ -1,21 +1,127 @@
-"""The page of `hf-ckpt ui`: fields in, and what `ui_answer` says of them out. Gradio draws and serves it."""
+"""The page of `hf-ckpt ui`: fields in; verdict, plan, recipe and an estimate out. Gradio draws and serves it."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.ui_answer import CARDS, METHODS, answer, models
+from hf_ckpt.cli.common import quiet
+from hf_ckpt.cli.estimate import page_of
+from hf_ckpt.cli.init import recipe_text
+from hf_ckpt.errors import HFCkptError, RecipeError
+from hf_ckpt.estimate import estimate as estimates
+from hf_ckpt.estimate import tables
+from hf_ckpt.estimate.documents import as_json
+from hf_ckpt.estimate.predict import devices_for
+from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.recipe.for_model import Training
+from hf_ckpt.simulation.devices import CPU, DEVICES
 
 if TYPE_CHECKING:
     import gradio as gr
 
+METHODS = {"LoRA": "lora", "QLoRA (4-bit weights)": "qlora", "all weights": "full"}
+"""Ways to train, as the page names them."""
+CARDS = {
+    f"{device.title}, {device.memory_bytes / 2**30:.1f} GiB": name
+    for name, device in DEVICES.items()
+    if name != CPU.name
+}
+"""Devices, as the page names them."""
+_RECIPE = Path("my_recipe.yaml")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _TITLE = "hf_ckpt: will it fit, and how fast?"
 _ABOUT = "Predicted from the model's config: no GPU, no weights, nothing is run. It takes a few seconds to a minute."
 _FIRST = {"model": "meta-llama/Llama-3.1-8B-Instruct", "card": "rtx4090"}
 # The reader's own fonts: the usual ones come from a network.
 _THEME = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the page shows."""
+
+    verdict: str
+    """With the peak; or why there is none."""
+    plan: str = ""
+    """What each layer does."""
+    recipe: str = ""
+    """YAML, as `hf-ckpt init` writes it."""
+    page: str = ""
+    """HTML, as `hf-ckpt estimate --html` writes it."""
+
+
+def models() -> list[str]:
+    """Return the models whose shapes come with the package."""
+    return sorted(known_configs(), key=str.lower)
+
+
+def answer(
+    model: str | None, method: str, card: str, length: float | None, batch: float | None, *, is_hosted: bool = False
+) -> Answer:
+    """Return what is predicted of a model, or why nothing can be.
+
+    Args:
+        model: its id on the hub, or its folder.
+        method: one of `METHODS`.
+        card: one of `CARDS`.
+        length: tokens of the longest row.
+        batch: rows of a micro-batch.
+        is_hosted: whether others ask: folders of this machine are not theirs.
+    """
+    try:
+        training = Training(method=METHODS[method], length=_whole("length", length), batch=_whole("batch", batch))
+        name = _model(model, is_hosted=is_hosted)
+        with quiet():
+            return _answer(name, training, CARDS[card])
+    except HFCkptError as error:
+        return Answer(str(error))
+
+
+def _whole(name: str, number: float | None) -> int:
+    if number is None or number < 1 or number != int(number):
+        raise RecipeError(f"{name} is {'left out' if number is None else number}. Give a whole number of 1 or more.")
+    return int(number)
+
+
+def _model(written: str | None, *, is_hosted: bool) -> str:
+    name = (written or "").strip()
+    is_folder = not is_hosted and Path(name).is_dir()
+    if not name or not (is_folder or (_HUB_ID.fullmatch(name) and not Path(name).exists())):
+        or_folder = "" if is_hosted else ", or a folder with a config.json"
+        raise RecipeError(f'"{name}" is no model. Give its id on the hub, such as Qwen/Qwen3-8B{or_folder}.')
+    return name
+
+
+def _answer(model: str, training: Training, device: str) -> Answer:
+    recipe = training.recipe_for(model)
+    found = estimates.estimate(subject_of(recipe), devices_for(recipe, [device]), lambda _: None, estimates.QUICK)
+    document = as_json(found)
+    _, row = next(iter(found.deciding()))
+    plan = None if row.memory is None else row.memory.plan
+    advice = "".join(f"\n\n{text}" for text in tables.advice_on_segments(document))
+    return Answer(
+        f"{tables.verdict(document)}{advice}",
+        row.refusal if plan is None else plan.summary(),
+        recipe_text(recipe, _RECIPE),
+        page_of(found, document, shlex.split(command(model, training, device))[1:]).html() if found.steps() else "",
+    )
+
+
+def command(model: str, training: Training, device: str) -> str:
+    """Return the command that gives the same answer."""
+    method = f"--{training.method}" + ("" if training.method == "full" else f" {training.rank}")
+    sizes = f"--length {training.length} --batch {training.batch}"
+    return f"hf-ckpt estimate {shlex.quote(model)} {method} {sizes} --device {device} --quick"
+
+
+# --- The page. ---
 
 
 def blocks(*, is_hosted: bool = False) -> gr.Blocks:

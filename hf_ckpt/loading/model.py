@@ -148,7 +148,7 @@ def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     """Build what the recipe's `model` and `quantization` sections describe. See `build_model`."""
     if "name_or_path" in recipe.model:
         return load_base(recipe, is_quantized=True)
-    config = _config(recipe.model["config"], _told_by(tokenizer))
+    config = _config(recipe.model["config"], _config_fields(tokenizer))
     vocab_size: int = config.get_text_config().vocab_size
     if vocab_size < len(tokenizer):
         raise RecipeError(
@@ -185,7 +185,7 @@ def _of_images(config: PreTrainedConfig, recipe: Recipe) -> str:
     return " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
 
 
-def _told_by(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     return {"vocab_size": len(tokenizer), **special}
 
@@ -311,7 +311,7 @@ def find_config(recipe: Recipe) -> Found:
     if Path(name).expanduser().is_dir():
         config = _load(section, local_files_only=True)
         has_weights = holds_weights(Path(name).expanduser())
-        return Found(config, _beside_known(f"the folder {name}", name, config), section, has_weights=has_weights)
+        return Found(config, _compared_with_known(f"the folder {name}", name, config), section, has_weights=has_weights)
     return _of_hub(section)
 
 
@@ -327,13 +327,13 @@ def _of_hub(section: Mapping[str, Any]) -> Found:
     name = section["name_or_path"]
     try:
         config = _load(section, local_files_only=True)
-        return Found(config, _beside_known("the cache of the hub", name, config), section, has_weights=True)
+        return Found(config, _compared_with_known("the cache of the hub", name, config), section, has_weights=True)
     except RecipeError as error:
         refusal = error
     if is_reachable():
         try:
             config = _load(section, local_files_only=False)
-            return Found(config, _beside_known("the hub", name, config), section, has_weights=True)
+            return Found(config, _compared_with_known("the hub", name, config), section, has_weights=True)
         except RecipeError as error:
             refusal = error
     if (known := known_config(name)) is not None:
@@ -342,7 +342,7 @@ def _of_hub(section: Mapping[str, Any]) -> Found:
     raise refusal
 
 
-def _beside_known(source: str, name: str, config: PreTrainedConfig) -> str:
+def _compared_with_known(source: str, name: str, config: PreTrainedConfig) -> str:
     """Return where a config was found, and in what it differs from the shape that comes with the package, if it does.
 
     A folder is held against the model whose name it bears.

@@ -1,7 +1,7 @@
 """The binomial schedule: which inputs of a chain of layers to save so that the fewest forwards run. Pure arithmetic.
 
 Source: Griewank and Walther 2000, "Algorithm 799: revolve" (ACM TOMS 26), whose steps are layers here. Their
-checkpoints hold the chain's first input too, so that `snapshots` inputs saved beside it are `snapshots + 1` of theirs.
+checkpoints hold the chain's first input too, so that `snapshots` inputs saved besides it are `snapshots + 1` of theirs.
 With c of them and each layer run at most r times before its own turn, chains of up to `(c + r)! / (c! r!)` layers can
 be reversed.
 """

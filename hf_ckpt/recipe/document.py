@@ -187,16 +187,16 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def resolve_path(place: Place, path: str) -> Path:
-    """Return where the recipe `path`, written at `place`, lies: beside it, or among the shipped ones."""
+    """Return where the recipe `path`, written at `place`, lies: in the same folder, or among the shipped ones."""
     found = Path(os.path.normpath(place.folder / Path(path).expanduser()))
     named = shipped.named(Path(path))
     return found if named is None or found.is_file() else named
 
 
 def there_is_no(path: Path) -> str:
-    """Return that there is no file `path`, and which recipe beside it, or shipped, has nearly its name."""
-    beside_it = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    meant = did_you_mean(path.name, beside_it) or did_you_mean(path.stem, shipped.names())
+    """Return that there is no file `path`, and which recipe in its folder, or shipped, has nearly its name."""
+    neighbours = sorted(other.name for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    meant = did_you_mean(path.name, neighbours) or did_you_mean(path.stem, shipped.names())
     return f"there is no file {path}.{meant}"
 
 
@@ -239,7 +239,7 @@ def _read_file(path: Path, mistakes: Mistakes) -> Entry:
         place = Place(_printable(_shortened(str(path))), Path())
         mistakes.add_unread_file(place, f"no file can be read by this name: {_why(error)}.")
         return Entry({}, place)
-    # Another recipe has its place beside a file, but not beside a pipe in /dev.
+    # Other recipes are looked for in the folder of a file, but not in that of a pipe, which is /dev.
     place = Place(str(path), path.parent if is_file else Path())
     if is_pipe and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         mistakes.add_unread_file(place, "several processes cannot read one pipe. Write the recipe to a file.")

@@ -15,7 +15,7 @@ HEADER_ITEM = re.compile(r"^# (?P<key>\w+): +(?P<text>.*(?:\n#  +.*)*)", re.MULT
 
 
 def folder() -> Path:
-    """Return where the shipped recipes lie: inside of an installed package, beside it in a checkout."""
+    """Return where the shipped recipes lie: inside of an installed package, next to it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"

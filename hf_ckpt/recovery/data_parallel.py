@@ -3,7 +3,7 @@
 Note [Alone among others]. What is sent in a window is what its forwards send when they begin (buffers, the order of
 buckets) and the gradients of its last backward. A process that has failed before the first of those gradients has sent
 nothing that the others would not have been sent in any case. It may take its time and run again, if it does not send
-again what its forwards have sent. The others wait in their first bucket, need not be told, and may stand on another
+again what its forwards have sent. The others wait in their first bucket, need no message, and may stand on another
 plan: checkpointing sends nothing. From the first gradient on a window cannot be left: the reducer does not take it
 back, and nobody knows which of the others have it.
 

@@ -16,9 +16,8 @@ from hf_ckpt.errors import OutOfMemoryError, PolicyError
 from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
-from hf_ckpt.recovery.clean_end import CleanEnd, newest_checkpoint
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
-from hf_ckpt.recovery.ending import EndingPart
+from hf_ckpt.recovery.ending import CleanEnd, EndingPart, newest_checkpoint
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method

@@ -77,12 +77,12 @@ class Buffers:
         holders = [module for module in model.modules() if module._buffers]
         self._holders = [(id(module), module._buffers) for module in holders]
         # A rotary embedding knows the length that its frequencies are for. Modules of torch know nothing of the kind.
-        self._beside = [vars(module) for module in holders if not type(module).__module__.startswith("torch.nn.")]
+        self._attributes = [vars(module) for module in holders if not type(module).__module__.startswith("torch.nn.")]
         self._changing: set[_Key] | None = None
 
     def now(self) -> SavedBuffers:
         """Return the buffers as they are."""
-        saved = SavedBuffers(self._beside)
+        saved = SavedBuffers(self._attributes)
         if self._are_sent and self._first is not None:
             saved.share(self._first)
             return saved
@@ -134,12 +134,12 @@ class SavedBuffers:
     """The buffers of a model at one moment.
 
     Args:
-        beside: attributes of modules that have buffers; the numbers in them belong to these.
+        of_holders: attributes of modules that have buffers; the numbers in them belong to these.
     """
 
-    def __init__(self, beside: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self, of_holders: Iterable[dict[str, Any]] = ()) -> None:
         self._saved: dict[_Key, _SavedBuffer] = {}
-        self._beside = [(attributes, _numbers(attributes)) for attributes in beside]
+        self._numbers = [(attributes, _numbers(attributes)) for attributes in of_holders]
 
     @property
     def keys(self) -> Iterable[_Key]:
@@ -154,7 +154,7 @@ class SavedBuffers:
         self._saved[key] = _SavedBuffer(place, tensor, tensor._version, kept)
 
     def share(self, other: SavedBuffers) -> None:
-        """Take the buffers of an earlier moment, but not the numbers beside them."""
+        """Take the buffers of an earlier moment, but not the numbers that belong to them."""
         self._saved = other._saved
 
     def changed(self) -> set[_Key]:
@@ -171,7 +171,7 @@ class SavedBuffers:
 
     def restore(self) -> None:
         """Bring them back."""
-        for attributes, numbers in self._beside:
+        for attributes, numbers in self._numbers:
             for name in _numbers(attributes).keys() - numbers.keys():
                 del attributes[name]
             attributes.update(numbers)

@@ -177,7 +177,7 @@ class PartFinder:
     def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
         """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules).
 
-        One matrix that is called an ffn is half of one, whatever the other is called (`proj_mlp` beside an attention).
+        One matrix that is called an ffn is half of one, whatever the other is called (`proj_mlp` next to an attention).
         """
         if not ffn and any(
             self._is_linear(child) and _FFN_WORDS.intersection(words_of(name)) for name, child in children

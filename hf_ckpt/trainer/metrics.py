@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
+from hf_ckpt.patch.apply import Applied
 from hf_ckpt.patch.tileable import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
@@ -24,6 +25,7 @@ from hf_ckpt.policy.revolve import reruns
 from hf_ckpt.regions.offload import OffloadStats
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import Shapes, parameter_shapes
+from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.input_gradients import input_embeddings
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,22 @@ class StepClock:
             self._tokens_in_step += args[0].numel()
 
 
-def peak_memory(of_device: int | None) -> dict[str, float]:
+def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_bytes: int | None) -> dict[str, float]:
+    """Return what the reporters get of a run, by the names in the docstring of `HFCkptCallback`."""
+    plan = applied.plan
+    figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
+    figures["recomputed_share"] = recomputed_share(plan, applied.stacks)
+    stats = [offloader.stats for offloader in applied.offloaders]
+    figures.update(_peak_memory(peak.highest(each.peak_before_reset_bytes for each in stats)))
+    figures.update(_offload_figures(stats))
+    if predicted_bytes:
+        figures["predicted_peak_gib"] = predicted_bytes / GIB
+    if (speed := clock.tokens_per_sec()) is not None:
+        figures["tokens_per_sec"] = speed
+    return {f"ckpt/{name}": value for name, value in figures.items()}
+
+
+def _peak_memory(of_device: int | None) -> dict[str, float]:
     """Return the highest memory so far: of the device's allocator where one counts, of the process otherwise.
 
     One entry; none where the system does not report it.
@@ -102,7 +119,7 @@ def peak_memory(of_device: int | None) -> dict[str, float]:
     return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
 
 
-def offload_figures(stats: Sequence[OffloadStats]) -> dict[str, float]:
+def _offload_figures(stats: Sequence[OffloadStats]) -> dict[str, float]:
     """Return what all offloaders of a run have moved, and the least share of theirs; empty where there is none."""
     if not stats:
         return {}

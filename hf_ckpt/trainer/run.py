@@ -15,13 +15,13 @@ from hf_ckpt.patch.leftover import train_call
 from hf_ckpt.patch.use_cache import UseCache
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import execution_state
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
-from hf_ckpt.trainer.metrics import GIB, StepClock, offload_figures, peak_memory, recomputed_share
+from hf_ckpt.trainer.metrics import StepClock, run_figures
 from hf_ckpt.trainer.plan_sync import apply_on_all_ranks
 
 logger = logging.getLogger(__name__)
@@ -171,17 +171,7 @@ class TrainingRun:
 
     def figures(self, predicted_bytes: int | None) -> dict[str, float]:
         """Return what the reporters get, by the names in the docstring of `HFCkptCallback`."""
-        plan = self.applied.plan
-        figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
-        figures["recomputed_share"] = recomputed_share(plan, self.applied.stacks)
-        stats = [offloader.stats for offloader in self.applied.offloaders]
-        figures.update(peak_memory(self.peak.highest(each.peak_before_reset_bytes for each in stats)))
-        figures.update(offload_figures(stats))
-        if predicted_bytes:
-            figures["predicted_peak_gib"] = predicted_bytes / GIB
-        if (speed := self.clock.tokens_per_sec()) is not None:
-            figures["tokens_per_sec"] = speed
-        return {f"ckpt/{name}": value for name, value in figures.items()}
+        return run_figures(self.applied, self.peak, self.clock, predicted_bytes)
 
     def remove(self) -> None:
         """Put the model back as it was found."""

@@ -24,7 +24,7 @@ HEAD_SIZE = 16
 WINDOW = 16
 """Positions of a sliding window or a chunk; shorter than the rows of a trial, so that its mask matters."""
 # 4-bit weights come in blocks of 64 numbers, and 8-bit optimizers keep what has fewer than 4,096 in 32 bits: LoRA of
-# rank 16 reaches that beside an input of 256.
+# rank 16 reaches that with an input of 256.
 _HIDDEN = 64
 _INNER_FACTOR = 4
 _NUM_EXPERTS = 4

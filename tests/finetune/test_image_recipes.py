@@ -20,12 +20,14 @@ from transformers import (
 
 from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.auto.largest_batch import describe_batch
+from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.estimate.image_rows import ImageRows, largest_grid
 from hf_ckpt.estimate.limits import with_length, with_rows
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.step import Step, make_inputs
 from tests import small_recipes, twins, zoo
@@ -92,6 +94,16 @@ def write(folder: Path, weights: Path, **sections: Any) -> Path:
     return path
 
 
+def planned_and_followed(recipe: Recipe) -> tuple[RunPlanner, int]:
+    """Train; return what was planned, and the peak of what really ran."""
+    processor, data = train._tokenizer_and_data(recipe)
+    run, callback, _ = train._trainer(recipe, training_arguments(recipe), processor, data)
+    followed = follow_trainer(run)
+    assert callback is not None
+    assert callback._planning is not None
+    return callback._planning, followed.peak_bytes
+
+
 def test_images_are_trained_on_as_without_the_plan(
     llava: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,12 +125,8 @@ def test_images_are_trained_on_as_without_the_plan(
 def test_largest_images_are_planned_for(llava: Path, tmp_path: Path) -> None:
     auto = {"policy": "auto", "memory_budget": "1GiB", "prove": "off"}
     recipe = load_recipe(write(tmp_path, llava, checkpointing=auto))
-    processor, data = train._tokenizer_and_data(recipe)
-    run, callback, _ = train._trainer(recipe, training_arguments(recipe), processor, data)
-    followed = follow_trainer(run)
-    assert callback is not None
-    assert callback._planning is not None
-    assert callback._planning.predicted_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
+    planning, peak_bytes = planned_and_followed(recipe)
+    assert planning.predicted_bytes == pytest.approx(peak_bytes, rel=0.01)
 
 
 def test_images_of_qwen3_vl_are_planned_for(qwen3_vl: Path, tmp_path: Path) -> None:
@@ -126,17 +134,13 @@ def test_images_of_qwen3_vl_are_planned_for(qwen3_vl: Path, tmp_path: Path) -> N
     path = write(tmp_path, qwen3_vl, checkpointing=auto)
     plain = train.finetune(load_recipe(path, ["checkpointing=null"]))
     recipe = load_recipe(path)
-    processor, data = train._tokenizer_and_data(recipe)
-    run, callback, _ = train._trainer(recipe, training_arguments(recipe), processor, data)
-    followed = follow_trainer(run)
-    assert callback is not None
-    assert callback._planning is not None
-    assert callback._planning.predicted_bytes == pytest.approx(followed.peak_bytes, rel=0.01)
-    assert callback._planning.batch is not None
+    planning, peak_bytes = planned_and_followed(recipe)
+    assert planning.predicted_bytes == pytest.approx(peak_bytes, rel=0.01)
+    assert planning.batch is not None
     # It was planned for before it came: what trl's loss adds to the call makes no other batch of it.
-    assert callback._planning.batch.settings == ()
-    simulated = callback._planning._simulator(callback._planning.batch)
-    budget = (simulated.simulate("full").peak_bytes + followed.peak_bytes) // 2
+    assert planning.batch.settings == ()
+    simulated = planning._simulator(planning.batch)
+    budget = (simulated.simulate("full").peak_bytes + peak_bytes) // 2
     planned = train.finetune(load_recipe(path, [f"checkpointing.memory_budget={budget}B"]))
     assert [entry.get("loss") for entry in planned.log_history] == [entry.get("loss") for entry in plain.log_history]
 
@@ -181,20 +185,16 @@ def test_bounds_say_before_what_the_largest_images_take(qwen3_vl: Path, tmp_path
     recipe = load_recipe(write_bounded(tmp_path, qwen3_vl, checkpointing=auto), overrides)
     found = subject_of(recipe)
     assert dict(found.facts)["loss"] == "SFTTrainer.compute_loss; each row with 1 image of 4 tokens"
-    processor, data = train._tokenizer_and_data(recipe)
-    run, callback, _ = train._trainer(recipe, training_arguments(recipe), processor, data)
-    followed = follow_trainer(run)
-    assert callback is not None
-    assert callback._planning is not None
-    planned = callback._planning.batch
+    planning, peak_bytes = planned_and_followed(recipe)
+    planned = planning.batch
     assert planned is not None
     made = describe_batch(found.model, (), make_inputs(found.step, found.model), may_pad=False)
     assert made is not None
     outlines, live = ({each.name: (each.shape, each.sizes) for each in batch.tensors} for batch in (made, planned))
     assert outlines == live
     predicted = found.simulator(CPU).memory(None).peak_bytes
-    assert predicted == pytest.approx(followed.peak_bytes, rel=0.01)
-    assert predicted == pytest.approx(callback._planning.predicted_bytes, rel=1e-3)
+    assert predicted == pytest.approx(peak_bytes, rel=0.01)
+    assert predicted == pytest.approx(planning.predicted_bytes, rel=1e-3)
 
 
 def test_longer_rows_and_more_of_them_have_their_images(qwen3_vl: Path, tmp_path: Path) -> None:

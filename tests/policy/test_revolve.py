@@ -15,7 +15,7 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.plan import LayerPlan, Plan, resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import most_runs, num_forwards, replays, reruns, segment_starts
-from tests.policy.test_plan import decoder
+from tests.policy.stack_shapes import decoder
 
 LAYERS, SNAPSHOTS = 64, 8
 

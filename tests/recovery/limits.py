@@ -149,6 +149,22 @@ class Phased:
         return found
 
 
+class LimitedTrainer(Trainer):
+    """Trains in order, under the memory limit of its attribute `limit`; `peaks` are those of its steps."""
+
+    limit: int | None = None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with Limit(self.limit) as mode:
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                vars(self).setdefault("peaks", []).append(mode.peak_bytes)
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
 class PhasedTrainer(Phased, Trainer):
     """A plain Trainer that tells it."""
 

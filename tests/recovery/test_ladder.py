@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_ckpt import HFCkptCallback, Plan, apply
 from hf_ckpt.auto.largest_batch import Batch
@@ -31,7 +31,7 @@ from hf_ckpt.recovery.room import Room
 from hf_ckpt.regions.offload.wire import DeviceMemory
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.saved_files import PLAN_FILE
-from tests.recovery.limits import FULL, Limit
+from tests.recovery.limits import FULL, LimitedTrainer
 from tests.training import VOCAB, During, arguments, changed, llama, weights
 
 
@@ -265,22 +265,6 @@ def test_room_is_what_is_left_beside_what_steps_needed_more_than_was_predicted(m
 
 SHORT, LONG = 4, 64
 LENGTHS = [LONG if number in (3, 9, 14) else SHORT for number in range(16)]
-
-
-class LimitedTrainer(Trainer):
-    """Trains in order, under the memory limit of its attribute `limit`; `peaks` are those of its steps."""
-
-    limit: int | None = None
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with Limit(self.limit) as mode:
-            try:
-                return super().training_step(*args, **kwargs)
-            finally:
-                vars(self).setdefault("peaks", []).append(mode.peak_bytes)
-
-    def _get_train_sampler(self, *args: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 def stream(lengths: Sequence[int]) -> list[dict[str, Tensor]]:

@@ -1,50 +1,33 @@
-"""Tiles: what a position-wise module gives slice by slice is what it gives whole, with less memory on the way."""
+"""Tiles: what a position-wise module gives slice by slice is what it gives whole."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import itertools
 import pickle
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
-from hf_ckpt import UnsupportedError, find_layers
-from hf_ckpt.patch.tileable import tiled_modules
-from hf_ckpt.regions import tiling
+from hf_ckpt import find_layers
 from hf_ckpt.regions.tiling import Cut, Tiling, run_tiled
-from hf_ckpt.simulation.devices import CPU, DEVICES
-from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.trainer.first_step import FirstStep
 from tests import exactness, plain_models, traces, zoo
 from tests.exactness import Result
+from tests.regions.tiled_models import LENGTH, llama, tiled
 
 core = pytest.mark.core
 pytestmark = [pytest.mark.slow, core]
 
 MODES = ["none", "full", "attention", "ffn"]
 every_mode = pytest.mark.parametrize("mode", MODES)
-LENGTH = 16
 # Sums over the sequence are taken slice by slice, and matrix products over fewer rows are blocked otherwise.
 ROUNDING = 1e-6
-
-
-def llama() -> zoo.Case:
-    """Two layers, one of them behind the other: what tiles do to one they do to all."""
-    return exactness.build("llama", num_layers=2)
 
 
 def furthest(expected: Result, got: Result) -> float:
@@ -53,21 +36,6 @@ def furthest(expected: Result, got: Result) -> float:
     assert [x is None for x, _ in gradients] == [y is None for _, y in gradients]
     pairs = [expected[:1] + got[:1], *((x, y) for x, y in gradients if x is not None)]
     return max(float((x - y).norm() / x.norm()) for x, y in pairs if float(x.norm()))
-
-
-@contextmanager
-def tiled(model: nn.Module, tiles: int, *, recomputes: bool = True) -> Iterator[None]:
-    """Run what is position-wise in tiles, without the rest of a plan."""
-    modules = [
-        layer.submodule(name) for stack in find_layers(model) for layer in stack.layers for name in tiled_modules(layer)
-    ]
-    for module in modules:
-        module.forward = partial(run_tiled, Tiling(tiles, recomputes=recomputes), module, None)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def without_dropout(case: zoo.Case) -> zoo.Case:
@@ -365,399 +333,6 @@ def test_a_call_that_cannot_be_cut_is_recomputed_whole(arguments: dict[str, Any]
     given = {"hidden": torch.ones(2, 6, plain_models.WIDTH)} | arguments
     run_tiled(Tiling(3), module, None, **given).sum().backward()
     assert lengths == [given["hidden"].shape] * 2
-
-
-# --- Memory and work. ---
-
-
-def saved(run: Callable[[], Tensor]) -> list[Tensor]:
-    """What autograd saves in a forward."""
-    found: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return found
-
-
-def test_projections_keep_one_copy_of_the_input_that_they_share() -> None:
-    case = llama()
-    attention, hidden = case.model.model.layers[0].self_attn, torch.randn(2, LENGTH, 64, requires_grad=True)
-    with tiled(case.model, 4):
-        found = saved(lambda: sum(getattr(attention, f"{name}_proj")(hidden).sum() for name in "qkv"))
-    assert {tensor.data_ptr() for tensor in found} == {hidden.data_ptr()}
-
-
-def test_an_ffn_keeps_nothing_but_its_input() -> None:
-    case = llama()
-    hidden = torch.randn(2, LENGTH, 64, requires_grad=True)
-    with tiled(case.model, 4):
-        found = saved(lambda: case.model.model.layers[0].mlp(hidden))
-    assert [tensor.shape for tensor in found] == [hidden.shape]
-
-
-def test_inputs_are_freed_with_the_backward_though_the_loss_is_kept() -> None:
-    module, hidden = plain_models.Mlp(), torch.randn(2, 6, plain_models.WIDTH)
-    loss = run_tiled(Tiling(3), module, None, hidden).sum()
-    kept = weakref.ref(hidden)
-    del hidden
-    assert kept() is not None
-    loss.backward()
-    gc.collect()
-    assert kept() is None
-
-
-def test_a_layer_that_is_recomputed_too_runs_its_ffn_no_third_time() -> None:
-    case = llama()
-    with hf_ckpt.apply(case.model, "full", tiles=4), exactness.counted_entries(case.model) as (forward, backward):
-        # The first call is compared with some tokens alone.
-        exactness.step(case)
-        forward.clear(), backward.clear()
-        exactness.step(case)
-    assert (forward["model.layers.1.mlp.up_proj"], backward["model.layers.1.mlp.up_proj"]) == (4, 4)
-
-
-def test_transients_shrink_with_the_tiles() -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 512, "num_attention_heads": 1, "vocab_size": 16}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
-    model.requires_grad_(False).get_input_embeddings().requires_grad_(True)
-    step = Step(batch_size=1, seq_length=512, optim=None)
-
-    def transient(**options: Any) -> int:
-        policy = hf_ckpt.Policy.parse("full", **options)
-        memory = simulate_step(model, policy, step, CPU)
-        totals = zip(memory.timeline.places, memory.timeline.total_bytes(), strict=True)
-        return max(total for place, total in totals if place.part == "ffn" and place.phase is not Phase.FORWARD)
-
-    whole, quarter, most = transient(), transient(tiles=4), transient(tiles=16)
-    assert most < quarter < whole / 2
-
-
-def test_a_long_layer_needs_little_more_than_its_attention_output() -> None:
-    """Llama-3.1-8B with LoRA: a checkpointed layer in units of its input, over its weights.
-
-    The kernel's backward holds 9: queries 1, keys and values 1/2, output and its gradient 2, their gradients 1 1/2, and
-    of its own 2 for dq in float32, 2 for dk and dv of each query head. The rest are the layer's input and its norm.
-    """
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=16)).bfloat16()
-    model = get_peft_model(model, LoraConfig(r=32, target_modules="all-linear"), low_cpu_mem_usage=True)
-    length = 157_000
-    step = Step(batch_size=1, seq_length=length, optim=None, autocast="bfloat16")
-    memory = simulate_step(model, hf_ckpt.Policy.parse("full", tiles="auto"), step, DEVICES["a100-80gb"])
-    totals = zip(memory.timeline.places, memory.timeline.total_bytes(), strict=True)
-    peak = max(total for place, total in totals if place.layer_idx == 0)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert (peak - weights) / (2 * length * 4096) == pytest.approx(11.1, abs=0.2)
-
-
-def test_a_simulated_step_tells_recomputation_from_backward() -> None:
-    """Without attention's own product, which lies outside of tiles, all products of the layer run again."""
-    step = Step(batch_size=1, seq_length=64, optim=None)
-    model = exactness.build("llama", num_layers=1).model
-    none, tiles = (
-        simulate_step(model, hf_ckpt.Policy.parse("none", **options), step, CPU).num_flops
-        for options in ({}, {"tiles": 4})
-    )
-    linear = 2 * 64 * sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
-    assert Phase.RECOMPUTATION not in none
-    assert tiles[Phase.RECOMPUTATION] == linear
-    assert [tiles[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)] == [
-        none[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)
-    ]
-
-
-# --- What stands in the way. ---
-
-
-def refused(module: nn.Module, *args: Tensor, **kwargs: Any) -> str:
-    with pytest.raises(UnsupportedError) as error:
-        run_tiled(Tiling(2), module, None, *args, **kwargs).sum().backward()
-    return str(error.value)
-
-
-class Shifted(plain_models.Mlp):
-    """Every position sees the one before it."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden + hidden.roll(1, dims=1))
-
-
-def test_a_module_whose_positions_depend_on_others_is_refused() -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(2, 20, plain_models.WIDTH)
-    assert refused(Shifted(), hidden) == (
-        "Shifted is to run in tiles, but it is not position-wise: 4 positions give other values alone than among 8. "
-        "Leave tiles out for its layer."
-    )
-
-
-def test_what_an_auxiliary_loss_uses_is_refused() -> None:
-    case = exactness.build("mixtral")
-    case.model.config.output_router_logits = True
-    with hf_ckpt.apply(case.model, "none", tiles=2), pytest.raises(UnsupportedError, match="output_router_logits=Fa"):
-        exactness.step(case)
-
-
-class Statistic(plain_models.Mlp):
-    def forward(self, hidden: Tensor) -> Any:
-        output = super().forward(hidden)
-        return output, output.mean()
-
-
-class Worded(plain_models.Mlp):
-    def forward(self, hidden: Tensor) -> Any:
-        return {"hidden": super().forward(hidden)}
-
-
-class Writing(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.mul_(2.0)
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (Statistic(), r"returns a tensor of shape \[\]: something over all positions"),
-        (Worded(), "returns dict, not tensors"),
-        (Writing(), "writes into its input"),
-    ],
-)
-def test_what_slices_cannot_give_is_refused(module: nn.Module, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=why):
-        run_tiled(Tiling(2), module, None, torch.randn(1, 20, plain_models.WIDTH))
-
-
-class Borrowing(plain_models.Mlp):
-    """Computes with a tensor that belongs to nobody it knows."""
-
-    lent: Tensor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * _LENT[0]
-
-
-_LENT = [torch.ones(3, plain_models.WIDTH, requires_grad=True)[0]]
-
-
-def test_a_trainable_tensor_that_is_not_the_modules_own_is_refused() -> None:
-    text = refused(Borrowing(), torch.randn(2, 20, plain_models.WIDTH))
-    assert "a trainable tensor of shape [3, 8] that is neither its own parameter nor its argument" in text
-
-
-def test_a_reference_by_an_idle_cycle_is_no_fault() -> None:
-    class Circular(plain_models.Mlp):
-        def forward(self, hidden: Tensor) -> Tensor:
-            output = super().forward(hidden)
-            cycle: list[Any] = [output]
-            cycle.append(cycle)
-            return output
-
-    run_tiled(Tiling(2), Circular(), None, torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)).sum().backward()
-
-
-def test_whoever_keeps_the_threads_hooks_keeps_no_graph() -> None:
-    # As each collective does that runs on a thread of its own, a moment longer than itself.
-    class Gathering(plain_models.Mlp):
-        def forward(self, hidden: Tensor) -> Tensor:
-            hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
-            return super().forward(hidden)
-
-    hooks: list[Any] = []
-    run_tiled(Tiling(2), Gathering(), None, torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)).sum().backward()
-    assert any(hooks)
-
-
-class Keeping:
-    """A hook that keeps what a module returns in its forward of this number."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-        self.kept: Any = None
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._left:
-            self.kept = output
-        self._left -= 1
-
-
-@pytest.mark.parametrize("number", [0, 2, 3])
-def test_a_hook_that_comes_later_and_keeps_outputs_is_refused(number: int) -> None:
-    module, tiling = plain_models.Mlp(), Tiling(4)
-    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
-    for _ in range(2):
-        run_tiled(tiling, module, None, hidden).sum().backward()
-    handle = module.up.register_forward_hook(Keeping(number))
-    with pytest.raises(UnsupportedError, match="used outside too"):
-        run_tiled(tiling, module, None, hidden)
-    handle.remove()
-    run_tiled(tiling, module, None, hidden).sum().backward()
-
-
-class Scorer(plain_models.Mlp):
-    """Leaves what it computes inside on itself, in a list that others hold, or takes its gradient at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leave: Callable[[nn.Module, Tensor], None] | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        scores = torch.tanh(self.up(hidden))
-        if self.leave is not None:
-            self.leave(self, scores)
-        return self.down(scores)
-
-
-_SEEN: list[Tensor] = []
-
-
-@pytest.mark.parametrize(
-    "leave",
-    [
-        lambda module, scores: setattr(module, "scores", scores),
-        lambda module, scores: _SEEN.append(scores),
-        lambda module, scores: _SEEN.append(scores.square().sum()),
-        lambda module, scores: torch.autograd.grad(scores.sum(), module.up.weight),
-    ],
-)
-# The first layer of a model whose embedding is frozen is given what needs no gradient.
-@pytest.mark.parametrize("needs_gradient", [True, False])
-def test_what_leaves_a_module_by_another_door_is_refused_in_any_step(
-    leave: Callable[[nn.Module, Tensor], None], needs_gradient: bool
-) -> None:
-    module, tiling = Scorer(), Tiling(4)
-    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=needs_gradient)
-    for _ in range(2):
-        run_tiled(tiling, module, None, hidden).sum().backward()
-    module.leave = leave
-    with pytest.raises(UnsupportedError, match="used outside too"):
-        run_tiled(tiling, module, None, hidden)
-    _SEEN.clear()
-    # Values without a graph may be looked at.
-    module.leave = lambda module, scores: _SEEN.append(scores.detach())
-    run_tiled(tiling, module, None, hidden).sum().backward()
-    assert len(_SEEN) == 2 * 4
-    _SEEN.clear()
-
-
-# With nothing in front of it that trains, the first ffn is given what needs no gradient.
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_router_loss_that_is_switched_on_later_is_refused(is_first: bool) -> None:
-    case = exactness.build("mixtral")
-    if is_first:
-        case.model.requires_grad_(False)
-        case.model.model.layers[0].mlp.requires_grad_(True)
-    with hf_ckpt.apply(case.model, [{"layers": "0:1", "mode": "none", "tiles": 2}]):
-        exactness.step(case)
-        case.model.config.output_router_logits = True
-        with pytest.raises(UnsupportedError, match="output_router_logits=False"):
-            exactness.step(case)
-
-
-def test_a_hook_on_a_projection_that_keeps_its_input_is_refused_from_the_step_in_which_it_comes() -> None:
-    case = llama()
-    kept: list[Tensor] = []
-    with hf_ckpt.apply(case.model, "full", tiles=2):
-        exactness.step(case)
-        projection = case.model.model.layers[0].mlp.gate_proj
-        handle = projection.register_forward_hook(lambda module, args, output: kept.append(args[0]))
-        with pytest.raises(UnsupportedError, match="take the hook off"):
-            exactness.step(case)
-        handle.remove()
-        kept.clear()
-        exactness.step(case)
-
-
-def test_a_foreign_tensor_that_comes_later_is_refused() -> None:
-    module, tiling = plain_models.Mlp(), Tiling(4)
-    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
-    run_tiled(tiling, module, None, hidden).sum().backward()
-    module.up.register_forward_hook(lambda module, args, output: output * _LENT[0].sum())
-    with pytest.raises(UnsupportedError, match="neither its own parameter nor its argument"):
-        run_tiled(tiling, module, None, hidden)
-
-
-class Switching(plain_models.Mlp):
-    """Uses one of two experts for each slice."""
-
-    def __init__(self, order: list[int]) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(plain_models.Mlp() for _ in range(2))
-        self.order = iter(order)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.experts[next(self.order)](super().forward(hidden))
-
-
-def walked(monkeypatch: pytest.MonkeyPatch, module: nn.Module, num_steps: int) -> int:
-    """Return how many slices of four were looked through for weights in so many steps."""
-    found, count = tiling.weights_used, itertools.count()
-    monkeypatch.setattr(tiling, "weights_used", lambda *given: (next(count), found(*given))[1])
-    # The question whether slices can stand for the whole is not asked here: it would run the module too.
-    settings = Tiling(4)
-    settings.is_checked = True
-    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
-    for _ in range(num_steps):
-        run_tiled(settings, module, None, hidden).sum().backward()
-    return next(count)
-
-
-def test_one_slice_of_a_call_is_looked_through_where_all_weights_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert walked(monkeypatch, plain_models.Mlp(), 3) == 3
-
-
-def test_slices_are_looked_through_until_no_expert_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The second expert comes in the third slice; then never; then at once. Backward runs the slices again.
-    orders = [[0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]]
-    module = Switching([expert for order in orders for expert in order * 2])
-    told: list[Any] = []
-    weight = module.experts[1].up.weight
-    weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
-    assert walked(monkeypatch, module, 3) == 3 + 4 + 2
-    # An expert that was idle is told of nothing.
-    assert len(told) == 2
-
-
-class Cyclic(plain_models.Mlp):
-    """Leaves what it computes to the collector in each forward."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        cycle = [self.up(hidden)]
-        cycle.append(cycle)
-        return super().forward(hidden)
-
-
-def test_cycles_of_each_step_are_collected_among_what_is_new() -> None:
-    collected: list[int] = []
-    note = lambda phase, found: collected.append(found["generation"]) if phase == "start" else None  # noqa: E731
-    settings = Tiling(4)
-    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
-    # The collector's own turns would come in between.
-    gc.disable()
-    gc.callbacks.append(note)
-    try:
-        for _ in range(3):
-            run_tiled(settings, Cyclic(), None, hidden).sum().backward()
-    finally:
-        gc.callbacks.remove(note)
-        gc.enable()
-    assert len(collected) >= 3 * 4
-    assert 2 not in collected
-
-
-def test_evaluation_runs_whole() -> None:
-    case = llama()
-    with hf_ckpt.apply(case.model, "full", tiles=4), exactness.counted_entries(case.model) as (forward, _):
-        case.model.eval()
-        case.model(**case.inputs)
-        with torch.no_grad():
-            case.model.train()(**case.inputs)
-    assert forward["model.layers.1.mlp.up_proj"] == 2
 
 
 # --- The model around it. ---

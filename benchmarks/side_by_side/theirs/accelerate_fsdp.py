@@ -84,7 +84,7 @@ def _fresh_accelerate() -> Iterator[None]:
 
 @contextmanager
 def resizing_followed(tracker: Tracker) -> Iterator[None]:
-    """Tell a tracker when FSDP2 empties a gathered weight, and when it fills it again.
+    """Let a tracker know when FSDP2 empties a gathered weight, and when it fills it again.
 
     It does so by resizing the storage, to which it holds on. A tracker takes a storage to be as large as it was made.
 
@@ -92,7 +92,7 @@ def resizing_followed(tracker: Tracker) -> Iterator[None]:
         tracker: entered.
     """
 
-    def told(resize: Callable[[Tensor], None], tensor: Tensor) -> None:
+    def resize_and_record(resize: Callable[[Tensor], None], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         resize(tensor)
@@ -108,7 +108,7 @@ def resizing_followed(tracker: Tracker) -> Iterator[None]:
             (_fsdp_param, "free_storage"),
             (_fsdp_param_group, "alloc_storage"),
         ):
-            stack.enter_context(mock.patch.object(module, name, partial(told, getattr(module, name))))
+            stack.enter_context(mock.patch.object(module, name, partial(resize_and_record, getattr(module, name))))
         yield
 
 

@@ -39,7 +39,7 @@ class GraphTracker(Tracker):
     """Follows storages, and sees the operators of compiled graphs as well.
 
     Under a mode that does not ask for this, torch runs what was compiled as if it was not; so no such mode may be
-    entered beside it, and no hooks may be put on modules. To be entered when all is compiled: after two steps, since a
+    entered with it, and no hooks may be put on modules. To be entered when all is compiled: after two steps, since a
     layer that our plan keeps selectively is compiled when it has been recomputed once.
     """
 

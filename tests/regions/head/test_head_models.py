@@ -13,7 +13,7 @@ from tests import exactness, zoo
 pytestmark = pytest.mark.core
 
 BOUND = 1e-6
-"""Relative, of the loss and of each gradient in its norm; see tests/regions/head/test_head.py."""
+"""Relative, of the loss and of each gradient in its norm; see tests/regions/head/head_steps.py."""
 
 EXACT = {
     "llama": "labels shifted, logits in float32",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from hf_ckpt.cli import finetune, finetune_launcher
+from hf_ckpt.cli import finetune
 from hf_ckpt.cli.main import main
 from tests import small_recipes
 
@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
 @pytest.mark.parametrize("options", [[], ["--processes", "1"]])
 def test_one_process_is_this_one(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[argparse.Namespace] = []
-    monkeypatch.setattr(finetune, "run", lambda options: ran.append(options) or 5)
+    monkeypatch.setattr(finetune, "_run", lambda options: ran.append(options) or 5)
     assert main(["finetune", "llama7b_lora", "training.seed=3", *options]) == 5
     assert (ran[0].recipe, ran[0].overrides) == ("llama7b_lora", ["training.seed=3"])
 
@@ -88,7 +88,7 @@ def test_launched_module_runs_the_same_command(tmp_path: Path, capfd: pytest.Cap
     recipe = small_recipes.write(tmp_path)
     # Not through `os.execv`, which would be the end of the tests.
     options = argparse.Namespace(config_file=None, processes=None)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *finetune_launcher._launch_options(options), "--cpu"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *finetune._launch_options(options), "--cpu"]
     assert (
         os.spawnv(os.P_WAIT, sys.executable, [*command, "--module", "hf_ckpt.cli.finetune", str(recipe), "--print"])
         == 0

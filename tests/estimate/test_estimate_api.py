@@ -1,0 +1,143 @@
+"""`simulate`, `plan` and `max_length` from Python."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_ckpt import Plan, PolicyError, RecipeError, load_recipe
+from hf_ckpt.errors import BudgetError
+from hf_ckpt.estimate import api, predict
+from hf_ckpt.estimate.estimate import Estimate, Fit, budget_of, estimate, fit_of, planned_on
+from hf_ckpt.estimate.predict import Predictor
+from hf_ckpt.simulation.devices import context
+from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step_memory import Category, StepMemory
+from tests import small_recipes, steps_by_hand
+from tests.estimate.small_estimates import CARD, silent, small_subject
+from tests.steps_by_hand import MIB
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
+
+
+def test_simulate_takes_a_recipe_its_path_or_a_model(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    subject = small_subject(tmp_path)
+    by_path = api.simulate(path, device="rtx4090")
+    assert api.simulate(load_recipe(path), device=CARD).peak_bytes == by_path.peak_bytes
+    assert by_path.plan == subject.plan
+    fields = {"batch_size": 2, "seq_length": 64, "is_padded": True}
+    by_model = api.simulate(subject.model, plan=subject.plan, device="rtx4090", **fields)
+    assert by_model.peak_bytes == by_path.peak_bytes
+    assert api.simulate(subject.model, device="rtx4090", **fields).plan is None
+
+
+def test_simulate_takes_fields_of_the_step(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    shorter = api.simulate(path, plan="none", device="rtx4090", seq_length=32)
+    assert shorter.peak_bytes < api.simulate(path, plan="none", device="rtx4090").peak_bytes
+    with pytest.raises(RecipeError, match=r"A step has no such field.*'length'.*Its fields are batch_size, seq_length"):
+        api.simulate(path, device="rtx4090", length=32)
+
+
+def test_what_is_added_to_a_policy_is_simulated_with_it(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    long = {"seq_length": 2048, "batch_size": 1, "is_padded": False}
+    full = api.simulate(path, plan="full", device="rtx4090", **long)
+    added: dict[str, Any] = {"offload": {"to": "cpu", "min_bytes": 0}, "tiles": "auto", "head": "chunked"}
+    least = api.simulate(path, plan="full", device="rtx4090", **added, **long)
+    # Those of a model of this size are most of its peak.
+    workspaces = full.by_category[Category.WORKSPACES]
+    assert least.peak_bytes - workspaces < 0.7 * (full.peak_bytes - workspaces)
+    # The inputs of three of four layers: 2,048 tokens of 32 numbers in float32.
+    assert least.host_bytes == 3 * 2048 * 32 * 4
+    with pytest.raises(PolicyError, match="tiles was given without a policy that it belongs to"):
+        api.simulate(path, device="rtx4090", tiles=2)
+    with pytest.raises(PolicyError, match="segment_size was given where a plan is chosen for each layer"):
+        api.plan(path, memory_budget="1GiB", device="rtx4090", segment_size=2)
+
+
+def test_row_of_any_plan_is_longer_with_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(self: Predictor, plan: Plan | None, step: Step | None = None) -> StepMemory:
+        """Each thing that a plan holds halves what a token needs."""
+        assert plan is not None
+        assert step is not None
+        entry = plan.stacks[0].layers[0]
+        held = (entry.offload is not None) + (entry.tiles is not None) + (plan.head == "chunked")
+        return replace(steps_by_hand.step(), peak_bytes=step.seq_length * 8 * 1024 // 2**held, host_bytes=0)
+
+    monkeypatch.setattr(predict.Predictor, "memory", linear)
+    path = small_recipes.write(tmp_path, checkpointing={"policy": "auto"})
+    ask = partial(api.max_length, path, memory_budget="1MiB", device="rtx4090")
+    assert ask(plan="auto", tiles=1, head="plain") == 128
+    assert ask(plan="auto", tiles=1) == 256
+    assert ask() == ask(plan="auto", tiles="auto") // 2 * 2
+    assert ask(plan="auto", offload="cpu", tiles="auto") == 1024
+
+
+def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
+    path, none = found.subject.recipe, found.steps()["none"]
+    assert path is not None
+    plan = api.plan(path, memory_budget=f"{none.peak_bytes - 1}B", device="rtx4090")
+    planned = api.simulate(path, plan=plan, device="rtx4090")
+    assert planned.peak_bytes < none.peak_bytes
+    assert none.time.total < planned.time.total <= found.steps()["full"].time.total
+
+
+def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp_path: Path) -> None:
+    predictor = Predictor(small_subject(tmp_path), CARD)
+    reserved = predictor.reserved(None)
+    assert reserved is not None
+    # Less than the whole reserve, which grows with the card, leaves free.
+    fits = replace(CARD, memory_bytes=context(CARD).high_bytes + reserved.num_bytes)
+    planned, budget = planned_on(predictor, fits, silent)
+    assert budget_of(predictor.subject, fits) < planned.memory.peak_bytes <= budget == reserved.num_bytes
+    row = estimate(predictor.subject, [fits], silent, ["none"]).rows[-1]
+    assert (row.refusal, fit_of(row.memory.peak_bytes, fits, row.reserved)) == ("", Fit.YES)
+    with pytest.raises(BudgetError, match="No plan fits"):
+        planned_on(predictor, replace(fits, memory_bytes=fits.memory_bytes - MIB), silent)
+
+
+def test_own_budget_is_never_widened(tmp_path: Path) -> None:
+    predictor = Predictor(
+        small_subject(tmp_path, "checkpointing.policy=auto", "checkpointing.memory_budget=1MiB"), CARD
+    )
+    with pytest.raises(BudgetError, match=r"No plan fits memory_budget=1\.0 MiB"):
+        planned_on(predictor, CARD, silent)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        ("1KiB", BudgetError, "No plan fits"),
+        ("22", PolicyError, 'memory_budget is "22", without a unit'),
+        ("22GX", PolicyError, 'unknown unit "GX"'),
+        ("-1GiB", PolicyError, "must be above 0"),
+        ("100GiB", PolicyError, "GeForce RTX 4090 has 23.6 GiB"),
+    ],
+)
+def test_budget_that_cannot_be_met_or_read_is_refused(
+    budget: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as raised:
+        api.plan(small_recipes.write(tmp_path), memory_budget=budget, device="rtx4090")
+    assert message in str(raised.value)
+
+
+def test_unknown_device_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r'Unknown device "rtx409".*Did you mean "rtx4090"'):
+        api.simulate(small_recipes.write(tmp_path), device="rtx409")
+
+
+@pytest.mark.usefixtures("linear")
+def test_max_length_grows_with_the_budget(tmp_path: Path) -> None:
+    path = small_recipes.write(tmp_path)
+    lengths = [
+        api.max_length(path, plan="none", memory_budget=budget, device="rtx4090")
+        for budget in ("1KiB", "1.5MiB", "2MiB")
+    ]
+    assert lengths == [0, 256, 512]

@@ -1,0 +1,307 @@
+"""Modules that cannot run slice by slice are refused, in whichever step they become so."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_ckpt
+from hf_ckpt import UnsupportedError
+from hf_ckpt.regions import tiling
+from hf_ckpt.regions.tiling import Tiling, run_tiled
+from tests import exactness, plain_models
+from tests.regions.tiled_models import llama
+
+core = pytest.mark.core
+pytestmark = [pytest.mark.slow, core]
+
+
+def refused(module: nn.Module, *args: Tensor, **kwargs: Any) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        run_tiled(Tiling(2), module, None, *args, **kwargs).sum().backward()
+    return str(error.value)
+
+
+class Shifted(plain_models.Mlp):
+    """Every position sees the one before it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + hidden.roll(1, dims=1))
+
+
+def test_a_module_whose_positions_depend_on_others_is_refused() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 20, plain_models.WIDTH)
+    assert refused(Shifted(), hidden) == (
+        "Shifted is to run in tiles, but it is not position-wise: 4 positions give other values alone than among 8. "
+        "Leave tiles out for its layer."
+    )
+
+
+def test_what_an_auxiliary_loss_uses_is_refused() -> None:
+    case = exactness.build("mixtral")
+    case.model.config.output_router_logits = True
+    with hf_ckpt.apply(case.model, "none", tiles=2), pytest.raises(UnsupportedError, match="output_router_logits=Fa"):
+        exactness.step(case)
+
+
+class Statistic(plain_models.Mlp):
+    def forward(self, hidden: Tensor) -> Any:
+        output = super().forward(hidden)
+        return output, output.mean()
+
+
+class Worded(plain_models.Mlp):
+    def forward(self, hidden: Tensor) -> Any:
+        return {"hidden": super().forward(hidden)}
+
+
+class Writing(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Statistic(), r"returns a tensor of shape \[\]: something over all positions"),
+        (Worded(), "returns dict, not tensors"),
+        (Writing(), "writes into its input"),
+    ],
+)
+def test_what_slices_cannot_give_is_refused(module: nn.Module, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        run_tiled(Tiling(2), module, None, torch.randn(1, 20, plain_models.WIDTH))
+
+
+class Borrowing(plain_models.Mlp):
+    """Computes with a tensor that belongs to nobody it knows."""
+
+    lent: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * _LENT[0]
+
+
+_LENT = [torch.ones(3, plain_models.WIDTH, requires_grad=True)[0]]
+
+
+def test_a_trainable_tensor_that_is_not_the_modules_own_is_refused() -> None:
+    text = refused(Borrowing(), torch.randn(2, 20, plain_models.WIDTH))
+    assert "a trainable tensor of shape [3, 8] that is neither its own parameter nor its argument" in text
+
+
+def test_a_reference_by_an_idle_cycle_is_no_fault() -> None:
+    class Circular(plain_models.Mlp):
+        def forward(self, hidden: Tensor) -> Tensor:
+            output = super().forward(hidden)
+            cycle: list[Any] = [output]
+            cycle.append(cycle)
+            return output
+
+    run_tiled(Tiling(2), Circular(), None, torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)).sum().backward()
+
+
+def test_whoever_keeps_the_threads_hooks_keeps_no_graph() -> None:
+    # As each collective does that runs on a thread of its own, a moment longer than itself.
+    class Gathering(plain_models.Mlp):
+        def forward(self, hidden: Tensor) -> Tensor:
+            hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+            return super().forward(hidden)
+
+    hooks: list[Any] = []
+    run_tiled(Tiling(2), Gathering(), None, torch.randn(2, 6, plain_models.WIDTH, requires_grad=True)).sum().backward()
+    assert any(hooks)
+
+
+class Keeping:
+    """A hook that keeps what a module returns in its forward of this number."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.kept: Any = None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._left:
+            self.kept = output
+        self._left -= 1
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_hook_that_comes_later_and_keeps_outputs_is_refused(number: int) -> None:
+    module, tiling = plain_models.Mlp(), Tiling(4)
+    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
+    for _ in range(2):
+        run_tiled(tiling, module, None, hidden).sum().backward()
+    handle = module.up.register_forward_hook(Keeping(number))
+    with pytest.raises(UnsupportedError, match="used outside too"):
+        run_tiled(tiling, module, None, hidden)
+    handle.remove()
+    run_tiled(tiling, module, None, hidden).sum().backward()
+
+
+class Scorer(plain_models.Mlp):
+    """Leaves what it computes inside on itself, in a list that others hold, or takes its gradient at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave: Callable[[nn.Module, Tensor], None] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = torch.tanh(self.up(hidden))
+        if self.leave is not None:
+            self.leave(self, scores)
+        return self.down(scores)
+
+
+_SEEN: list[Tensor] = []
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda module, scores: setattr(module, "scores", scores),
+        lambda module, scores: _SEEN.append(scores),
+        lambda module, scores: _SEEN.append(scores.square().sum()),
+        lambda module, scores: torch.autograd.grad(scores.sum(), module.up.weight),
+    ],
+)
+# The first layer of a model whose embedding is frozen is given what needs no gradient.
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_what_leaves_a_module_by_another_door_is_refused_in_any_step(
+    leave: Callable[[nn.Module, Tensor], None], needs_gradient: bool
+) -> None:
+    module, tiling = Scorer(), Tiling(4)
+    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=needs_gradient)
+    for _ in range(2):
+        run_tiled(tiling, module, None, hidden).sum().backward()
+    module.leave = leave
+    with pytest.raises(UnsupportedError, match="used outside too"):
+        run_tiled(tiling, module, None, hidden)
+    _SEEN.clear()
+    # Values without a graph may be looked at.
+    module.leave = lambda module, scores: _SEEN.append(scores.detach())
+    run_tiled(tiling, module, None, hidden).sum().backward()
+    assert len(_SEEN) == 2 * 4
+    _SEEN.clear()
+
+
+# With nothing in front of it that trains, the first ffn is given what needs no gradient.
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_router_loss_that_is_switched_on_later_is_refused(is_first: bool) -> None:
+    case = exactness.build("mixtral")
+    if is_first:
+        case.model.requires_grad_(False)
+        case.model.model.layers[0].mlp.requires_grad_(True)
+    with hf_ckpt.apply(case.model, [{"layers": "0:1", "mode": "none", "tiles": 2}]):
+        exactness.step(case)
+        case.model.config.output_router_logits = True
+        with pytest.raises(UnsupportedError, match="output_router_logits=False"):
+            exactness.step(case)
+
+
+def test_a_hook_on_a_projection_that_keeps_its_input_is_refused_from_the_step_in_which_it_comes() -> None:
+    case = llama()
+    kept: list[Tensor] = []
+    with hf_ckpt.apply(case.model, "full", tiles=2):
+        exactness.step(case)
+        projection = case.model.model.layers[0].mlp.gate_proj
+        handle = projection.register_forward_hook(lambda module, args, output: kept.append(args[0]))
+        with pytest.raises(UnsupportedError, match="take the hook off"):
+            exactness.step(case)
+        handle.remove()
+        kept.clear()
+        exactness.step(case)
+
+
+def test_a_foreign_tensor_that_comes_later_is_refused() -> None:
+    module, tiling = plain_models.Mlp(), Tiling(4)
+    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
+    run_tiled(tiling, module, None, hidden).sum().backward()
+    module.up.register_forward_hook(lambda module, args, output: output * _LENT[0].sum())
+    with pytest.raises(UnsupportedError, match="neither its own parameter nor its argument"):
+        run_tiled(tiling, module, None, hidden)
+
+
+class Switching(plain_models.Mlp):
+    """Uses one of two experts for each slice."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(plain_models.Mlp() for _ in range(2))
+        self.order = iter(order)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.experts[next(self.order)](super().forward(hidden))
+
+
+def walked(monkeypatch: pytest.MonkeyPatch, module: nn.Module, num_steps: int) -> int:
+    """Return how many slices of four were looked through for weights in so many steps."""
+    found, count = tiling.weights_used, itertools.count()
+    monkeypatch.setattr(tiling, "weights_used", lambda *given: (next(count), found(*given))[1])
+    # The question whether slices can stand for the whole is not asked here: it would run the module too.
+    settings = Tiling(4)
+    settings.is_checked = True
+    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
+    for _ in range(num_steps):
+        run_tiled(settings, module, None, hidden).sum().backward()
+    return next(count)
+
+
+def test_one_slice_of_a_call_is_looked_through_where_all_weights_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert walked(monkeypatch, plain_models.Mlp(), 3) == 3
+
+
+def test_slices_are_looked_through_until_no_expert_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The second expert comes in the third slice; then never; then at once. Backward runs the slices again.
+    orders = [[0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]]
+    module = Switching([expert for order in orders for expert in order * 2])
+    told: list[Any] = []
+    weight = module.experts[1].up.weight
+    weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
+    assert walked(monkeypatch, module, 3) == 3 + 4 + 2
+    # An expert that was idle is told of nothing.
+    assert len(told) == 2
+
+
+class Cyclic(plain_models.Mlp):
+    """Leaves what it computes to the collector in each forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        cycle = [self.up(hidden)]
+        cycle.append(cycle)
+        return super().forward(hidden)
+
+
+def test_cycles_of_each_step_are_collected_among_what_is_new() -> None:
+    collected: list[int] = []
+    note = lambda phase, found: collected.append(found["generation"]) if phase == "start" else None  # noqa: E731
+    settings = Tiling(4)
+    hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
+    # The collector's own turns would come in between.
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        for _ in range(3):
+            run_tiled(settings, Cyclic(), None, hidden).sum().backward()
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert len(collected) >= 3 * 4
+    assert 2 not in collected
+
+
+def test_evaluation_runs_whole() -> None:
+    case = llama()
+    with hf_ckpt.apply(case.model, "full", tiles=4), exactness.counted_entries(case.model) as (forward, _):
+        case.model.eval()
+        case.model(**case.inputs)
+        with torch.no_grad():
+            case.model.train()(**case.inputs)
+    assert forward["model.layers.1.mlp.up_proj"] == 2
