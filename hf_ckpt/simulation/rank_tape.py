@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import accelerate
 from torch.torch_version import TorchVersion
@@ -166,16 +167,14 @@ class RankTape:
 
     def _state(self, storage: Storage, weight: Weight) -> Storage:
         """Return a rank's part of the optimizer's tensor: a share of what is as large as the parameter."""
-        numel = 1
-        for size in storage.shape:
-            numel *= size
-        if self._engine == "ddp" or numel <= 1:
+        if self._engine == "ddp" or prod(storage.shape) <= 1:
             return storage
-        num_bytes = storage.num_bytes
-        if "float" in storage.dtype:
-            # State has the dtype of the stored weights: float32 where those are kept so.
-            num_bytes = max(num_bytes, numel * self._master_bytes if self._keeps_masters else 0)
-        return replace(storage, num_bytes=self._share(num_bytes))
+        return replace(storage, num_bytes=self._share(self._stepped_bytes(storage)))
+
+    def _stepped_bytes(self, storage: Storage) -> int:
+        """Return what a tensor of the optimizer takes in the dtype of the stored weights: float32 where kept so."""
+        is_wider = self._keeps_masters and "float" in storage.dtype
+        return max(storage.num_bytes, prod(storage.shape) * self._master_bytes if is_wider else 0)
 
     @property
     def _keeps_masters(self) -> bool:
@@ -447,7 +446,7 @@ class RankTape:
 
     def _optimizer_bytes(self, storage: Storage) -> int:
         """Return what a temporary tensor of the whole optimizer step takes on one rank."""
-        return self._share(storage.num_bytes)
+        return self._share(self._stepped_bytes(storage))
 
     def _gradient_share(self, storage: Storage) -> int:
         weight = self._weights.get(storage.parameter)

@@ -199,6 +199,13 @@ def test_fsdp_keeps_what_is_trained_in_float32_under_mixed_precision() -> None:
     assert most(shared, Category.PARAMETERS) == pytest.approx(num_bytes(model()) / WORLD_SIZE, rel=0.06)
 
 
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_optimizer_of_fsdp_works_in_float32_under_mixed_precision(engine: str) -> None:
+    memory = simulated(engine, dtype=torch.bfloat16, autocast="bfloat16", optim="adamw_torch")
+    # It works on all weights at once, and makes a tensor as large as a rank's share of them.
+    assert most(memory, Category.TEMPORARY) == pytest.approx(num_bytes(model()) / WORLD_SIZE, rel=0.06)
+
+
 def test_ranks_that_are_slowly_connected_wait_for_one_another() -> None:
     fast, slow = find_device("h100"), find_device("rtx4090")
     step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine="fsdp2", world_size=WORLD_SIZE))
