@@ -72,7 +72,7 @@ def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
                 entered.enter_context(ENGINE_CHANGES[name]())
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
     memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
-    return memory, Reserved(reserved_bytes(tape), point.ranks)
+    return memory, Reserved(reserved_bytes(tape, expands=source.expands_segments), point.ranks)
 
 
 def _sharding(source: Source, num_ranks: int) -> Sharding:
@@ -84,7 +84,7 @@ def _sharding(source: Source, num_ranks: int) -> Sharding:
 
 def device_of(source: Source) -> Device:
     """Return the card of a source, with the host and the link between ranks of its machine."""
-    device = find_device(source.device)
+    device = replace(find_device(source.device), **source.device_fields)
     if source.rank_link is not None:
         device = replace(device, rank_link=source.rank_link, link_efficiency=1.0)
     return replace(
@@ -118,7 +118,7 @@ def step_record(point: StepPoint) -> Record:
         "predicted_bytes": memory.peak_bytes,
         "ratio": None if point.allocated_bytes is None else memory.peak_bytes / point.allocated_bytes,
         "predicted_reserved_bytes": reserved.num_bytes,
-        "fits": str(fit_of(memory.peak_bytes, find_device(memory.device), reserved)),
+        "fits": str(fit_of(memory.peak_bytes, device_of(sources()[point.source]), reserved)),
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "published_reserved_bytes": point.reserved_bytes,

@@ -85,6 +85,9 @@ class InSegment:
 class RankTape:
     """Makes one rank's tape of that of the whole model, under DDP and FSDP. See Note [What engines hold]."""
 
+    _reduces_in_float32 = False
+    """Whether gradients are sent wider than they are computed: accelerate sends them as they are."""
+
     def __init__(
         self,
         tape: Tape,
@@ -367,7 +370,7 @@ class RankTape:
         if not gradients:
             return
         _join([shard for _, shard in gradients])
-        num_bytes = sum(whole.num_bytes for whole, _ in gradients)
+        num_bytes = sum(self._sent_bytes(whole) for whole, _ in gradients)
         # They are read and written where they are copied into one buffer.
         copying = 2 * num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
         yield Event(place, seconds=copying)
@@ -381,6 +384,9 @@ class RankTape:
         if self._engine == "fsdp1":
             yield from self._free(self._reduced, place)
             self._reduced = None
+
+    def _sent_bytes(self, gradient: Storage) -> int:
+        return max(gradient.num_bytes, prod(gradient.shape) * MASTER_BYTES if self._reduces_in_float32 else 0)
 
     def _free(self, storage: Storage | None, place: Place) -> Iterator[Event]:
         if storage is not None:
