@@ -118,10 +118,11 @@ def test_sharded_engines_hold_a_share_of_weights_gradients_and_state(engine: str
     share = num_bytes(model()) / WORLD_SIZE
     # FSDP2 pads each tensor to a multiple of the ranks, in its first dimension.
     assert most(shared, Category.PARAMETERS) == pytest.approx(share, rel=0.06)
-    assert most(shared, Category.OPTIMIZER) == pytest.approx(2 * share, rel=0.06)
+    # ZeRO steps a copy of the weights.
+    is_zero = engine == "zero3"
+    assert most(shared, Category.OPTIMIZER) == pytest.approx((2 + is_zero) * share, rel=0.06)
     at_end = {category: column[-1] for category, column in shared.timeline.bytes_by_category.items()}
     # ZeRO-3 has its bucket, and room for its share of the gradients, all the time.
-    is_zero = engine == "zero3"
     assert at_end[Category.GATHERED] == 4 * SMALL.reduce_bucket_size * is_zero
     assert at_end[Category.GRADIENTS] == pytest.approx(share * is_zero, rel=0.06)
 
