@@ -21,7 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
+from benchmarks.published.fused_kernels import fast_loss, fast_norms, fast_rotary, fused_linear_loss
 from benchmarks.published.points import StepPoint
+from benchmarks.published.torchtitan import torchtitan_fsdp2, torchtitan_loss, torchtitan_selective
 from hf_ckpt.simulation.zero_tape import ZeroTape
 
 
@@ -75,6 +77,7 @@ EMULATIONS: Mapping[str, Callable[[Any], None]] = {
         emulate.__name__: emulate
         for emulate in (loss_4_46, loss_4_45, granite_4_45, loss_gpt_bigcode, float32_norms, opt_attention_4_28)
     },
+    **{emulate.__name__: emulate for emulate in (fast_norms, fast_loss, fused_linear_loss, torchtitan_loss)},
     "rotary_tables_4_37": partial(rotary_tables_4_37, dtype=torch.bfloat16),
     # Where the model is made on `meta` and quantized while it is loaded, they are not cast.
     "rotary_tables_4_37_float32": partial(rotary_tables_4_37, dtype=torch.float32),
@@ -239,6 +242,8 @@ CHANGES: Mapping[str, Change] = {
     "kept_outputs": kept_outputs,
     "gradients_zeroed_in_place": gradients_zeroed_in_place,
     "gradients_of_skipped_step": gradients_of_skipped_step,
+    "fast_rotary": fast_rotary,
+    "torchtitan_selective": torchtitan_selective,
 }
 
 
@@ -257,6 +262,7 @@ def first_rank() -> AbstractContextManager[None]:
 ENGINE_CHANGES: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "first_rank": first_rank,
     "bucket_from_begin_of_backward": bucket_from_begin_of_backward,
+    "torchtitan_fsdp2": torchtitan_fsdp2,
 }
 """What an engine does differently, with any model."""
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ from hf_ckpt.estimate.estimate import fit_of
 from hf_ckpt.estimate.predict import Reserved
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
-from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.devices import Device, context, find_device
 from hf_ckpt.simulation.simulator import StepSimulator, num_repeats
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -50,7 +50,17 @@ from hf_ckpt.simulation.tape import read_tape
 Record = dict[str, Any]
 
 
-def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
+class Predicted(NamedTuple):
+    """What is predicted of a published step."""
+
+    memory: StepMemory
+    reserved: Reserved
+    """What torch reserves for it where there is room for all."""
+    held_bytes: int
+    """What torch reserves on that card, beside the most that CUDA's context takes: it may have to give some back."""
+
+
+def predicted_step(point: StepPoint) -> Predicted:
     """Return the simulated step of a point, and what torch reserves for it."""
     source = sources()[point.source]
     model, device = build(point), device_of(source)
@@ -72,7 +82,11 @@ def predicted_step(point: StepPoint) -> tuple[StepMemory, Reserved]:
                 entered.enter_context(ENGINE_CHANGES[name]())
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
     memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
-    return memory, Reserved(reserved_bytes(tape), point.ranks)
+    reserve = partial(reserved_bytes, tape, expands=source.expands_segments)
+    wanted = reserve()
+    room = device.memory_bytes - context(device, point.ranks).high_bytes
+    held = wanted if wanted <= room else reserve(limit_bytes=room)
+    return Predicted(memory, Reserved(wanted, point.ranks), held)
 
 
 def _sharding(source: Source, num_ranks: int) -> Sharding:
@@ -84,7 +98,7 @@ def _sharding(source: Source, num_ranks: int) -> Sharding:
 
 def device_of(source: Source) -> Device:
     """Return the card of a source, with the host and the link between ranks of its machine."""
-    device = find_device(source.device)
+    device = replace(find_device(source.device), **source.device_fields)
     if source.rank_link is not None:
         device = replace(device, rank_link=source.rank_link, link_efficiency=1.0)
     return replace(
@@ -110,15 +124,16 @@ def _changed(point: StepPoint, model: nn.Module) -> Iterator[nn.Module]:
 
 def step_record(point: StepPoint) -> Record:
     """Return a published step with its prediction, as JSON types."""
-    memory, reserved = predicted_step(point)
+    memory, reserved, held_bytes = predicted_step(point)
     record = _record(point) | {
         "ranks": point.ranks,
         "emulations": list(point.emulations),
         "published_bytes": point.allocated_bytes,
         "predicted_bytes": memory.peak_bytes,
         "ratio": None if point.allocated_bytes is None else memory.peak_bytes / point.allocated_bytes,
-        "predicted_reserved_bytes": reserved.num_bytes,
-        "fits": str(fit_of(memory.peak_bytes, find_device(memory.device), reserved)),
+        "predicted_reserved_bytes": held_bytes,
+        "wanted_bytes": reserved.num_bytes,
+        "fits": str(fit_of(memory.peak_bytes, device_of(sources()[point.source]), reserved)),
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "published_reserved_bytes": point.reserved_bytes,

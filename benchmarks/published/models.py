@@ -15,8 +15,9 @@ from benchmarks.published.points import Source, StepPoint, sources
 from benchmarks.quantize import quantize
 from hf_ckpt.simulation.cuda import attention_to_build, restore_attention
 
-# As the config files of mistralai/Mistral-7B-v0.1, meta-llama/Llama-2-70b-hf and Llama-2-7b-hf, 01-ai/Yi-34B,
-# ibm/PowerLM-3b, bigcode/gpt_bigcode-santacoder, facebook/opt-1.3b, facebook/opt-350m and bert-large-uncased have them.
+# As the config files of mistralai/Mistral-7B-v0.1, meta-llama/Llama-2-70b-hf, Llama-2-7b-hf and Meta-Llama-3-8B,
+# 01-ai/Yi-34B, ibm/PowerLM-3b, bigcode/gpt_bigcode-santacoder, facebook/opt-1.3b, facebook/opt-350m and
+# bert-large-uncased have them.
 MODELS: dict[str, dict[str, Any]] = {
     "mistral_7b": {
         "model_type": "mistral",
@@ -50,6 +51,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+    "llama3_8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
     },
     "yi_34b": {

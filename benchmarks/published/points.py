@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parent
-ENGINES = {"none": "whole on each", "fsdp1": "FSDP1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+ENGINES = {"none": "whole on each", "fsdp1": "FSDP1", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 """How more than one rank shares a model, in words."""
 _HELD_OUT_OF = 4
 
@@ -33,6 +33,8 @@ class Source:
     configuration: str
     device: str = ""
     """Of `hf_ckpt.find_device`; empty where points name their own."""
+    device_fields: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Device` in which the card differs from that."""
     context_mib: int | None = None
     """What CUDA's context takes there, where that is published."""
     is_held_out: bool = False
@@ -55,6 +57,8 @@ class Source:
     """Of `apply`; None for no checkpointing but that of `changes`."""
     changes: tuple[str, ...] = ()
     """Names of `emulations.CHANGES`: what the code that was measured does around a step."""
+    expands_segments: bool = False
+    """Whether it ran under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
     rank_link: float | None = None
     """Bytes per second that collectives reach between the ranks of this machine, fitted to points of `is_fitted_time`;
     None for those of the card."""

@@ -66,7 +66,7 @@ def add_reserved_ratios(records: Sequence[Record]) -> dict[str, int]:
     for record in shown:
         is_chosen = hashlib.sha256(record["name"].encode()).digest()[1] % _USED_OF == 0
         source = sources()[record["source"]]
-        has_room = record["predicted_reserved_bytes"] <= find_device(source.device).memory_bytes
+        has_room = record["wanted_bytes"] <= find_device(source.device).memory_bytes
         record["is_used"] = is_chosen and has_room and source.context_mib is None
         if record["is_used"]:
             difference = record["published_smi_mib"] * _MIB - record["predicted_reserved_bytes"]

@@ -9,6 +9,8 @@ Note [The rules]. Those of `c10/cuda/CUDACachingAllocator.cpp`:
 - The smallest free block that suffices is taken, of equal ones the lowest. What is left over is cut off where it is
   at least 512 bytes, or more than 1 MiB in large segments. Free neighbours of one segment are joined.
 - Streams share no blocks. What another stream still reads is not served again when it is freed, but later.
+- Where the device has no room for a new segment, the allocator waits for the other streams, and gives back each segment
+  that is wholly free (`release_cached_blocks`), before it asks again.
 - With `expandable_segments:True` there is one segment for each stream and kind, which grows at its end, and what is
   left over is always cut off.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -39,13 +41,14 @@ _SENT_AT_ONCE = 1
 """So many freed buffers of gradients may still be in use when the next one is made."""
 
 
-def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
+def reserved_bytes(tape: Tape, *, expands: bool = False, limit_bytes: int | None = None) -> int:
     """Return the most that the allocator holds when a training begins with such steps, in bytes of one rank.
 
     The optimizer makes its state at the end of the first step, out of what that step has left. `expands`: under
-    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. `limit_bytes`: what the device has for it; beyond that the
+    allocator gives back what it can, and only then holds more.
     """
-    allocator = CachingAllocator(expands=expands)
+    allocator = CachingAllocator(expands=expands, limit_bytes=limit_bytes)
     columns = tape.columns
     numbers = {id(storage): number for number, storage in enumerate(columns.storages)}
     blocks: list[Block | None] = [None] * len(columns.storages)
@@ -62,7 +65,7 @@ def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
             if storage.category is Category.OPTIMIZER:
                 allocator.allocate(storage.num_bytes)
     storages.play(changes[optimizer_begins:])
-    storages.end_step()
+    storages.free_still_read()
     # From the second one on, all steps are alike.
     storages.play(changes)
     return allocator.reserved_bytes
@@ -77,6 +80,7 @@ class _Storages:
         self._asked = [allocator.asked(storage.num_bytes, storage.stream) for storage in columns.storages]
         self._lags = [_lag_of(storage) for storage in columns.storages]
         self._still_read: dict[int, deque[Block]] = defaultdict(deque)
+        allocator.wait_for_streams = self.free_still_read
 
     def play(self, changes: Iterable[tuple[bool, int]]) -> None:
         """Let storages come and go."""
@@ -95,8 +99,11 @@ class _Storages:
                 else:
                     free(block)
 
-    def end_step(self) -> None:
-        """Free what other streams had in use: the Trainer looks at each step's loss, and so waits for the device."""
+    def free_still_read(self) -> None:
+        """Free what other streams had in use.
+
+        At the end of a step the Trainer looks at its loss, and so waits for the device.
+        """
         for block in chain.from_iterable(self._still_read.values()):
             self._allocator.free(block)
         self._still_read.clear()
@@ -168,16 +175,21 @@ _ADDRESS = 2**_SIZE_BITS - 1
 class CachingAllocator:
     """Serves blocks as torch's allocator does, and counts what it holds. See Note [The rules]."""
 
-    def __init__(self, *, expands: bool = False) -> None:
+    def __init__(self, *, expands: bool = False, limit_bytes: int | None = None) -> None:
         self._reserved = 0
+        self._most_reserved = 0
         self._expands = expands
+        self._limit = None if limit_bytes is None else limit_bytes // BLOCK_BYTES
+        self._segments: dict[int, int] = {}
+        self.wait_for_streams: Callable[[], None] = lambda: None
+        """Frees what other streams still read."""
         self._pools: dict[tuple[Stream, bool], _Pool] = {}
         self._end = 0
 
     @property
     def reserved_bytes(self) -> int:
-        """What it holds: nothing is given back to the device."""
-        return self._reserved * BLOCK_BYTES
+        """The most that it held."""
+        return self._most_reserved * BLOCK_BYTES
 
     def allocate(self, num_bytes: int, stream: Stream = Stream.COMPUTE) -> Block:
         """Return a block of at least so many bytes."""
@@ -194,20 +206,24 @@ class CachingAllocator:
 
     def serve(self, pool: _Pool, size: int) -> Block:
         """Return a block of what `asked` returned."""
-        keys = pool.keys
-        index = bisect_left(keys, size << _SIZE_BITS)
-        if index < len(keys):
-            begin = keys.pop(index) & _ADDRESS
-            end = pool.ends.pop(begin)
-            del pool.begins[end]
-        else:
-            begin, end = (self._at_end if self._expands else self._segment)(pool, size)
-        rest = begin + size
+        found = self._first_that_suffices(pool, size)
+        begin, end = found or (self._at_end if self._expands else self._segment)(pool, size)
+        keys, rest = pool.keys, begin + size
         if end - rest > _LARGEST_SMALL or (pool.cuts_all and rest < end):
             insort(keys, (end - rest) << _SIZE_BITS | rest)
             pool.ends[rest], pool.begins[end] = end, rest
             end = rest
         return begin, end, pool
+
+    def _first_that_suffices(self, pool: _Pool, size: int) -> tuple[int, int] | None:
+        """Take the smallest free block of at least this size; None where there is none."""
+        index = bisect_left(pool.keys, size << _SIZE_BITS)
+        if index == len(pool.keys):
+            return None
+        begin = pool.keys.pop(index) & _ADDRESS
+        end = pool.ends.pop(begin)
+        del pool.begins[end]
+        return begin, end
 
     def free(self, block: Block) -> None:
         """Take a block back, and join it with free neighbours."""
@@ -229,11 +245,31 @@ class CachingAllocator:
         length = pool.segment_size
         if size >= _LEAST_OWN_SEGMENT:
             length = -(-size // _SEGMENT_UNIT) * _SEGMENT_UNIT
+        if self._limit is not None and self._reserved + length > self._limit:
+            self.wait_for_streams()
+            found = self._first_that_suffices(pool, size)
+            if found is not None:
+                return found
+            self._give_back()
         begin, end = self._end, self._end + length
         # Segments are no neighbours: their blocks are not joined.
         self._end = end + 1
-        self._reserved += length
+        self._segments[begin] = end
+        self._hold(length)
         return begin, end
+
+    def _hold(self, length: int) -> None:
+        self._reserved += length
+        self._most_reserved = max(self._most_reserved, self._reserved)
+
+    def _give_back(self) -> None:
+        """Give every segment that is wholly free back to the device."""
+        for pool in self._pools.values():
+            for begin, end in list(pool.ends.items()):
+                if self._segments.get(begin) == end:
+                    pool.keys.remove((end - begin) << _SIZE_BITS | begin)
+                    del pool.ends[begin], pool.begins[end], self._segments[begin]
+                    self._reserved -= end - begin
 
     def _at_end(self, pool: _Pool, size: int) -> tuple[int, int]:
         """Return the last block of the pool's one segment, which grows as far as it must."""
@@ -241,6 +277,6 @@ class CachingAllocator:
         if begin < pool.top:
             del pool.ends[begin], pool.keys[bisect_left(pool.keys, (pool.top - begin) << _SIZE_BITS | begin)]
         grown = -(-(begin + size - pool.top) // pool.segment_size) * pool.segment_size
-        self._reserved += grown
+        self._hold(grown)
         pool.top += grown
         return begin, pool.top

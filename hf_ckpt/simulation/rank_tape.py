@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import accelerate
 from torch.torch_version import TorchVersion
@@ -83,6 +84,9 @@ class InSegment:
 
 class RankTape:
     """Makes one rank's tape of that of the whole model, under DDP and FSDP. See Note [What engines hold]."""
+
+    _reduces_in_float32 = False
+    """Whether gradients are sent wider than they are computed: accelerate sends them as they are."""
 
     def __init__(
         self,
@@ -166,16 +170,14 @@ class RankTape:
 
     def _state(self, storage: Storage, weight: Weight) -> Storage:
         """Return a rank's part of the optimizer's tensor: a share of what is as large as the parameter."""
-        numel = 1
-        for size in storage.shape:
-            numel *= size
-        if self._engine == "ddp" or numel <= 1:
+        if self._engine == "ddp" or prod(storage.shape) <= 1:
             return storage
-        num_bytes = storage.num_bytes
-        if "float" in storage.dtype:
-            # State has the dtype of the stored weights: float32 where those are kept so.
-            num_bytes = max(num_bytes, numel * self._master_bytes if self._keeps_masters else 0)
-        return replace(storage, num_bytes=self._share(num_bytes))
+        return replace(storage, num_bytes=self._share(self._stepped_bytes(storage)))
+
+    def _stepped_bytes(self, storage: Storage) -> int:
+        """Return what a tensor of the optimizer takes in the dtype of the stored weights: float32 where kept so."""
+        is_wider = self._keeps_masters and "float" in storage.dtype
+        return max(storage.num_bytes, prod(storage.shape) * self._master_bytes if is_wider else 0)
 
     @property
     def _keeps_masters(self) -> bool:
@@ -368,7 +370,7 @@ class RankTape:
         if not gradients:
             return
         _join([shard for _, shard in gradients])
-        num_bytes = sum(whole.num_bytes for whole, _ in gradients)
+        num_bytes = sum(self._sent_bytes(whole) for whole, _ in gradients)
         # They are read and written where they are copied into one buffer.
         copying = 2 * num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
         yield Event(place, seconds=copying)
@@ -382,6 +384,9 @@ class RankTape:
         if self._engine == "fsdp1":
             yield from self._free(self._reduced, place)
             self._reduced = None
+
+    def _sent_bytes(self, gradient: Storage) -> int:
+        return max(gradient.num_bytes, prod(gradient.shape) * MASTER_BYTES if self._reduces_in_float32 else 0)
 
     def _free(self, storage: Storage | None, place: Place) -> Iterator[Event]:
         if storage is not None:
@@ -447,7 +452,7 @@ class RankTape:
 
     def _optimizer_bytes(self, storage: Storage) -> int:
         """Return what a temporary tensor of the whole optimizer step takes on one rank."""
-        return self._share(storage.num_bytes)
+        return self._share(self._stepped_bytes(storage))
 
     def _gradient_share(self, storage: Storage) -> int:
         weight = self._weights.get(storage.parameter)

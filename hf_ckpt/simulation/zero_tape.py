@@ -11,6 +11,9 @@ Note [What ZeRO holds].
   ZeRO-3 has room for its share of them all the time.
 - ZeRO-3 gathers ahead, forward and backward, until `max_live_parameters` elements are whole, and lets go of a weight
   when it is not used again within `max_reuse_distance` elements. Small weights stay whole.
+- The weights that the optimizer steps are a copy, also where they have the model's own dtype: ZeRO-1 and 2 clone them;
+  ZeRO-3 means to spare it since 0.18.2, and from 0.18.3 on compares a `torch.device` with its name, which are never
+  equal (`_create_fp32_partitions`).
 - The step takes a share's gradients, in ZeRO-3 those of at most `sub_group_size` elements at a time, copies them into
   one row, and that into the dtype of the optimizer's weights.
 
@@ -65,8 +68,7 @@ class ZeroTape(RankTape):
     # --- What exists before the step. ---
 
     def _held_by_engine(self) -> Iterator[Storage]:
-        if self._master_bytes != self._element_bytes:
-            yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
+        yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
         if self._engine != "zero3":
             return
         self._room = Storage(self._share_elements * self._element_bytes, category=Category.GRADIENTS)

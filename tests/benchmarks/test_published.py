@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from transformers import (
     AutoModelForCausalLM,
     GPTBigCodeConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
 
-from benchmarks.published import page
+from benchmarks.published import page, torchtitan
 from benchmarks.published.emulations import CHANGES, EMULATIONS, ENGINE_CHANGES, OPTIMIZERS
 from benchmarks.published.measure import module_record, predicted_step, step_record
 from benchmarks.published.models import MODELS, build
@@ -43,6 +48,8 @@ from benchmarks.published.summary import (
     time_ratio,
     time_summaries,
 )
+from hf_ckpt.simulation.rank_tape import RankTape
+from hf_ckpt.simulation.step_memory import Category
 
 RESULT = json.loads(page.RESULT.read_text(encoding="utf-8"))
 STEPS, KERNELS = {point.name: point for point in step_points()}, {point.name: point for point in module_points()}
@@ -75,7 +82,7 @@ def test_sources_are_linked_used_and_whole() -> None:
 
 def test_sources_and_rows_are_held_out() -> None:
     whole = {name for name, source in sources().items() if source.is_held_out}
-    assert whole == {"transformers_bert"}
+    assert whole == {"transformers_bert", "fms_liger", "torchtitan"}
     assert all(is_held_out(point.name) for point in STEPS.values() if point.source in whole)
     assert is_held_out("fms:a100_80gb:2")
     assert not is_held_out("fms:a100_80gb:35")
@@ -194,11 +201,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "fsdp_qlora:benchmarks_03_2024.md:45",
         "transformers_bert:perf_train_gpu_one.mdx:304",
         "transformers_bert:perf_train_gpu_one.mdx:475",
+        "fms_liger:a100_80gb_liger:10",
+        "fms_liger:a100_80gb_liger:66",
+        "fms_liger:a100_80gb_liger:70",
+        "torchtitan:llama3_h100_202412_torchtitan.md:27",
     ],
 )
 def test_small_step_of_each_kind_can_be_predicted(name: str) -> None:
-    memory, reserved = predicted_step(replace(STEPS[name], tokens=16))
-    assert 0 < memory.peak_bytes < reserved.num_bytes
+    memory, reserved, held_bytes = predicted_step(replace(STEPS[name], tokens=16))
+    assert 0 < memory.peak_bytes < reserved.num_bytes == held_bytes
 
 
 def tiny_opt(attention: str) -> OPTForCausalLM:
@@ -290,6 +301,52 @@ def test_llama_keeps_rotary_tables_and_adapters_in_the_dtype_of_the_model() -> N
     tables = [buffer for name, buffer in model.named_buffers() if name.endswith(("cos_cached", "sin_cached"))]
     assert [(table.shape, table.dtype) for table in tables] == [((4096, 16), torch.bfloat16)] * 4
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_fused_kernels_keep_no_second_tensor_of_logits_and_give_norms_no_gradient() -> None:
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    for names in (("fast_norms", "loss_4_45", "fast_loss"), ("fast_norms", "fused_linear_loss")):
+        model = LlamaForCausalLM(config)
+        for name in names:
+            EMULATIONS[name](model)
+        kept: list[torch.Tensor] = []
+        with CHANGES["fast_rotary"](model, STEPS["fms_liger:a100_80gb_liger:2"]):
+            with saved_tensors_hooks(partial(_append, kept), lambda each: each):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        # Of the shifted copy, where there are logits at all.
+        shapes = [tuple(tensor.shape) for tensor in kept if tensor.shape in ((14, 99), (16, 99))]
+        assert shapes == [(14, 99)] * ("fast_loss" in names)
+        without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+        assert without == {name for name, _ in model.named_parameters() if "norm" in name}
+
+
+def _append(kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    kept.append(tensor)
+    return tensor
+
+
+def test_torchtitan_saves_attention_and_every_second_product_of_each_layer() -> None:
+    mm = torch.ops.aten.mm.default
+    policy = torchtitan._contexts()[0].policy_fn
+    forward, again = SelectiveCheckpointContext(is_recompute=False), SelectiveCheckpointContext(is_recompute=True)
+    kept = [policy(forward, mm) is CheckpointPolicy.MUST_SAVE for _ in range(4)]
+    assert kept == [policy(again, mm) is CheckpointPolicy.MUST_SAVE for _ in range(4)] == [True, False, True, False]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert policy(forward, flash) is CheckpointPolicy.MUST_SAVE
+    assert policy(forward, torch.ops.aten.mul.Tensor) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.usefixtures("small")
+def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
+    wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
+    monkeypatch.setattr(RankTape, "_sent_bytes", lambda self, gradient: gradient.num_bytes)
+    narrow = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
+    assert sum(wide) > sum(narrow)
 
 
 def test_optimizers_hold_what_they_stand_for() -> None:

@@ -97,7 +97,13 @@ ZERO_RUNS = {
         layers=8, policy="full", bf16=True, more=zero(3, sub_group_size=50_000, **AHEAD)
     ),
     "zero3, lora": RankRun(layers=8, adapters=True, policy="full", bf16=True, more=zero(3, **AHEAD)),
+    # The weights that the optimizer steps are a copy though they have the same dtype.
+    "zero3, float32": RankRun(layers=8, more=zero(3)),
 }
+
+
+# 1.2 %, not explained: a bucket's worth too much. Without the copy it would be 7 % too little.
+WIDER_TOLERANCES = {"zero3, float32": 0.02}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -113,7 +119,7 @@ def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
 def test_predicted_peak_is_that_of_zeros_fullest_rank(name: str) -> None:
     pytest.importorskip("deepspeed")
     with deepspeed_on_a_cpu():
-        assert_followed(ZERO_RUNS[name], name.partition(",")[0], TOLERANCE_OF_ZERO)
+        assert_followed(ZERO_RUNS[name], name.partition(",")[0], WIDER_TOLERANCES.get(name, TOLERANCE_OF_ZERO))
 
 
 def assert_followed(run: RankRun, expected: Sharding | str, tolerance: float) -> None:

@@ -53,6 +53,27 @@ def test_what_was_freed_serves_again() -> None:
     assert allocator.reserved_bytes == 120 * MIB
 
 
+@pytest.mark.parametrize(("limit", "reserved"), [(None, 130), (130, 130), (129, 70), (60, 90)])
+def test_where_there_is_no_room_what_is_wholly_free_is_given_back(limit: int | None, reserved: int) -> None:
+    allocator = CachingAllocator(limit_bytes=limit and limit * MIB)
+    blocks = [allocator.allocate(size * MIB) for size in (30, 40)]
+    for block in blocks:
+        allocator.free(block)
+    # Part of a segment that is in use stays, and so does the rest of it.
+    if limit == 60:
+        allocator.allocate(20 * MIB)
+    allocator.allocate(60 * MIB)
+    assert allocator.reserved_bytes == reserved * MIB
+
+
+def test_where_there_is_no_room_what_other_streams_read_is_waited_for() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    read = allocator.allocate(80 * MIB)
+    allocator.wait_for_streams = lambda: allocator.free(read)
+    allocator.allocate(70 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+
+
 def test_the_smallest_block_that_suffices_is_taken() -> None:
     allocator = CachingAllocator()
     for block in [allocator.allocate(size * MIB) for size in (80, 30, 50)]:
