@@ -21,7 +21,8 @@ from hf_ckpt.estimate.subject import Subject, is_auto, subject_of
 from hf_ckpt.estimate.tables import format_seconds
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.recipe.shipped import HEADER_ITEM, header
-from hf_ckpt.simulation.devices import CPU, Device, find_device, reserve
+from hf_ckpt.simulation.devices import CPU, Device, find_device
+from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.units import format_bytes
 
 CARDS = {16: "t4", 24: "rtx4090", 40: "a100-40gb", 48: "a6000", 80: "a100-80gb"}

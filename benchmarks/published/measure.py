@@ -41,7 +41,8 @@ from hf_ckpt.estimate.estimate import fit_of
 from hf_ckpt.estimate.predict import Reserved
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import reserved_bytes
-from hf_ckpt.simulation.devices import Device, context, find_device
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.reserve import context
 from hf_ckpt.simulation.simulator import StepSimulator, num_repeats
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import StepMemory

@@ -13,7 +13,8 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import host_memory
 from hf_ckpt.simulation import quantized
-from hf_ckpt.simulation.devices import Device, reserve, workspace_bytes
+from hf_ckpt.simulation.devices import Device, workspace_bytes
+from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.units import Budget
 
 _HOST_LEFT_FREE = 2**30

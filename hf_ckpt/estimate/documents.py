@@ -10,7 +10,8 @@ from hf_ckpt.estimate.estimate import Estimate, Row, budget_of, fit_of
 from hf_ckpt.estimate.predict import Reserved
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.regions.offload import host_memory
-from hf_ckpt.simulation.devices import Device, context, reserve, this_device
+from hf_ckpt.simulation.devices import Device, this_device
+from hf_ckpt.simulation.reserve import context, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
 
 

@@ -14,7 +14,8 @@ from hf_ckpt.estimate.subject import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import AUTO, Mode
-from hf_ckpt.simulation.devices import Device, Reserve, context, reserve
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.reserve import Reserve, context, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes
 

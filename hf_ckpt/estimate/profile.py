@@ -25,8 +25,9 @@ from hf_ckpt.loading.trainer import build_trained_model, check_reads_text
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import Profile, profile_step
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.simulation.devices import Device, reserve
+from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.optimizers import make_optimizer
+from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step import make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes

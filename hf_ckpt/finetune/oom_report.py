@@ -21,7 +21,8 @@ from hf_ckpt.planner.bisect import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, part_of
-from hf_ckpt.simulation.devices import Device, reserve
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes

@@ -13,7 +13,8 @@ from hf_ckpt.estimate import documents, tables
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Row
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.policy.policy import AUTO
-from hf_ckpt.simulation.devices import Device, find_device, reserve
+from hf_ckpt.simulation.devices import Device, find_device
+from hf_ckpt.simulation.reserve import reserve
 from tests import small_recipes, steps_by_hand
 
 CARD = find_device("rtx4090")

@@ -14,7 +14,7 @@ from hf_ckpt.errors import BudgetError
 from hf_ckpt.estimate import api, predict
 from hf_ckpt.estimate.estimate import Estimate, Fit, budget_of, estimate, fit_of, planned_on
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.simulation.devices import context
+from hf_ckpt.simulation.reserve import context
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from tests import small_recipes, steps_by_hand

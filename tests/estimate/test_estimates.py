@@ -13,7 +13,8 @@ from hf_ckpt.estimate import documents, tables
 from hf_ckpt.estimate.estimate import FIXED, QUICK, RECIPE, Estimate, Fit, Row, estimate, fit_of, growing, num_rows
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for
 from hf_ckpt.policy.policy import AUTO
-from hf_ckpt.simulation.devices import CPU, find_device, reserve
+from hf_ckpt.simulation.devices import CPU, find_device
+from hf_ckpt.simulation.reserve import reserve
 from tests import small_recipes, steps_by_hand
 from tests.estimate.small_estimates import CARD, by_hand, card, silent, small_subject, table
 from tests.steps_by_hand import MIB

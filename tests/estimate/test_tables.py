@@ -14,7 +14,8 @@ from hf_ckpt.estimate.estimate import RECIPE, Row
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.policy import AUTO
-from hf_ckpt.simulation.devices import find_device, reserve
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step_memory import StepMemory
 from tests import steps_by_hand
 from tests.estimate.small_estimates import CARD, by_hand, table

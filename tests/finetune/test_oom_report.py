@@ -19,7 +19,8 @@ from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import Failure, Figures, Part, RunWatch, explanation
 from hf_ckpt.loading.trainer import build_trained_model
 from hf_ckpt.loading.training_args import training_arguments
-from hf_ckpt.simulation.devices import find_device, reserve
+from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 from tests import small_recipes
 

@@ -11,7 +11,8 @@ import torch
 
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.measure.profile import profile_step
-from hf_ckpt.simulation.devices import DEVICES, GIB, reserve, this_device
+from hf_ckpt.simulation.devices import DEVICES, GIB, this_device
+from hf_ckpt.simulation.reserve import reserve
 from tests.gpu.test_exact_on_device import DEVICES as PLACES
 from tests.gpu.test_exact_on_device import on_device
 

@@ -19,7 +19,6 @@ from hf_ckpt.simulation.devices import (
     Device,
     _own_workspace,
     find_device,
-    reserve,
     this_device,
     workspace_bytes,
 )
@@ -108,35 +107,6 @@ def test_cpu_has_the_memory_of_the_host() -> None:
     lines = Path("/proc/meminfo").read_text().splitlines()
     assert CPU.memory_bytes == next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
     assert not CPU.is_cuda
-
-
-@pytest.mark.parametrize(
-    ("name", "workspace", "context"),
-    [
-        ("rtx4090", 8 * MIB + 128 * 1024, 0.7),
-        ("a100-80gb", 8 * MIB + 128 * 1024, 1.8),
-        ("h200", 32 * MIB, 1.8),
-        ("b200", 32 * MIB, 1.8),
-        ("rtx5090", 32 * MIB, 0.7),
-    ],
-)
-def test_reserve_is_a_range_with_reasons(name: str, workspace: int, context: float) -> None:
-    device = find_device(name)
-    kept = reserve(device)
-    assert [item.name for item in kept.items] == ["context", "workspaces", "fragmentation"]
-    assert all(item.reason and item.low_bytes < item.high_bytes for item in kept.items)
-    assert workspace_bytes(device) == workspace
-    assert kept.low_bytes == int(0.3 * GIB) + int(0.01 * device.memory_bytes)
-    assert kept.high_bytes == int(context * GIB) + 2 * workspace + int(0.05 * device.memory_bytes)
-
-
-def test_reserve_is_described_on_one_line() -> None:
-    assert reserve(find_device("rtx4090")).describe() == (
-        "548.9 MiB to 1.9 GiB: context 307.2 MiB to 716.8 MiB, workspaces 0 B to 16.2 MiB, "
-        "fragmentation 241.7 MiB to 1.2 GiB"
-    )
-    assert reserve(CPU).describe() == "256.0 MiB to 1.0 GiB: process 256.0 MiB to 1.0 GiB"
-    assert workspace_bytes(CPU) == 0
 
 
 # --- The machine's own device. ---
