@@ -214,5 +214,8 @@ def zero_of(config: Mapping[str, Any]) -> Zero:
             asked[name] = 0 if found == "auto" else int(found)
     if zero.get("stage3_prefetch_bucket_size") == 0:
         asked["max_live_parameters"] = 0
+    # DeepSpeed takes it only together with `bf16_master_weights_and_grads`.
+    if (config.get("bf16") or config.get("bfloat16") or {}).get("bf16_optimizer_states"):
+        asked["master_bytes"] = 2
     has_two = bool(zero.get("overlap_comm")) and zero.get("stage") != 3
     return Zero(num_buckets=2 if has_two else 1, **asked)

@@ -259,6 +259,13 @@ def test_sizes_of_deepspeed_are_taken(zero: dict[str, Any], expected: Zero, tmp_
     assert zero_of(config) == expected
 
 
+@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
+def test_state_of_the_optimizer_in_bfloat16_is_taken_of_deepspeed(section: str) -> None:
+    narrow = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert zero_of({"zero_optimization": {"stage": 3}, section: narrow}) == Zero(master_bytes=2)
+    assert zero_of({"zero_optimization": {"stage": 3}, section: {"enabled": True}}) == Zero()
+
+
 def test_an_engine_that_is_named_has_the_defaults_of_its_own(tmp_path: Path) -> None:
     keys = {"deepspeed": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10}}}
     recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
