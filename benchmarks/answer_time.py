@@ -24,7 +24,6 @@ from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, WrongInputError, add_out, main
 
 _ROOT = Path(__file__).parents[1]
-_CALL = "import sys; from hf_ckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
 _FLOOR = "import torch, transformers.models.llama.modeling_llama, peft"
 COMMANDS = {
     "estimate_7b_lora": "estimate recipes/llama7b_lora.yaml --device rtx4090",
@@ -55,7 +54,7 @@ def compared(name: str, checkouts: dict[str, Path]) -> dict[str, Any]:
     found: dict[str, Any] = {"command": f"hf-ckpt {COMMANDS[name]}"}
     for label, checkout in checkouts.items():
         with tempfile.TemporaryDirectory() as cache:
-            words = ["-c", _CALL, *COMMANDS[name].split()]
+            words = ["-m", "hf_ckpt", *COMMANDS[name].split()]
             runs = {run: measured(words, checkout, cache) for run in ("cold", "again")[: 2 if label == "here" else 1]}
         found[label] = runs
         print(name, label, runs, flush=True)
