@@ -31,19 +31,26 @@ COMMANDS = {
     "estimate_70b_qlora_fsdp": "estimate recipes/llama70b_qlora_fsdp.yaml --device a100-80gb",
     "max_length_8b_longctx": "estimate recipes/llama3_8b_qlora_longctx.yaml --device rtx4090 --max-length",
 }
-_VERDICT = ("fits", "does not fit")
+_VERDICT = ("fits on", "does not fit", " fits")
+_NO_VERDICT = "Searching what fits"
 
 
 def measured(words: list[str], checkout: Path, cache: str) -> dict[str, float]:
-    """Run Python in a checkout; return the user seconds until a line with a verdict, and in all."""
+    """Run Python in a checkout; return the user seconds until a line with a verdict is written, and in all."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "HF_CKPT_CACHE": cache, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, errors="replace"
+        [sys.executable, *words],
+        cwd=checkout,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     assert process.stdout is not None
     watched, verdict = psutil.Process(process.pid), 0.0
     for line in process.stdout:
-        if not verdict and any(word in line for word in _VERDICT):
+        if not verdict and any(word in line.lower() for word in _VERDICT) and not line.startswith(_NO_VERDICT):
             verdict = watched.cpu_times().user
     _, _, usage = os.wait4(process.pid, 0)
     return {"until_verdict": verdict, "whole": usage.ru_utime}
