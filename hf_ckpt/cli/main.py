@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
+from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT, Command
 from hf_ckpt.cli.completion import completion
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.finetune import FINETUNE
@@ -46,7 +46,7 @@ _COMMANDS["completion"] = completion(dict(_COMMANDS))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `arguments`: of the command line; this process's where left out."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = _COMMANDS.get(words[0]) if words else None
+    command = _command_of(words)
     if command is None:
         # Prints help or the version, or refuses the word.
         parser = _parser()
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run the command as a program: see `main`."""
     code = main()
-    command = _COMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    command = _command_of(sys.argv[1:])
     if command is None or not command.only_predicts:
         sys.exit(code)
     # Python would go on for a second or two, to take apart what torch and transformers have loaded.
@@ -92,6 +92,10 @@ def run() -> NoReturn:
     except BrokenPipeError:
         code = PIPE_CLOSED
     os._exit(code)
+
+
+def _command_of(words: Sequence[str]) -> Command | None:
+    return _COMMANDS.get(words[0]) if words else None
 
 
 def _shown(error: Exception) -> str:
