@@ -125,16 +125,16 @@ def find_layers(
     return stacks
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what `model.modules()` yields, in a tenth of the time: that passes each module through all above it."""
-    found: dict[nn.Module, None] = {}
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what `model.modules()` yields, in half the time: that passes each module through all above it."""
+    seen: set[nn.Module] = set()
     remaining: list[nn.Module | None] = [model]
     while remaining:
         module = remaining.pop()
-        if module is not None and module not in found:
-            found[module] = None
+        if module is not None and module not in seen:
+            seen.add(module)
             remaining.extend(reversed(module._modules.values()))
-    return list(found)
+            yield module
 
 
 def path_of(model: nn.Module, module: nn.Module | None) -> str | None:

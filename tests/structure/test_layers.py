@@ -466,4 +466,4 @@ def test_modules_are_those_of_torch_in_the_same_order_though_one_is_in_two_place
     shared = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.ModuleDict({"a": nn.Sequential(shared[1], shared), "b": shared, "c": nn.ModuleList([nn.Tanh()])})
     model.register_module("none", None)
-    assert modules_of(model) == list(model.modules())
+    assert list(modules_of(model)) == list(model.modules())
