@@ -75,9 +75,11 @@ def rotary_tables_4_37(model: Any, dtype: torch.dtype) -> None:
 EMULATIONS: Mapping[str, Callable[[Any], None]] = {
     **{
         emulate.__name__: emulate
-        for emulate in (loss_4_46, loss_4_45, granite_4_45, loss_gpt_bigcode, float32_norms, opt_attention_4_28)
+        for emulate in (
+            *(loss_4_46, loss_4_45, granite_4_45, loss_gpt_bigcode, float32_norms, opt_attention_4_28),
+            *(fast_norms, fast_loss, fused_linear_loss, torchtitan_loss),
+        )
     },
-    **{emulate.__name__: emulate for emulate in (fast_norms, fast_loss, fused_linear_loss, torchtitan_loss)},
     "rotary_tables_4_37": partial(rotary_tables_4_37, dtype=torch.bfloat16),
     # Where the model is made on `meta` and quantized while it is loaded, they are not cast.
     "rotary_tables_4_37_float32": partial(rotary_tables_4_37, dtype=torch.float32),

@@ -58,7 +58,7 @@ class Predicted(NamedTuple):
     reserved: Reserved
     """What torch reserves for it where there is room for all."""
     held_bytes: int
-    """What torch reserves on that card, beside the most that CUDA's context takes: it may have to give some back."""
+    """What torch reserves on that card, next to the most that CUDA's context takes: it may have to give some back."""
 
 
 def predicted_step(point: StepPoint) -> Predicted:

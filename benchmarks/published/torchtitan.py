@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from benchmarks.published.points import StepPoint
 from hf_ckpt.simulation import rank_tape, sharding
 from hf_ckpt.simulation.rank_tape import RankTape
+from hf_ckpt.simulation.tape import Storage
 
 _PRODUCT = torch.ops.aten.mm.default
 _SAVED = (
@@ -53,8 +55,12 @@ def torchtitan_fsdp2() -> Iterator[None]:
     with ExitStack() as entered:
         for module in (rank_tape, sharding):
             entered.enter_context(mock.patch.object(module, "HAS_UNITS_AT_THE_ENDS", False))
-        entered.enter_context(mock.patch.object(RankTape, "_reduces_in_float32", True))
+        entered.enter_context(mock.patch.object(RankTape, "_sent_bytes", _sent_bytes))
         yield
+
+
+def _sent_bytes(self: RankTape, gradient: Storage) -> int:
+    return max(gradient.num_bytes, prod(gradient.shape) * torch.float32.itemsize)
 
 
 class _Llama(LlamaForCausalLM):

@@ -85,9 +85,6 @@ class InSegment:
 class RankTape:
     """Makes one rank's tape of that of the whole model, under DDP and FSDP. See Note [What engines hold]."""
 
-    _reduces_in_float32 = False
-    """Whether gradients are sent wider than they are computed: accelerate sends them as they are."""
-
     def __init__(
         self,
         tape: Tape,
@@ -386,7 +383,8 @@ class RankTape:
             self._reduced = None
 
     def _sent_bytes(self, gradient: Storage) -> int:
-        return max(gradient.num_bytes, prod(gradient.shape) * MASTER_BYTES if self._reduces_in_float32 else 0)
+        """Return what of a whole gradient is sent: accelerate sends it in the dtype that it is computed in."""
+        return gradient.num_bytes
 
     def _free(self, storage: Storage | None, place: Place) -> Iterator[Event]:
         if storage is not None:
