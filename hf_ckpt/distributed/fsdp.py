@@ -132,17 +132,16 @@ def check_prefetch(model: nn.Module) -> None:
     It casts inputs to the dtype of the adapter's weights before the adapter, a unit of its own, is gathered: in forward
     that of the shares, and once gathered ahead that of the computation. torch's own checkpointing fails there too.
     """
-    for module in modules_of(model):
-        if not hasattr(module, "base_layer"):
-            continue
-        for unit in modules_of(module):
-            if isinstance(unit, FullyShardedDataParallel) and _changes_dtype_ahead(unit):
-                adapted = str(path_of(model, module)).replace("_fsdp_wrapped_module.", "")
-                raise UnsupportedError(
-                    f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in "
-                    "another dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation "
-                    "would not be the forward. Set fsdp_backward_prefetch: BACKWARD_POST, or use FSDP2."
-                )
+    units = (module for module in modules_of(model) if isinstance(module, FullyShardedDataParallel))
+    changing = set(filter(_changes_dtype_ahead, units))
+    for module in modules_of(model) if changing else ():
+        if hasattr(module, "base_layer") and not changing.isdisjoint(modules_of(module)):
+            adapted = str(path_of(model, module)).replace("_fsdp_wrapped_module.", "")
+            raise UnsupportedError(
+                f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in "
+                "another dtype than in the forward, and PEFT casts to the dtype that it finds: the recomputation "
+                "would not be the forward. Set fsdp_backward_prefetch: BACKWARD_POST, or use FSDP2."
+            )
 
 
 def _changes_dtype_ahead(unit: FullyShardedDataParallel) -> bool:

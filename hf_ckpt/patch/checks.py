@@ -41,7 +41,7 @@ def check_model(model: nn.Module) -> None:
             f"torch.utils.checkpoint.checkpoint was {checkpoint.__module__}.{checkpoint.__qualname__} already when "
             "hf_ckpt was imported, and recomputation would go through that. Import hf_ckpt before it is replaced."
         )
-    if any(getattr(module, "_pp_stage", None) is not None for module in modules_of(model)):
+    if any(vars(module).get("_pp_stage") is not None for module in modules_of(model)):
         raise UnsupportedError(
             "The model was loaded with DistributedConfig(pp_size=...), transformers' pipeline for generation: what a "
             "stage receives has no way back for gradients, so no stage but the last could be trained. Train stages of "
@@ -175,13 +175,21 @@ def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:
             f'{where} is set to "{entry.mode}", but {type(layer.module).__name__} computes its own backward (a '
             "reversible layer), which already recomputes. Leave it out of the policy."
         )
+    if not any(map(_counts_batches, modules_of(layer.module))):
+        # Most layers: to name what is recomputed would take most of the time of all checks.
+        return
     for name, module in _recomputed(entry, layer):
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+        if _counts_batches(module):
             raise UnsupportedError(
                 f'{where} is set to "{entry.mode}", but {name} is a {type(module).__name__} with running statistics, '
                 "which recomputation would update a second time. Freeze it with .eval(), or leave the layer out of the "
                 "policy, as {stack: language, mode: ...} does with towers."
             )
+
+
+def _counts_batches(module: nn.Module) -> bool:
+    """Whether each forward of a module changes its buffers."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
 
 
 def _recomputed(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module]]:

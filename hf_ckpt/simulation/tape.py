@@ -139,6 +139,7 @@ IntColumn = NDArray[np.int64]
 _CHANGES = tuple(MemoryChange)
 ALLOCATED, FREED = _CHANGES.index(MemoryChange.ALLOCATE), _CHANGES.index(MemoryChange.FREE)
 _PHASES = tuple(Phase)
+_CATEGORIES = tuple(Category)
 
 
 class Places:
@@ -172,7 +173,8 @@ class Places:
 
     def is_in(self, numbers: IntColumn, *phases: Phase) -> NDArray[np.bool_]:
         """Return, for each place, whether it lies in one of the phases."""
-        return np.isin(np.array(self._phases, dtype=np.int8)[numbers], [_PHASES.index(phase) for phase in phases])
+        is_wanted = np.isin(np.array(self._phases, dtype=np.int8), [_PHASES.index(phase) for phase in phases])
+        return is_wanted[numbers]
 
     def micro_batches(self, numbers: IntColumn) -> IntColumn:
         """Return the micro-batch of each place."""
@@ -420,17 +422,16 @@ def _bytes_after(
     columns: Columns, changes: IntColumn, alive: Counter[Category]
 ) -> tuple[dict[Category, IntColumn], IntColumn]:
     """Return the bytes after each change, by category and in all."""
-    order = list(Category)
-    numbers = {category: number for number, category in enumerate(order)}
+    numbers = {category: number for number, category in enumerate(_CATEGORIES)}
     sizes = np.array([storage.num_bytes for storage in columns.storages], dtype=np.int64)
     kinds = np.array([numbers[_category(storage)] for storage in columns.storages], dtype=np.int8)
     storages = columns.storage[changes]
     deltas = np.where(columns.change[changes] == ALLOCATED, sizes[storages], -sizes[storages])
     categories = kinds[storages]
-    used = {order[number] for number in np.unique(categories)} | set(alive)
+    used = {_CATEGORIES[number] for number in np.unique(categories)} | set(alive)
     by_category = {
         category: alive[category] + np.cumsum(np.where(categories == numbers[category], deltas, 0))
-        for category in order
+        for category in _CATEGORIES
         if category in used
     }
     return by_category, sum(alive.values()) + np.cumsum(deltas)
@@ -456,13 +457,23 @@ def assign_categories(tape: Tape) -> None:
     if tape.has_categories:
         return
     tape.has_categories = True
-    columns = tape.columns
-    bounds = _layer_bounds(columns)
-    made, freed = (columns.rows_of_storages(change).tolist() for change in (ALLOCATED, FREED))
-    for number, storage in enumerate(columns.storages):
-        if storage.category is None:
-            freed_at = math.inf if freed[number] < 0 else freed[number]
-            storage.category = _category_for(storage, max(0, made[number]), freed_at, bounds)
+    columns, places = tape.columns, tape.columns.places
+    unknown = [number for number, storage in enumerate(columns.storages) if storage.category is None]
+    made_in = places.numbers_of([_made(columns.storages[number]) for number in unknown])
+    made, freed = (columns.rows_of_storages(change)[unknown] for change in (ALLOCATED, FREED))
+    freed[freed < 0] = len(columns)
+    found = np.full(len(unknown), _CATEGORIES.index(Category.TEMPORARY))
+    found[places.is_in(made_in, Phase.RECOMPUTATION)] = _CATEGORIES.index(Category.RECOMPUTED)
+    micro_batches = places.micro_batches(made_in)
+    is_forward, is_backward = (places.is_in(made_in, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    for number, here in _layer_bounds(columns).items():
+        is_here = micro_batches == number
+        is_behind = is_forward & (made > here.last_layer)
+        is_before = is_backward & (made < here.first_layer_back) & (here.first_layer_back < math.inf)
+        found[is_here & is_forward & (freed > here.backward)] = _CATEGORIES.index(Category.SAVED)
+        found[is_here & (is_behind | is_before)] = _CATEGORIES.index(Category.LOSS)
+    for storage_number, category in zip(unknown, found.tolist(), strict=True):
+        columns.storages[storage_number].category = _CATEGORIES[category]
 
 
 def _layer_bounds(columns: Columns) -> dict[int, _LayerBounds]:
@@ -480,20 +491,9 @@ def _layer_bounds(columns: Columns) -> dict[int, _LayerBounds]:
     return bounds
 
 
-def _category_for(storage: Storage, made: int, freed: float, bounds: dict[int, _LayerBounds]) -> Category:
+def _made(storage: Storage) -> Place:
     assert storage.made is not None, "what was there before has a category"
-    here = bounds[storage.made.micro_batch]
-    match storage.made.phase:
-        case Phase.FORWARD if made > here.last_layer:
-            return Category.LOSS
-        case Phase.FORWARD if freed > here.backward:
-            return Category.SAVED
-        case Phase.BACKWARD if made < here.first_layer_back < math.inf:
-            return Category.LOSS
-        case Phase.RECOMPUTATION:
-            return Category.RECOMPUTED
-        case _:
-            return Category.TEMPORARY
+    return storage.made
 
 
 def _category(storage: Storage | None) -> Category:
