@@ -37,6 +37,8 @@ _CLOSE = 0.001
 """Of the budget: plans that are nearer to each other are not worth another try."""
 _WRONG_BY = 0.01
 """The share by which the chain may take a plan for larger than it is."""
+_AS_WRONG = 10
+"""Times the error of a plan that was simulated: by more it is not wrong for the next larger plan of the chain."""
 _FAR = 0.05
 """The share by which it is never wrong: where the smallest plan needs so much more, nothing is simulated."""
 _SAME_TIME = 1 - 1e-6
@@ -384,10 +386,10 @@ class _Search:
         place = _place_of(planner, self._budget)
         for _ in range(_MAX_TRIES):
             place = min(max(place, fits + 1), fails - 1)
-            if place <= fits or (best is not None and planner.peaks[place] > limit):
+            if place <= fits:
                 break
             choice = planner.choose(planner.peaks[place])
-            if best is not None and choice.seconds > best.choice.seconds * _LITTLE:
+            if best is not None and (choice.peak_bytes > limit or choice.seconds > best.choice.seconds * _LITTLE):
                 break
             planned = self._chains.planned(planner.chain, choice)
             wrong_by = planned.memory.peak_bytes - planned.choice.peak_bytes
@@ -401,7 +403,7 @@ class _Search:
                 break
             # The planner is wrong by about as much for a plan of about that size.
             place = _place_of(planner, self._budget - wrong_by)
-            limit = (self._budget - wrong_by) * (1 + _WRONG_BY)
+            limit = self._budget - wrong_by + min(_AS_WRONG * abs(wrong_by), self._budget * _WRONG_BY)
         return best
 
     def _faster(self, found: Planned | None, other: Planned | None) -> Planned | None:
