@@ -26,7 +26,6 @@ from hf_ckpt.loading.config_places import in_hub_cache, shaping_recipes
 from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import may_have_gpu
-from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 
 # Every source counts: models import each other, and all of them are hashed in a tenth of a second.
 _SOURCES = ("hf_ckpt", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -73,9 +72,8 @@ def remembered(
     key = answer_key(command, recipe, options, environment) if is_wanted else None
     if key is not None and (kept := answer_store.read(key)) is not None:
         return _given(kept), True
-    with no_cycles_collected():
-        # As it will be read: the same types the first time and later.
-        document: dict[str, Any] = json.loads(json.dumps(_made(make)))
+    # As it will be read: the same types the first time and later.
+    document: dict[str, Any] = json.loads(json.dumps(_made(make)))
     # Sources may have been edited meanwhile, or a config fetched from the hub.
     if key is not None and key == answer_key(command, recipe, options, environment):
         answer_store.write(key, document)

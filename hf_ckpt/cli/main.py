@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -80,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Run the command as a program: see `main`."""
-    code = main()
     command = _command_of(sys.argv[1:])
     if command is None or not command.only_predicts:
-        sys.exit(code)
+        sys.exit(main())
+    # What it imports and simulates is in use until it ends: to search that for garbage would take a second in all.
+    gc.disable()
+    code = main()
     # Python would go on for a second or two, to take apart what torch and transformers have loaded.
     atexit._run_exitfuncs()
     try:

@@ -60,10 +60,9 @@ class LayerReuse:
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments.append(tuple(entry.segment for entry in entries))
             all_kinds.append(kinds_of(stack, entries, signature_of))
-            left_out.append(choose_traced(all_kinds[-1], segments[-1])[0])
-            representatives.append(choose_traced(all_kinds[-1], ())[0] if cuts else left_out[-1])
-            if not left_out[-1].keys() <= representatives[-1].keys():
-                raise CannotReuseError("a part of a segment that would be traced is of one that need not be copied")
+            whole, parts = (choose_traced(all_kinds[-1], each)[0] for each in (segments[-1], ()))
+            representatives.append(parts if cuts else whole)
+            left_out.append({idx: like for idx, like in whole.items() if idx in parts})
         return cls(stacks, tuple(segments), tuple(representatives), tuple(left_out), tuple(all_kinds) if cuts else None)
 
     def plan_for_traced(self, plan: Plan) -> Plan:
