@@ -60,7 +60,8 @@ class LayerReuse:
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments.append(tuple(entry.segment for entry in entries))
             all_kinds.append(kinds_of(stack, entries, signature_of))
-            whole, parts = (choose_traced(all_kinds[-1], each)[0] for each in (segments[-1], ()))
+            whole = choose_traced(all_kinds[-1], segments[-1])[0]
+            parts = choose_traced(all_kinds[-1], ())[0] if any(each is not None for each in segments[-1]) else whole
             representatives.append(parts if cuts else whole)
             left_out.append({idx: like for idx, like in whole.items() if idx in parts})
         return cls(stacks, tuple(segments), tuple(representatives), tuple(left_out), tuple(all_kinds) if cuts else None)

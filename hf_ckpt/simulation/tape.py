@@ -459,8 +459,9 @@ def assign_categories(tape: Tape) -> None:
     tape.has_categories = True
     columns, places = tape.columns, tape.columns.places
     unknown = [number for number, storage in enumerate(columns.storages) if storage.category is None]
-    made_in = places.numbers_of([_made(columns.storages[number]) for number in unknown])
     made, freed = (columns.rows_of_storages(change)[unknown] for change in (ALLOCATED, FREED))
+    assert (made >= 0).all(), "what was there before has a category"
+    made_in = columns.place[made]
     freed[freed < 0] = len(columns)
     found = np.full(len(unknown), _CATEGORIES.index(Category.TEMPORARY))
     found[places.is_in(made_in, Phase.RECOMPUTATION)] = _CATEGORIES.index(Category.RECOMPUTED)
@@ -489,11 +490,6 @@ def _layer_bounds(columns: Columns) -> dict[int, _LayerBounds]:
     for number, index in zip(numbers.tolist(), first.tolist(), strict=True):
         bounds[number].backward = int(back[index])
     return bounds
-
-
-def _made(storage: Storage) -> Place:
-    assert storage.made is not None, "what was there before has a category"
-    return storage.made
 
 
 def _category(storage: Storage | None) -> Category:
