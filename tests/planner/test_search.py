@@ -15,8 +15,8 @@ from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.layer_costs import chain_of
 from hf_ckpt.planner.pareto import ChainPlanner
-from hf_ckpt.planner.peak_formulas import to_plan
-from hf_ckpt.planner.search import StepPlanner, binomial_choices
+from hf_ckpt.planner.peak_formulas import Choice, to_plan
+from hf_ckpt.planner.search import Planned, StepPlanner, _Chains, binomial_choices, fixed_choices
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
@@ -102,6 +102,27 @@ def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     assert (
         StepPlanner(StepSimulator(model, TINY.step, device), chain=chain).plan_for(needed).memory.peak_bytes <= needed
     )
+
+
+def test_what_the_chain_knows_to_exceed_the_budget_is_not_simulated(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = ChainPlanner(chain).peaks
+    budget = peaks[0] + (peaks[-1] - peaks[0]) * 3 // 14
+    tried = list[Choice]()
+
+    def planned(chains: _Chains, chain: Chain, choice: Choice) -> Planned:
+        tried.append(choice)
+        return simulated(chains, chain, choice)
+
+    simulated = _Chains.planned
+    monkeypatch.setattr(_Chains, "planned", planned)
+    simulator = StepSimulator(build(TINY), TINY.step, find_device(TINY.device))
+    found = StepPlanner(simulator, chain=chain).fitting(budget)
+    assert found.memory.peak_bytes == pytest.approx(found.choice.peak_bytes, rel=1e-4)
+    # Of policies that a user would write the chain may be less sure.
+    of_user = {choice.entries for choice in fixed_choices(chain)}
+    assert [choice.peak_bytes > budget for choice in tried if choice.entries not in of_user] == [False]
 
 
 def test_a_budget_below_all_segments_is_met_by_a_binomial_schedule() -> None:
