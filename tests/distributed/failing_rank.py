@@ -260,6 +260,8 @@ def serve() -> tuple[str, int] | None:
                 _become(rank, port, Path(folder))
                 return fault, victim
         print(json.dumps(_ends(children)), flush=True)
+    # Else nanobind, at exit, takes what is frozen for leaked.
+    gc.unfreeze()
     return None
 
 
