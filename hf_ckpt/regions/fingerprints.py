@@ -57,14 +57,16 @@ def fingerprint(tensor: Tensor, *, has_sketch: bool = False) -> Fingerprint:
     # Made anew each time: kept, they would be there at the step's peak.
     weights = _weights(0, size, tensor.device)
     signs = weights.sign().to(torch.float32) if has_sketch else weights
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total: Tensor | None = None
     sums = torch.zeros(1 + _BINS, dtype=torch.float32, device=tensor.device) if has_sketch else None
     for number, chunk in enumerate(_chunks(_as_real(tensor.detach()), size)):
         bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64, copy=True)
-        total = total * _ODD + bits.mul_(weights[: chunk.numel()]).sum()
-        del bits
+        mixed = bits.mul_(weights if chunk.numel() == size else weights[: chunk.numel()]).sum()
+        total = mixed if total is None else total * _ODD + mixed
+        del bits, mixed
         if sums is not None:
             sums += _sums(chunk, signs, number)
+    assert total is not None, "an empty tensor has a chunk too"
     return Fingerprint(tensor.shape, tensor.dtype, total, sums)
 
 
