@@ -198,9 +198,9 @@ class StateFingerprint:
 
     random: RandomState
     python: object
-    """State of Python's `random`."""
+    """State of Python's `random`; None if it was not read."""
     numpy: object
-    """State of `numpy.random`; None if numpy was not imported."""
+    """State of `numpy.random`; None if it was not read, or numpy not imported."""
     values: dict[str, Any] = field(default_factory=dict)
     """Plain attributes of the modules inside, by name."""
     tensors: dict[str, list[Fingerprint]] = field(default_factory=dict)
@@ -208,9 +208,14 @@ class StateFingerprint:
 
     @classmethod
     def of(
-        cls, module: nn.Module | None, tensors: Sequence[Any], take: Callable[[Sequence[Tensor]], list[Fingerprint]]
+        cls,
+        module: nn.Module | None,
+        tensors: Sequence[Any],
+        take: Callable[[Sequence[Tensor]], list[Fingerprint]],
+        *,
+        reads_python: bool,
     ) -> StateFingerprint:
-        """Read the state; `take` returns fingerprints."""
+        """Read the state; `take` returns fingerprints, `reads_python` asks for the generators that are not torch's."""
         values: dict[str, Any] = {}
         held: dict[str, list[Fingerprint]] = {}
         for path, inner in () if module is None else module.named_modules():
@@ -219,7 +224,8 @@ class StateFingerprint:
                 if isinstance(value, bool | int | float | str):
                     values[prefix + name] = value
             held.update((prefix + name, take([tensor])) for name, tensor in tensors_held(inner))
-        return cls(RandomState.of(list(tensors)), random.getstate(), _numpy_state(), values, held)
+        python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
+        return cls(RandomState.of(list(tensors)), python, numpy, values, held)
 
     def draws(self, after: StateFingerprint) -> bool:
         """Whether torch drew random numbers between this state and a later one."""
