@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from unittest import mock
@@ -87,14 +88,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 atexit.register(gc.unfreeze)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _imports_are_no_garbage() -> None:
+_num_frozen_modules = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Take what is imported by now out of what is searched for garbage, which the Trainer does whenever a run begins.
 
-    That search takes several times as long as the rest of a tiny run.
+    That search takes several times as long as the rest of a tiny run. A test before may have imported more.
     """
-    gc.collect()
-    gc.freeze()
+    stash = item.session.stash
+    if len(sys.modules) > stash.get(_num_frozen_modules, 0) + 10:
+        gc.collect()
+        gc.freeze()
+        stash[_num_frozen_modules] = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)

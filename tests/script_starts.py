@@ -8,6 +8,7 @@ Prints as JSON what went wrong, by the script; only what scripts put on the path
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -85,7 +86,11 @@ def main() -> None:
     assert not [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
     sys.meta_path.insert(0, NotInstalled())
     os.chdir(sys.argv[1])
+    # A fork that searches all this for garbage would copy it.
+    gc.freeze()
     found = {" ".join(each): in_a_fork(*each) for each in json.load(sys.stdin)}
+    # Else nanobind, at exit, takes what is frozen for leaked.
+    gc.unfreeze()
     print(json.dumps({words: wrong for words, wrong in found.items() if wrong}))
 
 

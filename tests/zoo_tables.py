@@ -88,6 +88,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
     "lfm2_moe": {"layer_types": cycled("conv", "full_attention")},
     "llama4_vision_model": {"intermediate_size": 4 * HIDDEN},
+    "longformer": {"attention_window": 8},  # the width to which rows are padded
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl": {"merged_hidden_size": 4 * HIDDEN},  # before 5.23 it is not derived anew
     "mistral4": {"head_dim": 2 * HEAD_DIM},
@@ -100,6 +101,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "paddleocr_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+    "pegasus_x": {"block_size": 8},  # the same
     "perceiver": {"num_latents": 8, "d_latents": HIDDEN, "num_self_attends_per_block": 4}
     | {"max_position_embeddings": LENGTH},
     "phi4_multimodal_audio": {"num_blocks": 2, "nemo_conv_channels": 32, "ext_pw_out_channel": HIDDEN}

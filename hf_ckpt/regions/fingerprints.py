@@ -57,14 +57,16 @@ def fingerprint(tensor: Tensor, *, has_sketch: bool = False) -> Fingerprint:
     # Made anew each time: kept, they would be there at the step's peak.
     weights = _weights(0, size, tensor.device)
     signs = weights.sign().to(torch.float32) if has_sketch else weights
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total: Tensor | None = None
     sums = torch.zeros(1 + _BINS, dtype=torch.float32, device=tensor.device) if has_sketch else None
     for number, chunk in enumerate(_chunks(_as_real(tensor.detach()), size)):
         bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64, copy=True)
-        total = total * _ODD + bits.mul_(weights[: chunk.numel()]).sum()
-        del bits
+        mixed = bits.mul_(weights if chunk.numel() == size else weights[: chunk.numel()]).sum()
+        total = mixed if total is None else total * _ODD + mixed
+        del bits, mixed
         if sums is not None:
             sums += _sums(chunk, signs, number)
+    assert total is not None, "an empty tensor has a chunk too"
     return Fingerprint(tensor.shape, tensor.dtype, total, sums)
 
 
@@ -196,9 +198,9 @@ class StateFingerprint:
 
     random: RandomState
     python: object
-    """State of Python's `random`."""
+    """State of Python's `random`; None if it was not read."""
     numpy: object
-    """State of `numpy.random`; None if numpy was not imported."""
+    """State of `numpy.random`; None if it was not read, or numpy not imported."""
     values: dict[str, Any] = field(default_factory=dict)
     """Plain attributes of the modules inside, by name."""
     tensors: dict[str, list[Fingerprint]] = field(default_factory=dict)
@@ -206,9 +208,14 @@ class StateFingerprint:
 
     @classmethod
     def of(
-        cls, module: nn.Module | None, tensors: Sequence[Any], take: Callable[[Sequence[Tensor]], list[Fingerprint]]
+        cls,
+        module: nn.Module | None,
+        tensors: Sequence[Any],
+        take: Callable[[Sequence[Tensor]], list[Fingerprint]],
+        *,
+        reads_python: bool,
     ) -> StateFingerprint:
-        """Read the state; `take` returns fingerprints."""
+        """Read the state; `take` returns fingerprints, `reads_python` asks for the generators that are not torch's."""
         values: dict[str, Any] = {}
         held: dict[str, list[Fingerprint]] = {}
         for path, inner in () if module is None else module.named_modules():
@@ -217,7 +224,8 @@ class StateFingerprint:
                 if isinstance(value, bool | int | float | str):
                     values[prefix + name] = value
             held.update((prefix + name, take([tensor])) for name, tensor in tensors_held(inner))
-        return cls(RandomState.of(list(tensors)), random.getstate(), _numpy_state(), values, held)
+        python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
+        return cls(RandomState.of(list(tensors)), python, numpy, values, held)
 
     def draws(self, after: StateFingerprint) -> bool:
         """Whether torch drew random numbers between this state and a later one."""

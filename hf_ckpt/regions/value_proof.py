@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError
@@ -361,12 +362,14 @@ class CallProof:
     def _run(
         self, function: Function, tensors: Sequence[Any], modules: dict[str, list[Fingerprint]]
     ) -> tuple[Any, _Run]:
+        # Those of Python and numpy tell what the forward drew from: a recomputation's are not needed.
+        is_forward = self._forward is None
         with _unobserved():
-            before = StateFingerprint.of(self._module, tensors, self._fingerprints)
+            before = StateFingerprint.of(self._module, tensors, self._fingerprints, reads_python=is_forward)
         with self._hooks(modules):
             returned = function(*tensors)
         with _unobserved():
-            after = StateFingerprint.of(None, tensors, self._fingerprints)
+            after = StateFingerprint.of(None, tensors, self._fingerprints, reads_python=is_forward)
             outputs = self._fingerprints(plain_tensors(returned), has_sketch=True)
         return returned, _Run(outputs, modules, before, after)
 
@@ -535,8 +538,10 @@ def _is_possible(tensors: Sequence[Any]) -> bool:
 def _unobserved() -> Iterator[None]:
     """Hide what runs in the block from modes, and from the region's own selection."""
     setting = dispatch.pause_interception()
+    # There are seldom any, and to hide none takes most of the time that this takes.
+    has_modes = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # upstream
     try:
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _disable_current_modes() if has_modes else nullcontext():
             yield
     finally:
         dispatch.restore_interception(setting)

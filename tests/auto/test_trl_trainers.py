@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +90,17 @@ def logged(run: Trainer) -> list[dict[str, Any]]:
 # --- Predictions. ---
 
 
-@pytest.mark.parametrize(("kind", "case"), EVERY)
-def test_step_is_predicted_as_it_runs(tmp_path: Path, kind: str, case: str) -> None:
+@cache
+def followed_in_much_memory(kind: str, case: str) -> tuple[HFCkptCallback, StepMemory]:
+    """A run that a budget does not bind: the callback, which has its predictions, and the step that ran."""
     callback = auto()
-    followed = follow_trainer(trainer(kind, case, tmp_path, callback))
+    with tempfile.TemporaryDirectory() as folder:
+        return callback, follow_trainer(trainer(kind, case, Path(folder), callback))
+
+
+@pytest.mark.parametrize(("kind", "case"), EVERY)
+def test_step_is_predicted_as_it_runs(kind: str, case: str) -> None:
+    callback, followed = followed_in_much_memory(kind, case)
     assert_alike(predicted_of(callback), followed)
     asks = kind in ("DPO", "KTO") and case != "computed before"
     assert (most(followed, Category.REFERENCE) > 0) == (asks or kind == "KTO")
@@ -215,8 +224,7 @@ def test_kernels_of_cuda_take_no_copies_of_a_tile_of_logits(tmp_path: Path) -> N
 def test_budget_below_none_is_kept_and_the_run_is_that_without_a_plan(tmp_path: Path, kind: str, case: str) -> None:
     plain = trainer(kind, case, tmp_path)
     plain.train()
-    free = auto()
-    found = follow_trainer(trainer(kind, case, tmp_path, free))
+    free, found = followed_in_much_memory(kind, case)
     planning = planning_of(free)
     assert planning.batch is not None
     simulator = planning._simulator(planning.batch)

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 
 from hf_ckpt import Plan
+from hf_ckpt.cli import answer_store
 from hf_ckpt.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -45,12 +46,12 @@ class Done:
     loaded: str
 
 
-def run(cache: Path, *words: str, path: str = "") -> Done:
-    """Run a command in a process of its own. `path`: where packages are looked for first."""
+def run(cache: Path, *words: str, path: str = "", first: str = "") -> Done:
+    """Run a command in a process of its own. `path`: where packages are looked for first; `first`: code that runs."""
     paths = [each for each in (path, str(ROOT), os.environ.get("PYTHONPATH")) if each]
     environment = {**os.environ, "HF_CKPT_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
     ended = subprocess.run(
-        [sys.executable, "-c", CODE, words[0], *ASKED, *words[1:]],
+        [sys.executable, "-c", first + CODE, words[0], *ASKED, *words[1:]],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -63,7 +64,6 @@ def run(cache: Path, *words: str, path: str = "") -> Done:
 
 def run_here(cache: Path, *words: str) -> Done:
     """Run a command in this process, which has loaded everything: for an answer that is made."""
-    assert not kept_files(cache)
     out, err = io.StringIO(), io.StringIO()
     own = mock.patch.dict(os.environ, {"HF_CKPT_CACHE": str(cache)})
     with own, contextlib.chdir(ROOT), redirect_stdout(out), redirect_stderr(err):
@@ -80,9 +80,7 @@ def kept_files(cache: Path) -> dict[str, tuple[int, bytes]]:
 def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """Return a cache with one plan, and what was printed when it was made."""
     cache = tmp_path_factory.mktemp("answered")
-    first = run(cache, "plan")
-    assert "torch" in first.loaded
-    return cache, first
+    return cache, run_here(cache, "plan")
 
 
 @pytest.fixture
@@ -130,12 +128,14 @@ def test_text_comes_from_the_answer_that_json_was_printed_of(tmp_path: Path) -> 
     assert "saved activations" in text.out
 
 
-def test_no_cache_neither_reads_nor_writes(planned: tuple[Path, Done]) -> None:
+def test_no_cache_neither_reads_nor_writes(planned: tuple[Path, Done], monkeypatch: pytest.MonkeyPatch) -> None:
     cache, first = planned
     before = kept_files(cache)
     assert len(before) == 1
-    without = run(cache, "plan", "--no-cache")
-    assert (without.out, "torch" in without.loaded) == (first.out, True)
+    asked: list[str] = []
+    monkeypatch.setattr(answer_store, "read", asked.append)
+    without = run_here(cache, "plan", "--no-cache")
+    assert (without.code, without.out, asked) == (0, first.out, [])
     assert kept_files(cache) == before
 
 
@@ -159,7 +159,7 @@ def test_that_nothing_fits_is_kept_too(tmp_path: Path) -> None:
 
 def test_another_option_makes_the_answer_anew(planned: tuple[Path, Done]) -> None:
     cache, _ = planned
-    assert "torch" in run(cache, "plan", "--exact", "true").loaded
+    assert run_here(cache, "plan", "--exact", "true").code == 0
     assert len(kept_files(cache)) == 2
 
 
@@ -176,5 +176,7 @@ def test_edited_modelling_file_makes_the_answer_anew(planned: tuple[Path, Done],
     text = modelling.read_text(encoding="utf-8")
     modelling.unlink()
     modelling.write_text(text + "# edited\n", encoding="utf-8")
-    edited = run(cache, "plan", path=path)
-    assert (edited.out, "torch" in edited.loaded) == (first.out, True)
+    # Without torch no answer can be made, and the kept one is not it.
+    edited = run(cache, "plan", path=path, first="import sys; sys.modules['torch'] = None")
+    assert (edited.code, edited.out) != (0, first.out)
+    assert "torch" in edited.err

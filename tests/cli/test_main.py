@@ -461,8 +461,12 @@ def test_shipped_recipe_holds(stem: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def _written_out(stem: str) -> list[str]:
-    """Return what the planner chooses for most layers: planning takes seconds, and is done for two recipes only."""
+    """Return what the planner chooses for most layers: planning takes seconds, and is done for two small ones."""
+    if stem == "tiny_llama_lora":
+        return []
+    if stem == "tiny_llama_dpo_lora":
+        # For a card, whose kernels this machine does not run.
+        return ["policy=auto", "every_n_layers=null", "exact=true", "memory_budget=310MiB"]
     if stem.endswith("longctx"):
         return ["policy=full", "tiles=auto", "head=chunked"]
-    is_planned = stem in ("tiny_llama_lora", "llama3_8b_dpo_lora")
-    return ["policy=selective"] if load_recipe(RECIPES / f"{stem}.yaml").is_auto and not is_planned else []
+    return ["policy=selective"] if load_recipe(RECIPES / f"{stem}.yaml").is_auto else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -246,6 +247,8 @@ def serve() -> tuple[str, int] | None:
     for name in ("deepspeed", "tests.trl_trainers"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    # A child that searches all this for garbage, as the Trainer does, would copy it.
+    gc.freeze()
     for line in sys.stdin:
         fault, victim, folder = json.loads(line)
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -257,6 +260,8 @@ def serve() -> tuple[str, int] | None:
                 _become(rank, port, Path(folder))
                 return fault, victim
         print(json.dumps(_ends(children)), flush=True)
+    # Else nanobind, at exit, takes what is frozen for leaked.
+    gc.unfreeze()
     return None
 
 
