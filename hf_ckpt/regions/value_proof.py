@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError
@@ -538,10 +537,8 @@ def _is_possible(tensors: Sequence[Any]) -> bool:
 def _unobserved() -> Iterator[None]:
     """Hide what runs in the block from modes, and from the region's own selection."""
     setting = dispatch.pause_interception()
-    # There are seldom any, and to hide none takes most of the time that this takes.
-    has_modes = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # upstream
     try:
-        with torch.no_grad(), _disable_current_modes() if has_modes else nullcontext():
+        with torch.no_grad(), _disable_current_modes():
             yield
     finally:
         dispatch.restore_interception(setting)
