@@ -22,6 +22,7 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from benchmarks.published.fused_kernels import fast_loss, fast_norms, fast_rotary, fused_linear_loss
+from benchmarks.published.llm_foundry import DecoupledAdamW, reduced_in_float32
 from benchmarks.published.points import StepPoint
 from benchmarks.published.torchtitan import torchtitan_fsdp2, torchtitan_loss, torchtitan_selective
 from hf_ckpt.simulation.zero_tape import ZeroTape
@@ -265,6 +266,7 @@ ENGINE_CHANGES: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "first_rank": first_rank,
     "bucket_from_begin_of_backward": bucket_from_begin_of_backward,
     "torchtitan_fsdp2": torchtitan_fsdp2,
+    "reduced_in_float32": reduced_in_float32,
 }
 """What an engine does differently, with any model."""
 
@@ -321,6 +323,7 @@ class TransformersAdamW(torch.optim.Optimizer):
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "fp16_optimizer": Fp16Optimizer,
     "adamw_hf": TransformersAdamW,
+    "decoupled_adamw": DecoupledAdamW,
 }
 
 

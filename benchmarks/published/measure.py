@@ -50,6 +50,8 @@ from hf_ckpt.simulation.tape import read_tape
 
 Record = dict[str, Any]
 
+_MICRO_BATCHES = "gradient_accumulation_steps"
+
 
 class Predicted(NamedTuple):
     """What is predicted of a published step."""
@@ -66,6 +68,8 @@ def predicted_step(point: StepPoint) -> Predicted:
     source = sources()[point.source]
     model, device = build(point), device_of(source)
     options = source.step | point.step
+    if source.reduces_always:
+        options.pop(_MICRO_BATCHES, None)
     given = OPTIMIZERS.get(options["optim"])
     step = Step(
         batch_size=point.batch,
@@ -88,6 +92,14 @@ def predicted_step(point: StepPoint) -> Predicted:
     room = device.memory_bytes - context(device, point.ranks).high_bytes
     held = wanted if wanted <= room else reserve(limit_bytes=room)
     return Predicted(memory, Reserved(wanted, point.ranks), held)
+
+
+def _tokens_per_second(point: StepPoint, memory: StepMemory) -> float:
+    """Return what one rank is predicted to train on."""
+    source, time = sources()[point.source], memory.time
+    repeats = point.step.get(_MICRO_BATCHES, 1) if source.reduces_always else 1
+    seconds = repeats * (time.total - time.optimizer) + time.optimizer + source.idle_seconds
+    return repeats * memory.tokens / seconds
 
 
 def _sharding(source: Source, num_ranks: int) -> Sharding:
@@ -140,7 +152,7 @@ def step_record(point: StepPoint) -> Record:
         "published_reserved_bytes": point.reserved_bytes,
         "published_smi_mib": point.smi_mib,
         "published_tokens_per_second": point.tokens_per_second,
-        "predicted_tokens_per_second": memory.tokens / (memory.time.total + sources()[point.source].idle_seconds),
+        "predicted_tokens_per_second": _tokens_per_second(point, memory),
         "is_fitted_time": is_fitted_time(point.name),
         "card": device_of(sources()[point.source]).title,
     }

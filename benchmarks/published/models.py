@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.published.emulations import EMULATIONS
+from benchmarks.published.llm_foundry import Mpt
 from benchmarks.published.points import Source, StepPoint, sources
 from benchmarks.quantize import quantize
 from hf_ckpt.simulation.cuda import attention_to_build, restore_attention
@@ -142,6 +143,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_layer": 32,
         "n_head": 32,
     },
+    # As scripts/train/yamls/pretrain of LLM Foundry; each has as many positions as a row has tokens.
+    **{
+        f"mpt_{size}": {
+            "model_type": "mpt",
+            "vocab_size": 50368,
+            "d_model": width,
+            "n_heads": heads,
+            "n_layers": layers,
+        }
+        for size, width, heads, layers in (
+            ("760m", 1536, 12, 24),
+            ("1b", 2048, 16, 24),
+            ("3b", 2560, 20, 32),
+            ("7b", 4096, 32, 32),
+            ("13b", 5120, 40, 40),
+            ("30b", 7168, 56, 48),
+        )
+    },
 }
 
 
@@ -200,14 +219,17 @@ _CLASSES: dict[str, Callable[..., nn.Module]] = {
     "opt_350m_reward": _RewardModel,
     "bert_large": AutoModelForSequenceClassification.from_config,
     "post_norm_7b": _PostNormModel,
+    **{name: Mpt for name, fields in MODELS.items() if fields["model_type"] == "mpt"},
 }
-"""Of models that are no language models."""
+"""Of models that are no language models of transformers."""
 
 
 def build(point: StepPoint) -> nn.Module:
     """Return the model of a published step, with its adapters and as the measured versions ran it."""
     source = sources()[point.source]
     fields = dict(MODELS[point.model])
+    if fields["model_type"] == "mpt":
+        fields["max_seq_len"] = point.tokens
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     make = _CLASSES.get(point.model, AutoModelForCausalLM.from_config)
     with torch.device("meta"):

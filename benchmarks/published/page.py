@@ -119,9 +119,9 @@ def _times(result: Record) -> str:
         f"Times of steps, from {_LINK}. Fitted to half of the points, chosen by the hash of their names, are what a "
         "card reaches in matrix products and in memory (`hf_ckpt/simulation/measured_devices.json`), what the host "
         "needs for a unit of FSDP (`Device.unit_seconds`), and of a source's machine the link between its cards, the "
-        "speed of its host and what it does between steps (`sources.yaml`). The other half tests them, and was not "
-        "blind: rows of both halves showed how FSDP1's host waits, before anything was fitted. Nothing is fitted to "
-        "sources that are held out."
+        "speed of its host, what it does between steps and the rate of Triton's attention (`sources.yaml`). The other "
+        "half tests them, and was not blind: rows of both halves showed how FSDP1's host waits, before anything was "
+        "fitted. Nothing is fitted to sources that are held out."
     )
     return f'{text}\n\n<!-- given "card": names of cards -->\n{table(header, rows)}'
 

@@ -57,6 +57,8 @@ class Source:
     """Of `apply`; None for no checkpointing but that of `changes`."""
     changes: tuple[str, ...] = ()
     """Names of `emulations.CHANGES`: what the code that was measured does around a step."""
+    reduces_always: bool = False
+    """Whether ranks exchange gradients in every micro-batch, so that each takes as long as one alone."""
     expands_segments: bool = False
     """Whether it ran under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
     rank_link: float | None = None

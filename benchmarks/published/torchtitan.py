@@ -55,11 +55,12 @@ def torchtitan_fsdp2() -> Iterator[None]:
     with ExitStack() as entered:
         for module in (rank_tape, sharding):
             entered.enter_context(mock.patch.object(module, "HAS_UNITS_AT_THE_ENDS", False))
-        entered.enter_context(mock.patch.object(RankTape, "_sent_bytes", _sent_bytes))
+        entered.enter_context(mock.patch.object(RankTape, "_sent_bytes", sent_in_float32))
         yield
 
 
-def _sent_bytes(self: RankTape, gradient: Storage) -> int:
+def sent_in_float32(self: RankTape, gradient: Storage) -> int:
+    """Return what of a whole gradient is sent: it is reduced in float32."""
     return max(gradient.num_bytes, prod(gradient.shape) * torch.float32.itemsize)
 
 

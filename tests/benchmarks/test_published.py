@@ -62,10 +62,10 @@ def test_every_point_is_whole_and_named_once() -> None:
         assert step.source in sources()
         assert step.model in MODELS
         assert set(step.emulations) <= EMULATIONS.keys() | CHANGES.keys()
-        # What ran has a speed and a figure of memory, what ran out of memory has none but nvidia-smi's.
+        # What ran has a speed, what ran out of memory has no figure but nvidia-smi's.
         figures = step.allocated_bytes, step.reserved_bytes
         assert (step.tokens_per_second is not None) >= any(figure is not None for figure in figures)
-        assert any(figure is not None for figure in (*figures, step.smi_mib))
+        assert any(figure is not None for figure in (*figures, step.smi_mib, step.tokens_per_second))
     assert {kernel.kernel for kernel in KERNELS.values()} == MODULES.keys()
 
 
@@ -183,6 +183,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "bert": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99},
         "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99},
         "opt": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "ffn_dim": 96},
+        "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99},
         "llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
     }
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -205,6 +206,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "fms_liger:a100_80gb_liger:66",
         "fms_liger:a100_80gb_liger:70",
         "torchtitan:llama3_h100_202412_torchtitan.md:27",
+        "mpt_h100:README.md:118",
+        "mpt_h100_full:README.md:117",
     ],
 )
 def test_small_step_of_each_kind_can_be_predicted(name: str) -> None:
@@ -344,7 +347,7 @@ def test_torchtitan_saves_attention_and_every_second_product_of_each_layer() -> 
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
     wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
-    monkeypatch.setattr(torchtitan, "_sent_bytes", RankTape._sent_bytes)
+    monkeypatch.setattr(torchtitan, "sent_in_float32", RankTape._sent_bytes)
     narrow = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
     assert sum(wide) > sum(narrow)
 
@@ -357,7 +360,26 @@ def test_optimizers_hold_what_they_stand_for() -> None:
         optimizer: Any = kind([{"params": [weight]}])
         optimizer.step()
         held[name] = sum(value.nbytes for value in optimizer.state[weight].values()) // weight.numel()
-    assert held == {"fp16_optimizer": 12, "adamw_hf": 4}
+    assert held == {"fp16_optimizer": 12, "adamw_hf": 4, "decoupled_adamw": 4}
+
+
+# NumParams of the table, whose positions depend on the length of rows.
+@pytest.mark.parametrize(
+    ("name", "num_weights"), [("mpt_h100:README.md:118", 6_658_859_008), ("mpt_h100:README.md:133", 1_328_533_504)]
+)
+def test_mpt_has_as_many_weights_as_published(name: str, num_weights: int) -> None:
+    assert sum(parameter.numel() for parameter in build(STEPS[name]).parameters()) == num_weights
+
+
+@pytest.mark.usefixtures("small")
+def test_micro_batches_that_are_reduced_each_take_as_long_as_one_alone() -> None:
+    once = replace(STEPS["mpt_h100:README.md:118"], tokens=16)
+    often = replace(once, step={"gradient_accumulation_steps": 3})
+    slow, fast = (step_record(point)["predicted_tokens_per_second"] for point in (once, often))
+    time = predicted_step(once).memory.time
+    # Only the optimizer comes less often.
+    assert fast / slow == pytest.approx(3 * time.total / (3 * time.total - 2 * time.optimizer))
+    assert fast > slow
 
 
 def test_outputs_and_old_gradients_are_kept() -> None:
