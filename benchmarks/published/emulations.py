@@ -22,7 +22,7 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
 from benchmarks.published.fused_kernels import fast_loss, fast_norms, fast_rotary, fused_linear_loss
-from benchmarks.published.llm_foundry import DecoupledAdamW, reduced_in_float32
+from benchmarks.published.llm_foundry import reduced_in_float32
 from benchmarks.published.points import StepPoint
 from benchmarks.published.torchtitan import torchtitan_fsdp2, torchtitan_loss, torchtitan_selective
 from hf_ckpt.simulation.zero_tape import ZeroTape
@@ -317,7 +317,20 @@ class TransformersAdamW(torch.optim.Optimizer):
             mean, square = self.state[weight]["exp_avg"], self.state[weight]["exp_avg_sq"]
             mean.mul_(0.9).add_(weight.grad)
             square.mul_(0.999).addcmul_(weight.grad, weight.grad)
-            weight.addcdiv_(mean, square.sqrt().add_(1e-8))
+            weight.addcdiv_(mean, self._root(square).add_(1e-8))
+
+    def _root(self, square: Tensor) -> Tensor:
+        return square.sqrt()
+
+
+class DecoupledAdamW(TransformersAdamW):
+    """What Composer's `DecoupledAdamW` without weight decay holds and makes: a second temporary.
+
+    https://github.com/mosaicml/composer/blob/v0.16.4/composer/optim/decoupled_weight_decay.py
+    """
+
+    def _root(self, square: Tensor) -> Tensor:
+        return square.sqrt() / 0.5
 
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {

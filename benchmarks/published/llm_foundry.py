@@ -120,27 +120,6 @@ class _Metrics(torch.autograd.Function):
         return gradient, None, None
 
 
-class DecoupledAdamW(torch.optim.Optimizer):
-    """What Composer's `DecoupledAdamW` without weight decay holds and makes: one weight after the other.
-
-    https://github.com/mosaicml/composer/blob/v0.16.4/composer/optim/decoupled_weight_decay.py
-    """
-
-    def __init__(self, groups: Any) -> None:
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Make two temporaries as large as a weight at a time; all else is in place, an operator at a time."""
-        for weight in (weight for group in self.param_groups for weight in group["params"]):
-            if not self.state[weight]:
-                self.state[weight] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-            mean, square = self.state[weight]["exp_avg"], self.state[weight]["exp_avg_sq"]
-            mean.mul_(0.9).add_(weight.grad)
-            square.mul_(0.95).addcmul_(weight.grad, weight.grad)
-            weight.addcdiv_(mean, (square.sqrt() / 0.5).add_(1e-8))
-
-
 @contextmanager
 def reduced_in_float32() -> Iterator[None]:
     """Reduce gradients in float32."""
