@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from hf_ckpt import HFCkptCallback
 from tests.distributed.runs import full_fine_tune, train
+from tests.trainer.test_messages import shown
 
 
 def test_only_the_first_rank_shows_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     train(full_fine_tune("llama"), "ddp", HFCkptCallback("full"), disable_tqdm=False)
-    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    shown: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(shown, sum(line.startswith("hf_ckpt: ") for line in lines))
-    assert shown == [2, 0]
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, len(shown(capsys)))
+    assert counts == [2, 0]

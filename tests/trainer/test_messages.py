@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt import HFCkptCallback
@@ -22,8 +24,11 @@ AUTO: dict[str, Any] = {"policy": "auto", "memory_budget": "1GiB"}
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of ours on standard error, without what a bar leaves before them."""
-    lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    """The lines of ours on standard error, without what bars leave before them.
+
+    A bar writes over itself. Below a second one, such as one that an interrupted run never closed, it also moves up.
+    """
+    lines = re.split(r"[\r\n]|\x1b\[A", capsys.readouterr().err)
     return [line for line in lines if line.startswith("hf_ckpt: ")]
 
 
@@ -46,6 +51,14 @@ def test_a_plain_script_shows_plan_prediction_and_measurement(tmp_path: Path) ->
     assert end.startswith("hf_ckpt: Predicted peak ")
     assert end.endswith("; a CPU does not count what is allocated.")
     assert "hf_ckpt" not in done.stdout
+
+
+def test_what_is_shown_is_found_below_a_bar_that_was_never_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tqdm(total=3):
+        trainer(llama(num_hidden_layers=2), tmp_path, HFCkptCallback("full"), disable_tqdm=False).train()
+        assert len(shown(capsys)) == 2
 
 
 def test_a_fixed_policy_shows_its_plan_and_the_measured_peak(
