@@ -38,11 +38,10 @@ from benchmarks.published.summary import add_reserved_ratios, answers, summaries
 from benchmarks.result_files import write_result
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.estimate.estimate import fit_of
-from hf_ckpt.estimate.predict import Reserved
+from hf_ckpt.estimate.predict import Reserved, room_on
 from hf_ckpt.policy.plan import parse
-from hf_ckpt.simulation.caching_allocator import reserved_bytes
+from hf_ckpt.simulation.caching_allocator import held_within, reserved_bytes
 from hf_ckpt.simulation.devices import Device, find_device
-from hf_ckpt.simulation.reserve import context
 from hf_ckpt.simulation.simulator import StepSimulator, num_repeats
 from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -58,9 +57,7 @@ class Predicted(NamedTuple):
 
     memory: StepMemory
     reserved: Reserved
-    """What torch reserves for it where there is room for all."""
-    held_bytes: int
-    """What torch reserves on that card, next to the most that CUDA's context takes: it may have to give some back."""
+    """What torch reserves for it."""
 
 
 def predicted_step(point: StepPoint) -> Predicted:
@@ -87,11 +84,9 @@ def predicted_step(point: StepPoint) -> Predicted:
                 entered.enter_context(ENGINE_CHANGES[name]())
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
     memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
-    reserve = partial(reserved_bytes, tape, expands=source.expands_segments)
-    wanted = reserve()
-    room = device.memory_bytes - context(device, point.ranks).high_bytes
-    held = wanted if wanted <= room else reserve(limit_bytes=room)
-    return Predicted(memory, Reserved(wanted, point.ranks), held)
+    wanted, room = reserved_bytes(tape, expands=source.expands_segments), room_on(device, point.ranks)
+    within = {device.name: held_within(tape, room, expands=source.expands_segments)} if wanted > room else {}
+    return Predicted(memory, Reserved(wanted, point.ranks, within=within))
 
 
 def _tokens_per_second(point: StepPoint, memory: StepMemory) -> float:
@@ -137,16 +132,19 @@ def _changed(point: StepPoint, model: nn.Module) -> Iterator[nn.Module]:
 
 def step_record(point: StepPoint) -> Record:
     """Return a published step with its prediction, as JSON types."""
-    memory, reserved, held_bytes = predicted_step(point)
+    memory, reserved = predicted_step(point)
+    device = device_of(sources()[point.source])
+    held = reserved.within.get(device.name)
     record = _record(point) | {
         "ranks": point.ranks,
         "emulations": list(point.emulations),
         "published_bytes": point.allocated_bytes,
         "predicted_bytes": memory.peak_bytes,
         "ratio": None if point.allocated_bytes is None else memory.peak_bytes / point.allocated_bytes,
-        "predicted_reserved_bytes": held_bytes,
+        "predicted_reserved_bytes": reserved.bytes_on(device),
         "wanted_bytes": reserved.num_bytes,
-        "fits": str(fit_of(memory.peak_bytes, device_of(sources()[point.source]), reserved)),
+        "retries_per_step": 0 if held is None else held.retries_per_step,
+        "fits": str(fit_of(memory.peak_bytes, device, reserved)),
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "published_reserved_bytes": point.reserved_bytes,
@@ -154,7 +152,7 @@ def step_record(point: StepPoint) -> Record:
         "published_tokens_per_second": point.tokens_per_second,
         "predicted_tokens_per_second": _tokens_per_second(point, memory),
         "is_fitted_time": is_fitted_time(point.name),
-        "card": device_of(sources()[point.source]).title,
+        "card": device.title,
     }
     return record | {"time_ratio": time_ratio(record)}
 

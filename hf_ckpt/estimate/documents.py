@@ -79,12 +79,14 @@ def verdict_as_json(
     }
     if reserved is not None:
         outside = context(device, reserved.num_processes)
-        held = max(peak, reserved.num_bytes)
+        held = max(peak, reserved.bytes_on(device))
         read |= {
-            "reserved_bytes": held,
+            "reserved_bytes": max(peak, reserved.num_bytes),
             "expandable_bytes": reserved.expandable_bytes,
             "nvidia_smi_bytes": [held + outside.low_bytes, held + outside.high_bytes],
         }
+        if device.name in reserved.within:
+            read["retries_per_step"] = reserved.within[device.name].retries_per_step
     return read
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
-from hf_ckpt.estimate.predict import Predictor, Reserved
+from hf_ckpt.estimate.predict import Predictor, Reserved, room_on
 from hf_ckpt.estimate.subject import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.search import Planned
@@ -42,9 +42,9 @@ class Fit(StrEnum):
     """Whether a step fits on a device."""
 
     YES = "yes"
-    """What torch reserves for it fits next to the most that CUDA's context takes."""
+    """What torch holds for it fits next to the most that CUDA's context takes, once it gives back what is unused."""
     PERHAPS = "perhaps"
-    """What it allocates fits next to the least that the context takes: torch must give back what it holds unused."""
+    """What it allocates fits next to the least that the context takes; what torch holds may be in too many pieces."""
     NO = "no"
 
 
@@ -102,7 +102,7 @@ class Estimate:
 def fit_of(peak_bytes: int, device: Device, reserved: Reserved | None = None) -> Fit:
     """Tell whether a peak fits on a device. Where it was not asked what torch reserves, a share is kept for that."""
     kept_free = reserve(device) if reserved is None else Reserve((context(device, reserved.num_processes),))
-    held_bytes = peak_bytes if reserved is None else max(peak_bytes, reserved.num_bytes)
+    held_bytes = peak_bytes if reserved is None else max(peak_bytes, reserved.bytes_on(device))
     if held_bytes + kept_free.high_bytes <= device.memory_bytes:
         return Fit.YES
     return Fit.PERHAPS if peak_bytes + kept_free.low_bytes <= device.memory_bytes else Fit.NO
@@ -138,10 +138,12 @@ def planned_on(predictor: Predictor, device: Device, say: Say) -> tuple[Planned,
     if found is not None:
         return found, budget
     if device.is_cuda and own_budget(subject) is None:
-        wider = device.memory_bytes - context(device, subject.step.sharding.world_size).high_bytes
+        wider = room_on(device, subject.step.sharding.world_size)
         found = predictor.fitting(wider)
-        if found is not None and fit_of(found.memory.peak_bytes, device, predictor.reserved(found.plan)) is Fit.YES:
-            return found, wider
+        if found is not None:
+            reserved = predictor.reserved(found.plan, [device])
+            if fit_of(found.memory.peak_bytes, device, reserved) is Fit.YES:
+                return found, wider
     # Raises, and says what would fit.
     return predictor.planned(budget, say, compare=True), budget
 
@@ -161,12 +163,12 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
     predictor = Predictor(subject, devices[0])
     decides = AUTO if is_auto(subject.recipe) else RECIPE
     planned = (_auto(predictor, device, say) for device in devices)
-    rows = tuple(planned) if decides == AUTO else (_own(predictor, say),)
+    rows = tuple(planned) if decides == AUTO else (_own(predictor, devices, say),)
     say("Simulating an evaluation ...")
     found = Estimate(subject, tuple(devices), rows, decides, predictor.evaluation())
     yield found
     # Nothing is left of the planner's rows where they were first.
-    for row in chain(_fixed(predictor, say, names or tuple(FIXED)), planned):
+    for row in chain(_fixed(predictor, devices, say, names or tuple(FIXED)), planned):
         found = replace(found, rows=(*found.rows, row))
         yield found
 
@@ -176,13 +178,13 @@ def num_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] =
     return len(names or FIXED) + len(devices) + (not is_auto(subject.recipe))
 
 
-def _own(predictor: Predictor, say: Say) -> Row:
+def _own(predictor: Predictor, devices: Sequence[Device], say: Say) -> Row:
     say(f"Simulating {predictor.subject.title} ...")
     plan = predictor.subject.plan
-    return Row(RECIPE, predictor.memory(plan), reserved=predictor.reserved(plan, with_expandable=True))
+    return Row(RECIPE, predictor.memory(plan), reserved=predictor.reserved(plan, devices, with_expandable=True))
 
 
-def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row]:
+def _fixed(predictor: Predictor, devices: Sequence[Device], say: Say, names: Sequence[str]) -> Iterator[Row]:
     for name in names:
         try:
             plan = predictor.subject.resolve(**FIXED[name])
@@ -190,7 +192,7 @@ def _fixed(predictor: Predictor, say: Say, names: Sequence[str]) -> Iterator[Row
             yield Row(name, None, str(error))
             continue
         say(f"Simulating {name} ...")
-        yield Row(name, predictor.memory(plan), reserved=predictor.reserved(plan))
+        yield Row(name, predictor.memory(plan), reserved=predictor.reserved(plan, devices))
 
 
 def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
@@ -200,7 +202,7 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         planned, _ = planned_on(predictor, device, say)
     except BudgetError as error:
         return Row(AUTO, None, str(error), device)
-    reserved = predictor.reserved(planned.plan, with_expandable=True)
+    reserved = predictor.reserved(planned.plan, [device], with_expandable=True)
     return Row(AUTO, planned.memory, device=device, exactness=planned.exactness, reserved=reserved)
 
 

@@ -100,7 +100,7 @@ def plan_recipe(
         found.chain,
         fixed,
         predictor.evaluation(),
-        predictor.reserved(found.plan, with_expandable=True),
+        predictor.reserved(found.plan, [device], with_expandable=True),
         assumed,
     )
 

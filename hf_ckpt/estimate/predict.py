@@ -6,7 +6,7 @@ What was simulated once is not simulated again: a plan's memory is the same unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from hf_ckpt.auto.replan import cannot_prepare
@@ -21,7 +21,9 @@ from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, OF_AUTO
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
+from hf_ckpt.simulation.caching_allocator import Held
 from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
+from hf_ckpt.simulation.reserve import context
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -31,9 +33,19 @@ from hf_ckpt.simulation.step_memory import StepMemory
 class Reserved:
     """What torch's allocator holds of a CUDA device: `torch.cuda.max_memory_reserved`."""
 
-    num_bytes: int
+    num_bytes: int  # Where there is room for all.
     num_processes: int = 1  # Each on a device of its own.
     expandable_bytes: int | None = None  # With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where that was asked.
+    within: Mapping[str, Held] = field(default_factory=dict)  # Of the devices with less room for it, by name.
+
+    def bytes_on(self, device: Device) -> int:
+        """Return what it holds of a device, where it may have to give back what it holds unused."""
+        return self.within[device.name].num_bytes if device.name in self.within else self.num_bytes
+
+
+def room_on(device: Device, num_processes: int) -> int:
+    """Return the bytes that a device has for torch's allocator next to the most that CUDA's context takes."""
+    return device.memory_bytes - context(device, num_processes).high_bytes
 
 
 @dataclass
@@ -48,13 +60,25 @@ class Predictor:
         simulator = self._simulator.with_step(step or self.subject.step)
         return _with_preparation(simulator.memory(plan), simulator.prepare())
 
-    def reserved(self, plan: Plan | None, *, with_expandable: bool = False) -> Reserved | None:
-        """Return what torch's allocator holds under a plan; None on a CPU, and where there is more than the step."""
+    def reserved(
+        self, plan: Plan | None, devices: Sequence[Device], *, with_expandable: bool = False
+    ) -> Reserved | None:
+        """Return what torch's allocator holds of devices under a plan.
+
+        None on a CPU, and where there is more than the step.
+        """
         if not self.device.is_cuda or self.subject.step.prepares:
             return None
-        held = self._simulator.reserved_bytes(plan)
+        num_processes, wanted = self.subject.step.sharding.world_size, self._simulator.reserved_bytes(plan)
         expandable = self._simulator.reserved_bytes(plan, expands=True) if with_expandable else None
-        return Reserved(held, self.subject.step.sharding.world_size, expandable)
+        peak = self.memory(plan).peak_bytes
+        within = {
+            device.name: self._simulator.held_within(plan, room)
+            for device in devices
+            # What is allocated may have no room by itself.
+            if peak <= (room := room_on(device, num_processes)) < wanted
+        }
+        return Reserved(wanted, num_processes, expandable, within)
 
     def evaluation(self) -> StepMemory | None:
         """Return what a batch of the recipe's evaluation needs; None where it does not evaluate."""

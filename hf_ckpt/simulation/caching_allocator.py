@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -39,16 +39,54 @@ _GATHERED_AT_ONCE = 2
 """So many freed weights of units may still be in use when the next one is gathered (FSDP1's `limit_all_gathers`)."""
 _SENT_AT_ONCE = 1
 """So many freed buffers of gradients may still be in use when the next one is made."""
+_MOST_STEPS = 8
+"""That are played where the device is full; of published steps none needed more than five."""
 
 
-def reserved_bytes(tape: Tape, *, expands: bool = False, limit_bytes: int | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the allocator holds of a device that has not as much as it would reserve."""
+
+    num_bytes: int
+    """The most in any step; more than the device has where it runs out of memory."""
+    retries_per_step: int
+    """How often it has to give back what it holds unused, in each step of a training that has gone on for a while."""
+
+
+def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
     """Return the most that the allocator holds when a training begins with such steps, in bytes of one rank.
 
-    The optimizer makes its state at the end of the first step, out of what that step has left. `expands`: under
-    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. `limit_bytes`: what the device has for it; beyond that the
-    allocator gives back what it can, and only then holds more.
+    `expands`: under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+    """
+    allocator = CachingAllocator(expands=expands)
+    # From the second step on, all are alike.
+    next(_steps(tape, allocator))
+    return allocator.reserved_bytes
+
+
+def held_within(tape: Tape, limit_bytes: int, *, expands: bool = False) -> Held:
+    """Return what the allocator holds of a device that has so much for it.
+
+    What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
     """
     allocator = CachingAllocator(expands=expands, limit_bytes=limit_bytes)
+    steps = _steps(tape, allocator)
+    num_segments = num_retries = retries = 0
+    for _ in range(_MOST_STEPS):
+        next(steps)
+        retries = allocator.num_retries - num_retries
+        is_settled = not retries and allocator.num_segments == num_segments
+        num_segments, num_retries = allocator.num_segments, allocator.num_retries
+        if is_settled:
+            break
+    return Held(allocator.reserved_bytes, retries)
+
+
+def _steps(tape: Tape, allocator: CachingAllocator) -> Iterator[None]:
+    """Play the first step of a training, and then one more for each time that this is advanced.
+
+    The optimizer makes its state at the end of the first step, out of what that step has left.
+    """
     columns = tape.columns
     numbers = {id(storage): number for number, storage in enumerate(columns.storages)}
     blocks: list[Block | None] = [None] * len(columns.storages)
@@ -65,10 +103,10 @@ def reserved_bytes(tape: Tape, *, expands: bool = False, limit_bytes: int | None
             if storage.category is Category.OPTIMIZER:
                 allocator.allocate(storage.num_bytes)
     storages.play(changes[optimizer_begins:])
-    storages.free_still_read()
-    # From the second one on, all steps are alike.
-    storages.play(changes)
-    return allocator.reserved_bytes
+    while True:
+        storages.free_still_read()
+        storages.play(changes)
+        yield
 
 
 class _Storages:
@@ -178,6 +216,10 @@ class CachingAllocator:
     def __init__(self, *, expands: bool = False, limit_bytes: int | None = None) -> None:
         self._reserved = 0
         self._most_reserved = 0
+        self.num_segments = 0
+        """How many it has ever asked the device for."""
+        self.num_retries = 0
+        """How often the device had no room for one (`num_alloc_retries` of `torch.cuda.memory_stats`)."""
         self._expands = expands
         self._limit = None if limit_bytes is None else limit_bytes // BLOCK_BYTES
         self._segments: dict[int, int] = {}
@@ -250,6 +292,7 @@ class CachingAllocator:
             found = self._first_that_suffices(pool, size)
             if found is not None:
                 return found
+            self.num_retries += 1
             self._give_back()
         begin, end = self._end, self._end + length
         # Segments are no neighbours: their blocks are not joined.
@@ -259,6 +302,7 @@ class CachingAllocator:
         return begin, end
 
     def _hold(self, length: int) -> None:
+        self.num_segments += 1
         self._reserved += length
         self._most_reserved = max(self._most_reserved, self._reserved)
 

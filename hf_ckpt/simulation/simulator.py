@@ -19,7 +19,7 @@ from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import proof_memory
-from hf_ckpt.simulation.caching_allocator import reserved_bytes
+from hf_ckpt.simulation.caching_allocator import Held, held_within, reserved_bytes
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
@@ -149,6 +149,10 @@ class StepSimulator:
         if key not in self._known.reserved:
             self._known.reserved[key] = reserved_bytes(self.trace(plan).tape, expands=expands)
         return self._known.reserved[key]
+
+    def held_within(self, plan: Plan | None, limit_bytes: int) -> Held:
+        """Return what torch's allocator holds of a CUDA device that has so much for it. See `reserved_bytes`."""
+        return held_within(self.trace(plan).tape, limit_bytes)
 
     def simulate(
         self,

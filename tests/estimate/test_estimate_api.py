@@ -90,7 +90,7 @@ def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
 
 def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp_path: Path) -> None:
     predictor = Predictor(small_subject(tmp_path), CARD)
-    reserved = predictor.reserved(None)
+    reserved = predictor.reserved(None, [CARD])
     assert reserved is not None
     # Less than the whole reserve, which grows with the card, leaves free.
     fits = replace(CARD, memory_bytes=context(CARD).high_bytes + reserved.num_bytes)

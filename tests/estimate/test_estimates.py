@@ -13,6 +13,7 @@ from hf_ckpt.estimate import documents, tables
 from hf_ckpt.estimate.estimate import FIXED, QUICK, RECIPE, Estimate, Fit, Row, estimate, fit_of, growing, num_rows
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for
 from hf_ckpt.policy.policy import AUTO
+from hf_ckpt.simulation.caching_allocator import Held
 from hf_ckpt.simulation.devices import CPU, find_device
 from hf_ckpt.simulation.reserve import reserve
 from tests import small_recipes, steps_by_hand
@@ -102,6 +103,15 @@ def test_what_torch_reserves_has_to_fit_beside_the_context(peak: float, held: fl
     assert fit_of(int(peak * steps_by_hand.GIB), device, reserved) is expected
 
 
+@pytest.mark.parametrize(("held", "expected"), [(22.9, Fit.YES), (22.91, Fit.PERHAPS)])
+def test_what_torch_gives_back_on_a_full_card_need_not_fit(held: float, expected: Fit) -> None:
+    device = replace(CARD, memory_bytes=int(23.6 * steps_by_hand.GIB) + 1)
+    within = {device.name: Held(int(held * steps_by_hand.GIB), retries_per_step=0)}
+    reserved = Reserved(40 * steps_by_hand.GIB, within=within)
+    assert fit_of(20 * steps_by_hand.GIB, device, reserved) is expected
+    assert fit_of(20 * steps_by_hand.GIB, replace(device, name="other"), reserved) is Fit.PERHAPS
+
+
 def test_buffers_between_several_processes_have_to_fit_too() -> None:
     device = find_device("a100-80gb")
     held = device.memory_bytes - 2 * steps_by_hand.GIB
@@ -117,6 +127,26 @@ def test_what_expandable_segments_bring_is_said_where_torch_reserves_too_much() 
     assert (
         "On rtx4090 torch reserves 23.0 GiB for a peak of 20.0 GiB; run with "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves 21.0 GiB." in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("retries", "when"),
+    [
+        (0, "in the first steps"),
+        (1, "1 time in each step, which the time of a step does not count"),
+        (3, "3 times in each step, which the time of a step does not count"),
+    ],
+)
+def test_what_a_full_card_costs_is_said(retries: int, when: str) -> None:
+    memory = replace(steps_by_hand.step(), peak_bytes=20 * steps_by_hand.GIB)
+    within = {CARD.name: Held(22 * steps_by_hand.GIB, retries)}
+    reserved = Reserved(25 * steps_by_hand.GIB, expandable_bytes=21 * steps_by_hand.GIB, within=within)
+    text = " ".join(table(replace(by_hand(CARD), rows=(Row(RECIPE, memory, reserved=reserved),))).split())
+    assert "rtx4090 fits peak 20.0 GiB nvidia-smi 22.3 to 22.7 GiB of 23.6 GiB" in text
+    assert (
+        "On rtx4090 torch reserves 25.0 GiB for a peak of 20.0 GiB where there is room; here it gives back what it "
+        f"holds unused, {when}; run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves 21.0 GiB." in text
     )
 
 

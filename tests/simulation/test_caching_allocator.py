@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.policy.plan import parse
-from hf_ckpt.simulation.caching_allocator import CachingAllocator, reserved_bytes
+from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
@@ -156,6 +156,37 @@ def test_the_optimizer_makes_its_state_of_what_the_first_step_has_left() -> None
     tape = Tape([weight, state], [*step, *events((scratch, COME), (scratch, GO), phase=Phase.OPTIMIZER)])
     # In the second step the activations need a segment of their own.
     assert reserved_bytes(tape) == (20 + 60 + 20 + 60) * MIB
+
+
+def one_after_another(*sizes: Sequence[int]) -> Tape:
+    """A step in which storages of so many MiB come and go, those of a list together."""
+    groups = [[Storage(size * MIB) for size in together] for together in sizes]
+    return Tape([], events(*((each, change) for group in groups for change in (COME, GO) for each in group)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "held"),
+    [
+        (130, 130),
+        # The segment of 30 is given back once; from then on 30 are cut out of another one.
+        (129, 100),
+        (100, 100),
+        # Two of 50 have no room.
+        (99, 100),
+    ],
+)
+def test_what_a_full_device_gives_back_is_not_missed_later(limit: int, held: int) -> None:
+    tape = one_after_another([30], [50, 50])
+    assert reserved_bytes(tape) == 130 * MIB
+    assert held_within(tape, limit * MIB) == Held(held * MIB, retries_per_step=0)
+
+
+def test_what_a_full_device_gives_back_in_every_step_is_counted() -> None:
+    # Small blocks and large ones share no segments.
+    tape = one_after_another([1] * 40, [80])
+    assert reserved_bytes(tape) == 120 * MIB
+    assert held_within(tape, 100 * MIB) == Held(100 * MIB, retries_per_step=2)
+    assert held_within(tape, 120 * MIB) == Held(120 * MIB, retries_per_step=0)
 
 
 def test_what_the_engine_gathers_is_still_read_for_a_while() -> None:
