@@ -113,7 +113,7 @@ def touched(
     while True:
         now_left = left()
         if now_left is None:
-            yield {"stopped": "what is free cannot be told"}
+            yield {"stopped": "what is free is not known"}
         elif (len(kept) + 1) * step_bytes > now_left - step_bytes:
             # Half of what was there: as much is left as was taken.
             yield {"stopped": "half"}

@@ -256,7 +256,7 @@ def _small_models(model: nn.Module, others: Iterable[OtherModel]) -> Iterator[st
         what = f"{other.name} ({_shown(other)})"
         if other.num_bytes > _SMALL * own_bytes:
             raise refuse(
-                f"{what} is on the device beside the model that is trained. Neither it nor what it computes is counted"
+                f"{what} is on the device with the model that is trained. Neither it nor what it computes is counted"
             )
         yield what
 

@@ -216,7 +216,7 @@ def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Nam
 
 def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> Page:
     """Return what was found for the first device as a page; `words`: of the command that gives it."""
-    from hf_ckpt.cli.inspection import ledger
+    from hf_ckpt.cli.inspect_report import ledger
     from hf_ckpt.estimate.page import Page
     from hf_ckpt.estimate.predict import Predictor
 

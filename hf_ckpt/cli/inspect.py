@@ -28,9 +28,9 @@ def _run(options: argparse.Namespace) -> int:
     check_config(recipe)
     names = {name: value for name in ("layers", "attention", "ffn") if (value := getattr(options, name)) is not None}
     with quiet():
-        from hf_ckpt.cli.inspection import inspection
+        from hf_ckpt.cli.inspect_report import inspect_report
 
-        text = inspection(recipe, names)
+        text = inspect_report(recipe, names)
     print(text)
     return HOLDS
 

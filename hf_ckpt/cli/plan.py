@@ -150,7 +150,7 @@ def _plot(found: PlannedRecipe, path: Path) -> None:
 
 
 def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argparse.Namespace) -> None:
-    from hf_ckpt.cli.inspection import ledger
+    from hf_ckpt.cli.inspect_report import ledger
     from hf_ckpt.estimate.page import Page
     from hf_ckpt.policy.policy import AUTO
 

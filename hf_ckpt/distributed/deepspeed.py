@@ -43,14 +43,14 @@ def check_own_checkpointing(args: TrainingArguments) -> None:
     if requested:
         raise UnsupportedError(
             f"DeepSpeed's configuration asks for its own activation checkpointing ({_SECTION}: {', '.join(requested)}) "
-            "beside the policy, and layers would be recomputed by both. Take that section out: the policy does its "
-            "work. Or leave HFCkptCallback out."
+            "in addition to the policy, and layers would be recomputed by both. Take that section out: the policy does "
+            "its work. Or leave HFCkptCallback out."
         )
     checkpointing = sys.modules.get(_ITS_CHECKPOINTING)
     if checkpointing is not None and checkpointing.is_configured():
         raise UnsupportedError(
             "deepspeed.checkpointing.configure() was called, for layers that recompute themselves through DeepSpeed's "
-            "own activation checkpointing. Beside the policy they would be recomputed twice. Leave that call out: the "
+            "own activation checkpointing. With the policy they would be recomputed twice. Leave that call out: the "
             "policy does its work. Or leave HFCkptCallback out."
         )
 

@@ -93,7 +93,7 @@ def _check_rewards(recipe: Recipe) -> None:
     models = [name for name in recipe.reward_funcs if is_model(name)]
     if models:
         raise RecipeError(
-            f"{REWARDS}: {models[0]} is a model, on the device beside the one that is trained, and is not counted. "
+            f"{REWARDS}: {models[0]} is a model. It is on the device with the one that is trained, and is not counted. "
             "Estimate without it, and add what it takes."
         )
 

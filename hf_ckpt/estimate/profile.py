@@ -1,4 +1,4 @@
-"""`hf-ckpt profile`: a recipe's step really run on this machine's device, with what was predicted beside it.
+"""`hf-ckpt profile`: a recipe's step really run on this machine's device, next to what was predicted.
 
 Weights are random: what a step takes does not depend on them. Quantised ones are the recipe's own.
 """

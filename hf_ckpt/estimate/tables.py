@@ -234,7 +234,7 @@ def _range(low: int, high: int) -> str:
 
 
 def _blocks(document: Document) -> list[list[Document]]:
-    """Return the devices, as many at a time as have room beside each other."""
+    """Return the devices, as many at a time as have room next to each other."""
     blocks: list[list[Document]] = [[]]
     for device in document["devices"]:
         wider = [*blocks[-1], device]
@@ -312,7 +312,7 @@ def _host(document: Document) -> Iterator[str]:
     for host in document["host"]:
         needed, free = format_bytes(host["needed_bytes"]), host["free_bytes"]
         if free is None:
-            yield f"It needs {needed} of host memory beside {host['device']}."
+            yield f"It needs {needed} of host memory too, next to {host['device']}."
         else:
             is_enough = host["needed_bytes"] <= free
             fits = "fits" if is_enough else "does not fit: offload fewer layers (fraction), or to disk"

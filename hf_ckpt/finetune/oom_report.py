@@ -120,8 +120,8 @@ class Failure:
             )
         elif predicted is not None and _is_beyond(figures, predicted):
             yield (
-                f"something beside the step: it is predicted to need {format_bytes(predicted.peak_bytes)}. See what "
-                "else this process holds on the device"
+                f"something else than the step, which is predicted to need {format_bytes(predicted.peak_bytes)}. See "
+                "what else this process holds on the device"
             )
 
 

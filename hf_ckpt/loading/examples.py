@@ -372,7 +372,7 @@ def _prefixes_disagree(shorter: str, longer: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
     around = slice(max(0, at - 20), at + 40)
     return (
-        "the assistant's turns cannot be told from the rest: the chat template writes the same messages as "
+        "the assistant's turns cannot be distinguished from the rest: the chat template writes the same messages as "
         f"...{shorter[around]!r}... at first, and as ...{longer[around]!r}... when more follows. "
         "Set data.chat_template to one that marks them with {% generation %}, or data.loss_on to all."
     )

@@ -80,9 +80,10 @@ def check_engine(args: TrainingArguments) -> None:
     deepspeed.check_own_checkpointing(args)
     if _is_distributed(args) and _asks_for_reentrant(args):
         raise UnsupportedError(
-            "The training arguments ask for reentrant activation checkpointing (use_reentrant: True) beside the "
-            "policy. It runs a backward of its own inside the backward, which DDP, FSDP and DeepSpeed take for the end "
-            "of theirs, and the policy is never reentrant. Set gradient_checkpointing=False: the policy does its work."
+            "The training arguments ask for reentrant activation checkpointing (use_reentrant: True) in addition to "
+            "the policy. It runs a backward of its own inside the backward, which DDP, FSDP and DeepSpeed take for the "
+            "end of theirs, and the policy is never reentrant. Set gradient_checkpointing=False: the policy does its "
+            "work."
         )
 
 

@@ -513,7 +513,7 @@ def _segments(chain: Chain) -> Iterator[_Entries]:
 def binomial_choices(chain: Chain) -> tuple[Choice, ...]:
     """Return the binomial schedules that save much of what `full` needs, each much of what the faster ones need.
 
-    So there are none where the inputs of layers are little beside the rest: with short rows, or few layers.
+    So there are none where the inputs of layers are little next to the rest: with short rows, or few layers.
     """
     if any(FULL not in layer.costs or not layer.can_join for layer in chain.layers):
         return ()

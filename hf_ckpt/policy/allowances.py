@@ -143,7 +143,7 @@ def _offload(value: object) -> Offload | None:
     offload = parse_offload(value)
     if offload is not None and offload.fraction is not None:
         raise PolicyError(
-            f'offload {as_written(value)} has a fraction beside policy "{AUTO}", which chooses the layers that offload '
+            f'offload {as_written(value)} has a fraction with policy "{AUTO}", which chooses the layers that offload '
             "for the budget and the time. Leave fraction out."
         )
     return offload
@@ -153,7 +153,7 @@ def _tiles(value: object) -> bool | None:
     tiles = parse_tiles(value)
     if tiles not in (None, 1, "auto"):
         raise PolicyError(
-            f'tiles is {tiles} beside policy "{AUTO}", which chooses where layers run in tiles, and tiles choose '
+            f'tiles is {tiles} with policy "{AUTO}", which chooses where layers run in tiles, and tiles choose '
             'their number. Use "auto" to allow tiles where dropout lies inside them too, 1 to forbid them, or leave it '
             "out."
         )

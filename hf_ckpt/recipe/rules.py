@@ -478,7 +478,7 @@ def _one_plan_governs(draft: Draft) -> None:
                 f"training.{name}", "given with a checkpointing section, which governs. Remove one of the two."
             )
         if draft.get(f"training.{name}_kwargs"):
-            draft.refuse(f"training.{name}_kwargs", "has no effect beside a checkpointing section. Remove it.")
+            draft.refuse(f"training.{name}_kwargs", "has no effect with a checkpointing section. Remove it.")
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         if draft.get(f"training.fsdp_config.{name}"):
             draft.refuse(

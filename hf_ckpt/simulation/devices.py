@@ -401,7 +401,7 @@ RATES = {
     "matmul_flops.float32": "float32 products",
     "attention_flops": "attention",
     "memory_bandwidth": "memory",
-    "kernel_seconds": "a kernel beside its work",
+    "kernel_seconds": "a kernel in addition to its work",
 }
 """What can be measured of a card, with its name in messages: rates that it reaches, and seconds."""
 

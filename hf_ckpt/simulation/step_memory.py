@@ -26,7 +26,7 @@ class Category(StrEnum):
     """Weights of models that are asked besides the trained one, such as trl's reference, and what forwards without
     gradients make in a training step: theirs, and those of the trained model with its adapters disabled."""
     OTHER = "other tensors"
-    """What a run keeps beside its models, such as averaged weights."""
+    """What a run keeps besides its models, such as averaged weights."""
     GRADIENTS = "gradients"
     """Gradients of trainable parameters."""
     OPTIMIZER = "optimizer state"

@@ -21,7 +21,7 @@ _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cros
 """Libraries that put a forward with a fused head and loss, or a cross entropy of their own, onto models."""
 
 _LINEAR = frozenset({"Linear4bit", "Conv1D", "NonDynamicallyQuantizableLinear"})
-"""Beside `nn.Linear`: of bitsandbytes, transformers and torch. All treat each position alone."""
+"""Besides `nn.Linear`: of bitsandbytes, transformers and torch. All treat each position alone."""
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList, nn.Identity)
 

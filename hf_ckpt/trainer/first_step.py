@@ -135,7 +135,7 @@ class FirstStep:
             if backward and not is_planned:
                 yield (
                     f'set to "{_shown(entry)}", but {what} ran again in the backward of step 1. Another library\'s '
-                    "activation checkpointing is on beside the plan. Turn it off."
+                    "activation checkpointing is on too. Turn it off."
                 )
                 return
             # Without a gradient at its output a region has no backward, and so no reason to be recomputed.

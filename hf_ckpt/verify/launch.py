@@ -70,8 +70,8 @@ def run_in_processes(command: Sequence[str], *, num_processes: int, say: Callabl
     reports = [answer["report"] for answer in answers if answer["report"]]
     if len(reports) < num_processes:
         raise LostProcessError(
-            f"{num_processes - len(reports)} of {num_processes} processes ended without an answer. The last that was "
-            f"heard of them:\n{last_lines}"
+            f"{num_processes - len(reports)} of {num_processes} processes ended without an answer. The last that "
+            f"they printed:\n{last_lines}"
         )
     return ProcessResult(report=reports[0])
 
@@ -138,7 +138,7 @@ def _forward_progress(lines: Lines, say: Callable[[str], None], last_lines: dequ
         try:
             line = lines.get(timeout=_SILENT_SECONDS)
         except queue.Empty:
-            last_lines.append(f"Nothing was heard for {_SILENT_SECONDS} s; the processes were stopped.")
+            last_lines.append(f"Nothing was printed for {_SILENT_SECONDS} s; the processes were stopped.")
             return
         if line is None:
             return

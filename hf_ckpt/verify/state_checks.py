@@ -119,7 +119,7 @@ def _count_faults(planned: Record) -> Iterator[str]:
     if again:
         yield (
             f"{_modules(again)} ran again in backward although the plan keeps the activations there: activation "
-            "checkpointing of another library or script is on beside the plan. Turn it off."
+            "checkpointing of another library or script is on too. Turn it off."
         )
     if wrong:
         yield f"Counts are not those of the plan: {wrong[0]}{f', and {len(wrong) - 1} more' * (len(wrong) > 1)}."

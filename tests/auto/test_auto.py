@@ -163,7 +163,7 @@ def test_checkpointing_of_the_trainers_own_arguments_is_not_what_is_planned_for(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tiles": 8}, r"tiles is 8 beside policy \"auto\""),
+        ({"tiles": 8}, r"tiles is 8 with policy \"auto\""),
         ({"offload": {"to": "cpu", "fraction": 0.5}}, "Leave fraction out"),
         ({"save": ["aten.mm"]}, "save was given with policy"),
         ({"head": "chunk"}, 'Did you mean "chunked"'),

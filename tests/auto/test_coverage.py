@@ -419,9 +419,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     run.ref_model = llama(num_hidden_layers=1)  # type: ignore[attr-defined]  # as trl does
     with pytest.raises(UnsupportedError) as raised:
         run.train()
-    assert "Trainer.ref_model (LlamaForCausalLM, 12.7 KiB) is on the device beside the model that is" in str(
-        raised.value
-    )
+    assert "Trainer.ref_model (LlamaForCausalLM, 12.7 KiB) is on the device with the model that is" in str(raised.value)
 
 
 def test_another_model_of_a_callback_is_refused(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_memory_that_grows_when_touched_is_followed() -> None:
 
 
 def test_nothing_is_touched_where_nobody_says_what_is_free() -> None:
-    assert steps_of(iter([None])) == (0, "what is free cannot be told")
+    assert steps_of(iter([None])) == (0, "what is free is not known")
 
 
 def test_touching_stops_where_it_becomes_slow() -> None:
@@ -383,7 +383,7 @@ def test_accepted_figures_reach_the_table_and_others_stay(file: Path) -> None:
     assert (found.launch_seconds, found.host_link) == (nominal.launch_seconds, nominal.host_link)
     assert found.source == (
         "NVIDIA H200 data sheet; measured (on_gpu_h200.json): bfloat16 products, float16 products, attention, "
-        "a kernel beside its work"
+        "a kernel in addition to its work"
     )
     assert {name: card for name, card in table.items() if name != "h200"} == {
         card.name: card for card in devices._TABLE if card.name != "h200"

@@ -359,7 +359,7 @@ def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
     with pytest.raises(launch.LostProcessError) as raised:
         ask(DYING)
     assert str(raised.value) == (
-        "2 of 2 processes ended without an answer. The last that was heard of them:\nTraceback\nValueError: the reason"
+        "2 of 2 processes ended without an answer. The last that they printed:\nTraceback\nValueError: the reason"
     )
 
 
@@ -369,7 +369,7 @@ def test_refusal_of_one_process_stands_for_all(ask: Any) -> None:
 
 def test_processes_that_fall_silent_are_stopped(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_SILENT_SECONDS", 1)
-    with pytest.raises(launch.LostProcessError, match="Nothing was heard for 1 s; the processes were stopped"):
+    with pytest.raises(launch.LostProcessError, match="Nothing was printed for 1 s; the processes were stopped"):
         ask("import time\ntime.sleep(60)")
 
 

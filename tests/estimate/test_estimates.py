@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_ckpt import load_recipe
-from hf_ckpt.cli.inspection import ledger, outside
+from hf_ckpt.cli.inspect_report import ledger, outside
 from hf_ckpt.estimate import documents, tables
 from hf_ckpt.estimate.estimate import FIXED, QUICK, RECIPE, Estimate, Fit, Row, estimate, fit_of, growing, num_rows
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for

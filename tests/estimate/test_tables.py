@@ -173,7 +173,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
     found = replace(found, rows=rows)
     lines = table(found).splitlines()
     assert " ".join(lines[11].split()).endswith("3 s 3.0 GiB yes")
-    assert lines[-2] == "It needs 3.0 GiB of host memory beside rtx4090."
+    assert lines[-2] == "It needs 3.0 GiB of host memory too, next to rtx4090."
     # On this machine it is known what is free.
     monkeypatch.setattr(documents, "this_device", lambda: CARD)
     monkeypatch.setattr(
@@ -188,7 +188,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
     ]
     allowed = Allowed(offload=Offload(trust_host_memory=True))
     trusted = replace(found, subject=replace(found.subject, allowed=allowed))
-    assert table(trusted).splitlines()[-2] == "It needs 3.0 GiB of host memory beside rtx4090."
+    assert table(trusted).splitlines()[-2] == "It needs 3.0 GiB of host memory too, next to rtx4090."
 
 
 def test_json_has_every_figure() -> None:

@@ -109,7 +109,7 @@ def test_run_ends_with_exit_code_1_and_says_the_part(
         assert "A batch of evaluation is predicted to need" in message
     else:
         assert "Predicted for this batch: " in message
-        assert "Probable cause: something beside the step: it is predicted to need" in message
+        assert "Probable cause: something else than the step, which is predicted to need" in message
 
 
 @pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
@@ -166,7 +166,7 @@ def watch(batch: Batch | None = None, after_steps: tuple[int, ...] = ()) -> RunW
             12 * GIB,
             ["something grows: 4.0 GiB"],
         ),
-        (Failure(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 8 * GIB))), 12 * GIB, ["something beside"]),
+        (Failure(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 8 * GIB))), 12 * GIB, ["something else than"]),
         (Failure(Part.BACKWARD, Figures(), watch()), 12 * GIB, []),
         (
             Failure(Part.FORWARD, figures(), watch(Batch(2, 90)), Batch(2, 80)),

@@ -138,7 +138,7 @@ def test_template_that_rewrites_earlier_turns_is_refused_with_the_place() -> Non
     with pytest.raises(DataError) as raised:
         encode(tokenizer, TWO_TURNS)
     message = str(raised.value)
-    assert message.startswith("Row 0: the assistant's turns cannot be told from the rest")
+    assert message.startswith("Row 0: the assistant's turns cannot be distinguished from the rest")
     assert "<assistant><think></think>Yes'... at first" in message
     assert "<assistant>Yes<user>So?" in message
     assert "data.chat_template" in message
@@ -147,7 +147,7 @@ def test_template_that_rewrites_earlier_turns_is_refused_with_the_place() -> Non
 
 def test_template_that_prompts_for_what_the_answer_lacks_is_refused() -> None:
     tokenizer = with_template(CHATML.replace("prompt %}<assistant>", "prompt %}<assistant><think>"))
-    with pytest.raises(DataError, match="cannot be told from the rest"):
+    with pytest.raises(DataError, match="cannot be distinguished from the rest"):
         encode(tokenizer, TWO_TURNS)
 
 

@@ -302,7 +302,7 @@ BROKEN = [
             checkpointing="{policy: full}",
             training=f"{{output_dir: x, {CHECKPOINTING}_kwargs: {{use_reentrant: false}}}}",
         ),
-        f"training.{CHECKPOINTING}_kwargs: has no effect beside a checkpointing section",
+        f"training.{CHECKPOINTING}_kwargs: has no effect with a checkpointing section",
     ),
     broken(
         training("fsdp: true, deepspeed: zero3.json"),

@@ -53,7 +53,7 @@ def faults(
 # --- Planted faults. ---
 
 SWITCHED_OFF = "Its checkpoint function was replaced after the policy was applied. Apply the policy after that call."
-SWITCHED_ON = "Another library's activation checkpointing is on beside the plan. Turn it off."
+SWITCHED_ON = "Another library's activation checkpointing is on too. Turn it off."
 NOT_USED = "Its output does not depend on them: is an adapter disabled, or something detached?"
 
 

@@ -49,7 +49,7 @@ class HostMemory:
     def __str__(self) -> str:
         """Return a clause for messages."""
         if self.available_bytes is None:
-            return "what is free cannot be told"
+            return "what is free is not known"
         is_machine = self.available_bytes == self.machine_bytes
         where = "MemAvailable of the machine" if is_machine else "limit of the control group less its usage"
         return f"{format_bytes(self.available_bytes)} are free ({where})"
@@ -136,7 +136,7 @@ class HostLimits:
         """Return the error for bytes that were allowed, but that the system does not give or does not pin."""
         trusted = ", which trust_host_memory says not to look at" if self._trusts else ""
         return HostMemoryError(
-            f"Offloading to the host needs {format_bytes(num_bytes)} more of host memory beside the "
+            f"Offloading to the host needs {format_bytes(num_bytes)} more of host memory than the "
             f"{format_bytes(held_bytes)} that it holds, which the system does not give: {error}; "
             f"{self._machine()}{trusted}. Raise the limit of locked memory (ulimit -l), set host_memory to what there "
             f"is{_OTHERWISE}"

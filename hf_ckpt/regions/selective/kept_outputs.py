@@ -479,12 +479,12 @@ class SaveCoverage:
         if name == SELECTIVE_ATTENTION:
             return (
                 f'Mode "selective_attention" keeps what the attention kernel returns, but no attention ran in {where} '
-                'that could be told: all would be recomputed. Use mode "selective" or "full" for them, or name '
+                'that is known: all would be recomputed. Use mode "selective" or "full" for them, or name '
                 f"operators under save. Products that ran: {self._ran(OperatorRole.PRODUCT)}."
             )
         if name == ATTENTION_OUTPUT:
             return (
-                f'save: "{name}" is to be kept, but no attention ran in {where} that could be told: it would be '
+                f'save: "{name}" is to be kept, but no attention ran in {where} that is known: it would be '
                 f"recomputed. Leave it out, or name operators. Products that ran: {self._ran(OperatorRole.PRODUCT)}."
             )
         if name in saves.globs:

@@ -210,7 +210,7 @@ def test_memory_that_the_system_does_not_give_is_said() -> None:
     said = str(error.value)
     del error
     assert said.startswith(
-        "Offloading to the host needs 1.2 KiB more of host memory beside the 0 B that it holds, which the system does "
+        "Offloading to the host needs 1.2 KiB more of host memory than the 0 B that it holds, which the system does "
         "not give: "
     )
     assert said.endswith(

@@ -34,7 +34,7 @@ def test_an_unknown_system_says_nothing(tmp_path: Path) -> None:
     found = host_memory.read_host_memory(tmp_path)
     assert found == HostMemory(None, None)
     assert found.available_bytes is None
-    assert str(found) == "what is free cannot be told"
+    assert str(found) == "what is free is not known"
 
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -38,7 +38,7 @@ _KEEPS = {
 }
 
 
-def inspection(recipe: Recipe, names: Mapping[str, str]) -> str:
+def inspect_report(recipe: Recipe, names: Mapping[str, str]) -> str:
     """Return what there is to say of a recipe's model and plan, as text.
 
     `names`: `layers`, `attention`, `ffn`, where they are not found by structure.
