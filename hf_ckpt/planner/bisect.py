@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle, repeat
 
 OnTry = Callable[[int, int], None]
 """Gets each number that was tried, and its peak in bytes."""
@@ -33,9 +33,10 @@ def largest(
 ) -> Limit:
     """Return the largest multiple of a number whose peak is within a budget.
 
-    Memory grows nearly in proportion, so that the next guess lies on the line between the largest number that is known
-    to fit and the smallest that is known not to; then right next to it, which mostly is the end; then in the middle of
-    the two, so that no growth, however odd, takes many more guesses than bisection.
+    Memory grows nearly in proportion, so that the next guess lies on the line through two numbers that are known: the
+    largest that fits and the smallest that does not, or, where all known ones are on one side, the two that are nearest
+    to the budget. The guess after it is right next to that, which mostly is the end, and then one far from both, in the
+    middle, twice or half as large, so that no growth, however odd, takes many more guesses than bisection.
 
     Args:
         peak: bytes for a number; does not shrink as the number grows.
@@ -48,22 +49,32 @@ def largest(
     low, low_peak, most = 0, 0, max(1, most // multiple)
     high, high_peak = most + 1, 0
     guess = min(max(1, start // multiple), most)
-    ways = cycle(("line", "next", "middle"))
+    known: list[tuple[int, int]] = []
+    outside, between = chain(("far", "line", "next"), repeat("far")), cycle(("line", "next", "far"))
     while high - low > 1:
         found = peak(guess * multiple)
         if on_try is not None:
             on_try(guess * multiple, found)
-        fits = found <= budget_bytes
-        if fits:
+        if fits := found <= budget_bytes:
             low, low_peak = guess, found
         else:
             high, high_peak = guess, found
-        if high > most:
-            guess = min(2 * low, most)
-        elif not low:
-            guess = max(1, high // 2)
+        known.append((guess, found))
+        is_between = bool(low) and high <= most
+        way = next(between if is_between else outside)
+        if way == "next":
+            guess = low + 1 if fits else high - 1
+        elif way == "line":
+            guess = _on_line([(low, low_peak), (high, high_peak)] if is_between else known[-2:], budget_bytes)
         else:
-            share = (budget_bytes - low_peak) / (high_peak - low_peak)
-            guesses = {"line": low + int(share * (high - low)), "next": low + 1 if fits else high - 1}
-            guess = min(max(guesses.get(next(ways), (low + high) // 2), low + 1), high - 1)
+            guess = (low + high) // 2 if is_between else 2 * low or high // 2
+        guess = min(max(guess, low + 1), high - 1)
     return Limit(low * multiple, low_peak if low else high_peak, is_bound=low == most)
+
+
+def _on_line(known: list[tuple[int, int]], budget_bytes: int) -> int:
+    """Return the largest number that fits if the peak grows as between two numbers, each given with its own."""
+    (number, peak), (other, other_peak) = known
+    if peak == other_peak:
+        return (number + other) // 2
+    return int(number + (budget_bytes - peak) * (other - number) // (other_peak - peak))

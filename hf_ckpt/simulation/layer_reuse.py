@@ -64,6 +64,9 @@ class LayerReuse:
             parts = choose_traced(all_kinds[-1], ())[0] if any(each is not None for each in segments[-1]) else whole
             representatives.append(parts if cuts else whole)
             left_out.append({idx: like for idx, like in whole.items() if idx in parts})
+        if not any(representatives):
+            # Layers under a binomial schedule, say: they run more than once, which shows only after they are traced.
+            raise CannotReuseError("no layer is like another")
         return cls(stacks, tuple(segments), tuple(representatives), tuple(left_out), tuple(all_kinds) if cuts else None)
 
     def plan_for_traced(self, plan: Plan) -> Plan:

@@ -107,6 +107,12 @@ def test_a_step_traced_once_is_the_step_traced_whole(name: str) -> None:
     assert_equal(once, whole)
 
 
+def test_layers_that_all_differ_are_traced_at_the_first_try() -> None:
+    with mock.patch.object(StepSimulator, "_trace", autospec=True, side_effect=StepSimulator._trace) as traced:
+        simulate_step(model("llama", 6), Policy.parse("full", nested="revolve", snapshots=1), STEP, A100)
+    assert [call.kwargs["reuse"] for call in traced.call_args_list] == [None]
+
+
 def test_adapters_and_micro_batches_are_traced_once() -> None:
     settings = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
     step = replace(STEP, gradient_accumulation_steps=3)
