@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -46,12 +46,22 @@ class LayerReuse:
 
     @classmethod
     def choose(
-        cls, stacks: tuple[Stack, ...], plan: Plan | None, signature_of: SignatureFunction, *, cuts: bool = False
+        cls,
+        stacks: tuple[Stack, ...],
+        plan: Plan | None,
+        signature_of: SignatureFunction,
+        *,
+        unlike: Collection[tuple[int, int]] = (),
+        cuts: bool = False,
     ) -> LayerReuse:
         """Choose the layers that need no tracing under a plan. Raises `CannotReuseError`.
 
-        `signature_of`: see `layer_signature`. `cuts`: whether to trace parts of segments; else each is traced whole, or
-        not at all.
+        Args:
+            stacks: of the model.
+            plan: None for none.
+            signature_of: see `layer_signature`.
+            unlike: of `CannotReuseError`.
+            cuts: whether to trace parts of segments; else each is traced whole, or not at all.
         """
         segments, representatives, left_out, all_kinds = [], [], [], []
         for number, stack in enumerate(stacks):
@@ -59,7 +69,8 @@ class LayerReuse:
                 raise CannotReuseError(f"the layers of {stack.path} have names instead of numbers")
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments.append(tuple(entry.segment for entry in entries))
-            all_kinds.append(kinds_of(stack, entries, signature_of))
+            of_stack = {layer_idx for other, layer_idx in unlike if other == number}
+            all_kinds.append(kinds_of(stack, entries, signature_of, of_stack))
             whole = choose_traced(all_kinds[-1], segments[-1])[0]
             parts = choose_traced(all_kinds[-1], ())[0] if any(each is not None for each in segments[-1]) else whole
             representatives.append(parts if cuts else whole)
@@ -169,8 +180,13 @@ SignatureFunction = Callable[[Layer], Hashable]
 _NUMBER = re.compile(r"\d+")
 
 
-def kinds_of(stack: Stack, entries: Sequence[LayerPlan], signature_of: SignatureFunction) -> list[Hashable]:
-    """Return, for each layer, what is equal for layers that do the same; their neighbours are left out."""
+def kinds_of(
+    stack: Stack, entries: Sequence[LayerPlan], signature_of: SignatureFunction, unlike: Collection[int] = ()
+) -> list[Hashable]:
+    """Return, for each layer, what is equal for layers that do the same; their neighbours are left out.
+
+    `unlike`: the `layer_idx` of layers that are like no other.
+    """
     kinds: list[Hashable] = []
     segments = [None, *(entry.segment for entry in entries), None]
     for idx, (layer, entry) in enumerate(zip(stack.layers, entries, strict=True)):
@@ -178,7 +194,7 @@ def kinds_of(stack: Stack, entries: Sequence[LayerPlan], signature_of: Signature
         is_first_to_send = idx == 0 and entry.offload is not None
         begins, ends = (entry.segment is not None and entry.segment != segments[near] for near in (idx, idx + 2))
         # With snapshots it matters where in its segment a layer is, and which others run again with it.
-        alike = None if entry.snapshots is None else idx
+        alike = None if entry.snapshots is None and idx not in unlike else idx
         of_entry = entry.alone, entry.segment is None, entry.nested, alike, begins, ends
         kinds.append((signature_of(layer), *of_entry, is_first_to_send))
     return kinds

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
@@ -35,7 +34,7 @@ from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
-from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, make_inputs, prepare_forward, prepare_loss, run_step
+from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, run_evaluation_batch, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
@@ -256,14 +255,15 @@ class StepSimulator:
 
     def _evaluated(self, *, reuses_layers: bool) -> tuple[Tape, int]:
         """Return the tape of a batch of evaluation, and the bytes of its predictions and labels."""
-        reuse = LayerReuse.choose(self.stacks, None, self._signature_of) if reuses_layers else None
+        unlike = self._known.unlike
+        reuse = LayerReuse.choose(self.stacks, None, self._signature_of, unlike=unlike) if reuses_layers else None
         fake, tracker = self._copied(reuse), self._tracker(has_costs=False)
         if reuse is not None:
             self._skip(reuse, fake, tracker)
         self._record_optimizer(tracker)
         others = self._others_of(fake)
         with self._tracked(fake, fake.stacks(self.stacks), tracker, others):
-            num_bytes = _run_batch(fake.model.eval(), self.step, tracker, others, is_cuda=self.device.is_cuda)
+            num_bytes = run_evaluation_batch(fake.model.eval(), self.step, tracker, others, is_cuda=self.device.is_cuda)
         tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
         sort_frees(tape)
         return one_rank_tape(tape, self.model, self.stacks, self.step, self.device), num_bytes
@@ -299,11 +299,20 @@ class StepSimulator:
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
         plan = None if plan is None else resolve_fractions(plan)
         traced = partial(self._trace, plan, explains=explains, reuses_slices=True, changed_by=nullcontext)
+        unlike = set(self._known.unlike)
         for cuts in (True, False) if _has_segments(plan) else (False,):
-            try:
-                return traced(reuse=LayerReuse.choose(self.stacks, plan, self._signature_of, cuts=cuts))
-            except CannotReuseError:
-                continue
+            for _ in range(_MOST_TRIES):
+                try:
+                    return traced(
+                        reuse=LayerReuse.choose(self.stacks, plan, self._signature_of, unlike=unlike, cuts=cuts)
+                    )
+                except CannotReuseError as error:
+                    if error.unlike <= unlike:
+                        break
+                    unlike |= error.unlike
+                    if _is_uniform(plan):
+                        # It is the model that sets them apart, and not the plan.
+                        self._known.unlike |= error.unlike
         return traced(reuse=None)
 
     def _trace(
@@ -432,6 +441,8 @@ class StepSimulator:
 
 _Key = tuple[Step, Plan | None]
 
+_MOST_TRIES = 4
+"""To find the layers that are like no other."""
 _MAX_EVENTS = 1_500_000
 """Of the traced steps that are kept: some 200 MB, and as much again of those that the planner has read."""
 
@@ -455,6 +466,8 @@ class _Known:
     stacks: tuple[Stack, ...] = ()
     signatures: dict[nn.Module, Hashable] = field(default_factory=dict)
     """By layer."""
+    unlike: set[tuple[int, int]] = field(default_factory=set)
+    """Layers that are like no other. See `CannotReuseError`."""
     tensors: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
     """What a layer holds on the device, by layer."""
 
@@ -537,27 +550,3 @@ def _explained(tracker: Tracker, step: Step) -> Iterator[None]:
         if unsupported is None:
             raise
         raise unsupported from error
-
-
-def _run_batch(
-    model: nn.Module, step: Step, tracker: Tracker, others: Mapping[str, nn.Module], *, is_cuda: bool
-) -> int:
-    """Run a forward and return the bytes of its predictions and labels."""
-    with tracker.before_step():
-        inputs = make_inputs(step, model)
-    tracker.record_existing(inputs.items(), Category.TEMPORARY)
-    with torch.no_grad():
-        if step.loss is not None:
-            loss_of = prepare_loss(model, step, others, is_cuda=is_cuda)
-            found = loss_of({**inputs}, return_outputs=step.loss.keeps_predictions)
-            return found[1]["logits"].nbytes if step.loss.keeps_predictions else 0
-        output = prepare_forward(model, step)(**inputs, **dict(step.settings))
-    ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
-    named = output if isinstance(output, Mapping) else {str(place): each for place, each in enumerate(output[1:])}
-    kept = tree_leaves([value for name, value in named.items() if name not in ("loss", *ignored)])
-    kept += [value for name, value in inputs.items() if name in _LABELS]
-    return sum(each.nbytes for each in kept if isinstance(each, Tensor))
-
-
-_LABELS = ("labels", "start_positions", "end_positions")
-"""What a forward is given to compute its loss."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.inputs import InputTensor, Settings
@@ -300,3 +301,27 @@ def _under_autocast(function: _Forward, dtype: str) -> _Forward:
     autocast = torch.autocast("cpu", getattr(torch, dtype))
     forward: _Forward = convert_outputs_to_fp32(autocast(function))
     return forward
+
+
+def run_evaluation_batch(
+    model: nn.Module, step: Step, tracker: Tracker, others: Mapping[str, nn.Module], *, is_cuda: bool
+) -> int:
+    """Run the forward of a batch of evaluation, and return the bytes of its predictions and labels."""
+    with tracker.before_step():
+        inputs = make_inputs(step, model)
+    tracker.record_existing(inputs.items(), Category.TEMPORARY)
+    with torch.no_grad():
+        if step.loss is not None:
+            loss_of = prepare_loss(model, step, others, is_cuda=is_cuda)
+            found = loss_of({**inputs}, return_outputs=step.loss.keeps_predictions)
+            return found[1]["logits"].nbytes if step.loss.keeps_predictions else 0
+        output = prepare_forward(model, step)(**inputs, **dict(step.settings))
+    ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
+    named = output if isinstance(output, Mapping) else {str(place): each for place, each in enumerate(output[1:])}
+    kept = tree_leaves([value for name, value in named.items() if name not in ("loss", *ignored)])
+    kept += [value for name, value in inputs.items() if name in _LABELS]
+    return sum(each.nbytes for each in kept if isinstance(each, Tensor))
+
+
+_LABELS = ("labels", "start_positions", "end_positions")
+"""What a forward is given to compute its loss."""

@@ -7,11 +7,10 @@ whole segment. Otherwise `CannotReuseError` is raised, and every layer has to be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import (
@@ -30,7 +29,15 @@ from hf_ckpt.simulation.tape import (
 
 
 class CannotReuseError(Exception):
-    """Equal layers do not do the same in this model. Caught where every layer can be traced instead."""
+    """Equal layers do not do the same in this model. Caught where every layer can be traced instead.
+
+    `unlike`: layers that are like no other, each as the number of its stack and its `layer_idx`. With them apart the
+    others may be alike.
+    """
+
+    def __init__(self, reason: str, unlike: Collection[tuple[int, int]] = ()) -> None:
+        super().__init__(reason)
+        self.unlike = frozenset(unlike)
 
 
 def expand(
@@ -180,6 +187,8 @@ class _Expansion:
         self._freed_outside = set[tuple[int, int, int]]()
 
     def run(self) -> Tape:
+        if unlike := list(self._unlike()):
+            raise CannotReuseError("a layer does, or lies next to, what no other does", unlike)
         for stack in self._stacks:
             self._copy_storages(stack)
         self._looks_of = np.array(self._looks, dtype=np.int64)
@@ -208,7 +217,7 @@ class _Expansion:
 
     def _split(self) -> Iterator[tuple[_Section | None, int, int]]:
         """Yield the tape in pieces: the forward or backward of a layer, with what follows, or what lies outside."""
-        columns = self._traced
+        columns, last = self._traced, [len(stack.segments) - 1 for stack in self._stacks]
         section: _Section | None = None
         start = 0
         for row, (place, number) in enumerate(zip(columns.place.tolist(), columns.note.tolist(), strict=True)):
@@ -219,7 +228,7 @@ class _Expansion:
                 begin = self._begin(begun, row, start)
                 yield section, start, begin
                 section, start = begun, begin
-            if mark is not None and mark.is_end and mark.phase is Phase.FORWARD and self._is_last(mark):
+            if mark is not None and mark.is_end and mark.phase is Phase.FORWARD and mark.layer_idx == last[mark.stack]:
                 yield section, start, row + 1
                 section, start = None, row + 1
         yield section, start, len(columns)
@@ -239,9 +248,6 @@ class _Expansion:
         note = self._notes[number] if number >= 0 else None
         return note if isinstance(note, Transfer) else None
 
-    def _is_last(self, mark: Mark) -> bool:
-        return mark.layer_idx == len(self._stacks[mark.stack].segments) - 1
-
     def _section_at(self, number: int, mark: Mark | None, section: _Section | None) -> _Section | None:
         if mark is not None and not mark.is_end:
             # A layer that runs again by itself does so within its own backward.
@@ -255,6 +261,18 @@ class _Expansion:
             if is_over or turned:
                 return None
         return section
+
+    def _unlike(self) -> Iterator[tuple[int, int]]:
+        """Yield layers that were taken for one like others, and are not."""
+        for (phase, _, number, layer), rows in self._rows.items():
+            storages, representatives = self._traced.storage[rows], self._stacks[number].representatives
+            is_foreign = (storages >= 0) & (self._owner[0, storages] != number)
+            if layer in representatives.values() and is_foreign.any():
+                # The first that uses what no layer has made, such as a mask, lets go of it.
+                yield number, layer
+            elif layer in representatives and ((storages >= 0).any() or any(map(self._transfer, rows.tolist()))):
+                # Something comes or goes between layers, such as features that are added: forward behind this one.
+                yield from ((number, layer), (number, layer + 1 if phase is Phase.FORWARD else layer - 1))
 
     def _allocated(self, section: _Section) -> IntColumn:
         rows = self._rows[section]
@@ -352,27 +370,19 @@ class _Expansion:
         if section is None:
             yield self._outside(rows)
             return
-        phase, _, number, layer = section
+        phase, micro_batch, number, layer = section
         stack = self._stacks[number]
         if layer not in stack.representatives:
             yield self._traced_part(section, rows)
             return
-        columns = self._traced
-        if (columns.storage[rows] >= 0).any() or any(map(self._transfer, rows.tolist())):
-            raise CannotReuseError("something comes or goes between layers that are passed through")
-        yield self._part(rows[(columns.seconds[rows] > 0) | (columns.num_flops[rows] > 0)])
+        yield self._part(rows[(self._traced.seconds[rows] > 0) | (self._traced.num_flops[rows] > 0)])
         yield self._copied_part(section)
         segment = stack.segments[layer]
         is_last = segment is not None and segment not in stack.segments[layer + 1 :]
         if phase is Phase.BACKWARD and is_last and not stack.has_parts:
-            yield from self._recomputed_segment(section)
-
-    def _recomputed_segment(self, section: _Section) -> Iterator[_Part]:
-        """Yield how a skipped segment runs again, in the backward of its last layer."""
-        _, micro_batch, number, last = section
-        segments = self._stacks[number].segments
-        for layer in range(segments.index(segments[last]), last + 1):
-            yield self._copied_part((Phase.RECOMPUTATION, micro_batch, number, layer))
+            # In the backward of its last layer a segment runs again.
+            for each in range(stack.segments.index(segment), layer + 1):
+                yield self._copied_part((Phase.RECOMPUTATION, micro_batch, number, each))
 
     def _part(self, rows: IntColumn, storage: IntColumn | None = None) -> _Part:
         columns = self._traced
@@ -383,8 +393,7 @@ class _Expansion:
         """Return the events of a traced layer. Storages from beyond a gap are replaced by those of real neighbours."""
         _, _, number, layer = section
         rows, far = self._without_far_frees(section, rows)
-        storages = self._traced.storage[rows].copy()
-        (freed,) = np.nonzero(self._traced.change[rows] == FREED)
+        storages, (freed,) = self._traced.storage[rows].copy(), np.nonzero(self._traced.change[rows] == FREED)
         stack, owner, slot = self._owner[:, storages[freed]]
         # What another stack has made is no neighbour's.
         owner = np.where(stack == number, owner, layer)
@@ -432,9 +441,7 @@ class _Expansion:
             raise CannotReuseError("a layer has no backward like that of an equal one")
         rows, far_frees = self._without_far_frees(section, rows)
         storages = self._traced.storage[rows]
-        stack, owner, slot = np.where(storages >= 0, self._owner[:, storages], -1)
-        if ((storages >= 0) & (stack != number)).any():
-            raise CannotReuseError("a layer lets go of what is not its own")
+        _, owner, slot = np.where(storages >= 0, self._owner[:, storages], -1)
         ranks = self._ranks[number]
         steps = np.where(storages >= 0, ranks[owner] - ranks[representative], 0)
         stack, far = self._stacks[number], owner[abs(steps) > 1].tolist()
@@ -496,11 +503,12 @@ class _Expansion:
     def _of_neighbours(self, number: int, storages: IntColumn, layers: IntColumn, slots: IntColumn) -> IntColumn:
         """Return the storages that are to layers what `storages` are to their owners."""
         made = self._made[number]
-        if ((layers < 0) | (layers >= len(made))).any():
-            raise CannotReuseError("neighbours of equal layers differ")
-        found: IntColumn = made[layers, slots]
-        if (found < 0).any() or (self._looks_of[found] != self._looks_of[storages]).any():
-            raise CannotReuseError("neighbours of equal layers differ")
+        is_layer = (layers >= 0) & (layers < len(made))
+        found: IntColumn = np.where(is_layer, made[np.where(is_layer, layers, 0), slots], -1)
+        differs = (found < 0) | (self._looks_of[found] != self._looks_of[storages])
+        if differs.any():
+            owners = self._owner[1, storages[differs]].tolist()
+            raise CannotReuseError("neighbours of equal layers differ", [(number, owner) for owner in owners])
         return found
 
     def _outside(self, rows: IntColumn) -> _Part:
@@ -542,14 +550,11 @@ class _Expansion:
 
     def _check_frees(self, expanded: Columns) -> None:
         """Check that of traced and of skipped layers the same is freed."""
-        was, now = (_is_freed(columns, len(self._storages)) for columns in (self._traced, expanded))
+        was, now = (
+            np.bincount(columns.storage[columns.change == FREED], minlength=len(self._storages)) > 0
+            for columns in (self._traced, expanded)
+        )
         for stack, made in zip(self._stacks, self._made, strict=True):
             traced = [stack.representatives.get(layer, layer) for layer in range(len(made))]
             if (was[made[traced]] != now[made])[made >= 0].any():
                 raise CannotReuseError("equal layers do not free the same")
-
-
-def _is_freed(columns: Columns, num_storages: int) -> NDArray[np.bool_]:
-    is_freed = np.zeros(num_storages, dtype=bool)
-    is_freed[columns.storage[columns.change == FREED]] = True
-    return is_freed

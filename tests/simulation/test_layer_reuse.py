@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import simulator
@@ -20,6 +22,7 @@ from hf_ckpt.simulation.layer_reuse import LayerReuse
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.simulation.tape import Tape
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from tests import zoo
 
@@ -46,15 +49,15 @@ BETWEEN = [{"layers": "2:8", "mode": "full", "offload": SMALL}]
 CASES: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "llama-every-2": ("llama", 8, "full", {"every_n_layers": 2}, 2),
     "llama-mixed": ("llama", 14, MIXED, {}, 6),
-    "gemma3-full": ("gemma3_text", 8, "full", {}, 2),
+    "gemma3-full": ("gemma3_text", 11, "full", {}, 4),
     "qwen3-moe-ffn": ("qwen3_moe", 7, "ffn", {}, 4),
     "gpt2-range": ("gpt2", 8, [{"layers": "1:7", "mode": "full"}], {}, 3),
-    "gpt-oss-attention": ("gpt_oss", 8, "attention", {}, 2),
-    "bamba-none": ("bamba", 8, None, {}, 2),
+    "gpt-oss-attention": ("gpt_oss", 11, "attention", {}, 4),
+    "bamba-none": ("bamba", 11, None, {}, 4),
     "llama-selective": ("llama", 7, "selective", {}, 4),
     "llama-full-offload": ("llama", 9, "full", {"offload": SMALL}, 4),
     "qwen3-moe-selective-attention-offload": ("qwen3_moe", 9, "selective_attention", {"offload": SMALL}, 4),
-    "llama-offload-between": ("llama", 10, BETWEEN, {}, 3),
+    "llama-offload-between": ("llama", 10, BETWEEN, {}, 2),
     "llama-segments": ("llama", 16, "full", {"segment_size": 4}, 8),
     "llama-segments-and-a-rest": ("llama", 14, "full", {"segment_size": 3}, 6),
     "llama-segments-of-all-lengths": ("llama", 18, SHRINKING, {}, 5),
@@ -77,15 +80,16 @@ def both(built: nn.Module, policy: Any, step: Step = STEP, **options: Any) -> tu
 
 @contextmanager
 def counted_copies() -> Iterator[list[int]]:
-    """Count the layers that need no tracing, in each try."""
+    """Count the layers that were not traced, in each step that was made up of the others."""
     counts: list[int] = []
+    expanded = LayerReuse.expanded
 
-    def chosen(stacks: Any, plan: Any, signature_of: Any, **options: Any) -> LayerReuse:
-        copies = LayerReuse.choose(stacks, plan, signature_of, **options)
-        counts.append(sum(map(len, copies.representatives)))
-        return copies
+    def counted(reuse: LayerReuse, tape: Tape) -> Tape:
+        found = expanded(reuse, tape)
+        counts.append(sum(map(len, reuse.representatives)))
+        return found
 
-    with mock.patch.object(simulator, "LayerReuse", mock.Mock(choose=chosen)):
+    with mock.patch.object(LayerReuse, "expanded", counted):
         yield counts
 
 
@@ -105,6 +109,41 @@ def test_a_step_traced_once_is_the_step_traced_whole(name: str) -> None:
         once, whole = both(model(model_type, num_layers), policy, **options)
     assert counts == [count]
     assert_equal(once, whole)
+
+
+class AddsBetween(LlamaModel):
+    """Adds something to what some of its layers return, as Qwen3-VL does with features of images."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        positions = self.rotary_emb(hidden, torch.arange(hidden.shape[1], device=hidden.device)[None])
+        for idx, layer in enumerate(self.layers):
+            hidden = layer(hidden, attention_mask=None, position_embeddings=positions)
+            if idx in (1, 2, 6):
+                hidden = hidden + hidden.tanh()
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+@pytest.mark.parametrize("policy", [None, "full", "attention"])
+def test_layers_next_to_what_comes_between_are_traced(policy: str | None) -> None:
+    built = model("llama", 14)
+    built.model.__class__ = AddsBetween
+    with counted_copies() as counts:
+        once, whole = both(built, policy)
+    # 0 to 8 are traced, 9 too as the one before the one that represents others, and the last.
+    assert counts == [3]
+    assert_equal(once, whole)
+
+
+def test_what_sets_layers_apart_is_found_once() -> None:
+    built = model("llama", 14)
+    built.model.__class__ = AddsBetween
+    simulated = StepSimulator(built, STEP, A100)
+    with mock.patch.object(StepSimulator, "_trace", autospec=True, side_effect=StepSimulator._trace) as traced:
+        for policy in (None, "full", "ffn"):
+            simulated.simulate(policy)
+    assert traced.call_count == 4
+    assert all(call.kwargs["reuse"] is not None for call in traced.call_args_list)
 
 
 def test_layers_that_all_differ_are_traced_at_the_first_try() -> None:
@@ -139,8 +178,8 @@ def test_the_first_step_s_proof_is_traced_once(model_type: str, sharding: Shardi
 
 def test_both_stacks_of_an_encoder_and_a_decoder_are_traced_once() -> None:
     with counted_copies() as counts:
-        once, whole = both(model("t5", 7, "seq2seq"), "full")
-    assert counts == [6]
+        once, whole = both(model("bart", 7, "seq2seq"), "full")
+    assert counts == [7]
     assert_equal(once, whole)
 
 
@@ -172,7 +211,7 @@ def test_an_evaluation_that_fills_a_cache_is_traced_once(model_type: str) -> Non
     simulated = StepSimulator(built, STEP, A100)
     with counted_copies() as counts:
         once = simulated.evaluate()
-    with mock.patch.object(simulator.LayerReuse, "choose", side_effect=CannotReuseError):
+    with mock.patch.object(simulator.LayerReuse, "choose", side_effect=CannotReuseError("no layer is like another")):
         whole = simulated.evaluate()
     assert counts > [0]
     assert once.kept_bytes == whole.kept_bytes
