@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 MAX_ENTRIES = 2**16
@@ -41,6 +41,7 @@ class _Made:
         return _fake_of(made, self.device, mode)
 
 
+_CPU = torch.device("cpu")
 _attributes: dict[torch.device, dict[str, Any]] = {}
 """By device: what a new fake tensor has in its `__dict__`, but for its mode."""
 
@@ -56,6 +57,19 @@ def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTe
     fake.__dict__.update(_attributes[device])
     fake.fake_mode = mode
     return fake
+
+
+def fake_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: FakeTensorMode) -> FakeTensor:
+    """Return what `torch.empty_strided` makes on the CPU where the mode is entered, which takes ten times as long."""
+    return _Made(tuple(shape), tuple(stride), 0, dtype, _CPU).make((), mode)
+
+
+def fake_parameter(made: FakeTensor, *, requires_grad: bool = True) -> nn.Parameter:
+    """Return a new fake tensor as a parameter: what `nn.Parameter` returns, which runs an operator for it."""
+    parameter: Any = made.requires_grad_(requires_grad)
+    parameter._is_param = True
+    found: nn.Parameter = parameter
+    return found
 
 
 @dataclass(frozen=True, slots=True)
