@@ -159,11 +159,15 @@ class ChainPlanner:
 
         With casts, those between the smallest and the fastest that there would be without.
         """
-        peaks = self._with(0).peaks.tolist()
         if not self._has_casts:
-            return tuple(peaks)
+            return self.peaks_without_casts
         smallest = self.smallest_peak().peak_bytes
-        return (smallest, *(peak for peak in peaks if peak > smallest))
+        return (smallest, *(peak for peak in self.peaks_without_casts if peak > smallest))
+
+    @cached_property
+    def peaks_without_casts(self) -> tuple[int, ...]:
+        """As if casts took nothing: those from the smallest of `peaks` on are the same. Far quicker."""
+        return tuple(self._with(0).peaks.tolist())
 
     def _found(self, budget_bytes: int) -> Iterator[Choice]:
         """Yield choices for a budget, with more and more allowed for casts, until one is within it."""

@@ -110,9 +110,8 @@ class Choice:
 
 def predict(chain: Chain, entries: Sequence[LayerPlan]) -> Choice:
     """Return the peak and the time of a step under one entry for each layer. See Note [Moments of a step]."""
-    moments = list(_moments(chain, entries))
-    peak, moment, position = max(moments, key=lambda found: found[0])
     blocks = blocks_of(chain, entries)
+    peak, moment, position = max(_moments(chain, blocks), key=lambda found: found[0])
     seconds = [part for block in blocks for part in _seconds(chain, block)]
     casts = sum(_casts(chain, block) for block in blocks)
     layer_idx = None if position is None else chain.layers[position].layer_idx
@@ -199,11 +198,11 @@ def whole_forward(layer: ChainLayer) -> float:
 _Found = tuple[int, Moment, int | None]
 
 
-def _moments(chain: Chain, entries: Sequence[LayerPlan]) -> Iterator[_Found]:
+def _moments(chain: Chain, blocks: Sequence[Block]) -> Iterator[_Found]:
     """Yield the bytes at each moment of the step, in the order of time."""
     base, gradients = base_bytes(chain), gradients_at(chain)
     kept, casts, backwards = base, 0, []
-    for block in blocks_of(chain, entries):
+    for block in blocks:
         for relative, position in _forward(chain, block):
             yield kept + casts + relative, Moment.FORWARD, position
         backwards.append((kept, block))

@@ -164,7 +164,7 @@ class _Output:
 
 def _levels(reading: StepReading, region: Phase, key: LayerKey) -> NDArray[np.int64]:
     start, end = reading.span(region, key)
-    return np.array(reading.levels[start : end + 1], dtype=np.int64)
+    return reading.levels[start : end + 1]
 
 
 def _outputs(reading: StepReading, region: Phase, key: LayerKey) -> Iterator[_Output]:

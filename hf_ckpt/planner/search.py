@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -378,17 +378,28 @@ class _Search:
     def _in(self, planner: ChainPlanner) -> Planned | None:
         """Return the fastest plan of a chain: between one that fits and one that does not, fewer bytes each time."""
         most = self._budget * (1 + _FAR)
-        if not planner.may_fit(most) or planner.peaks[0] > most:
+        if not planner.may_fit(most):
             return None
         best: Planned | None = None
-        # Places in the planner's peaks: of a plan that fits, and of one that does not.
-        fits, fails, limit = -1, len(planner.peaks), math.inf
-        place = _place_of(planner, self._budget)
+        # What needs least of all takes long to find, and mostly lies far below.
+        peaks, target = planner.peaks_without_casts, float(self._budget)
+        # Places in the peaks: of a plan that fits, and of one that does not.
+        fits, fails, limit = -1, len(peaks), math.inf
         for _ in range(_MAX_TRIES):
-            place = min(max(place, fits + 1), fails - 1)
+            place = min(max(bisect_right(peaks, target) - 1, fits + 1), fails - 1)
             if place <= fits:
                 break
-            choice = planner.choose(planner.peaks[place])
+            try:
+                choice = planner.choose(peaks[place])
+            except BudgetError:
+                # Nothing has fitted yet, or this would.
+                failed = math.inf if fails == len(peaks) else peaks[fails]
+                peaks = planner.peaks
+                fails = bisect_left(peaks, failed)
+                place = min(max(bisect_right(peaks, target) - 1, 0), fails - 1)
+                if peaks[0] > most or place < 0:
+                    break
+                choice = planner.choose(peaks[place])
             if best is not None and (choice.peak_bytes > limit or choice.seconds > best.choice.seconds * _LITTLE):
                 break
             planned = self._chains.planned(planner.chain, choice)
@@ -398,11 +409,11 @@ class _Search:
                 best = self._faster(best, planned)
             else:
                 fails = place
-            has_both = fits >= 0 and fails < len(planner.peaks)
-            if has_both and planner.peaks[fails] - planner.peaks[fits] < self._budget * _CLOSE:
+            has_both = fits >= 0 and fails < len(peaks)
+            if has_both and peaks[fails] - peaks[fits] < self._budget * _CLOSE:
                 break
             # The planner is wrong by about as much for a plan of about that size.
-            place = _place_of(planner, self._budget - wrong_by)
+            target = self._budget - wrong_by
             limit = self._budget - wrong_by + min(_AS_WRONG * abs(wrong_by), self._budget * _WRONG_BY)
         return best
 
@@ -418,11 +429,6 @@ def _seconds_of(found: Planned | None) -> float:
 
 def _has_tiles(chain: Chain) -> bool:
     return any(option.tiles is not None for layer in chain.layers for option in layer.costs)
-
-
-def _place_of(planner: ChainPlanner, budget_bytes: int) -> int:
-    """Return the place of the last of the planner's peaks that is within a budget; -1 where none is."""
-    return bisect_right(planner.peaks, budget_bytes) - 1
 
 
 # --- The most that tiles and a chunked head could bring. Where not even that helps, neither is simulated. ---

@@ -116,6 +116,8 @@ class LayerPlan:
     @property
     def alone(self) -> LayerPlan:
         """What the entry does with the layer by itself, without its segment: an option of the planner."""
+        if self.segment is None and not (self.nested or self.snapshots or self.why):
+            return self
         return replace(self, segment=None, nested=False, snapshots=None, why="")
 
     def in_short(self) -> str:

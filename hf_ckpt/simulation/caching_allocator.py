@@ -21,6 +21,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -115,8 +116,9 @@ class _Storages:
     def __init__(self, allocator: CachingAllocator, columns: Columns, blocks: list[Block | None]) -> None:
         self._allocator = allocator
         self._blocks = blocks
-        self._asked = [allocator.asked(storage.num_bytes, storage.stream) for storage in columns.storages]
-        self._lags = [_lag_of(storage) for storage in columns.storages]
+        asked, lag_of = cache(allocator.asked), cache(_lag_of)
+        self._asked = [asked(storage.num_bytes, storage.stream) for storage in columns.storages]
+        self._lags = [lag_of(storage.stream, storage.is_sent) for storage in columns.storages]
         self._still_read: dict[int, deque[Block]] = defaultdict(deque)
         allocator.wait_for_streams = self.free_still_read
 
@@ -162,11 +164,11 @@ def _block_before(allocator: CachingAllocator, storage: Storage) -> Block:
     return block
 
 
-def _lag_of(storage: Storage) -> int:
+def _lag_of(stream: Stream, is_sent: bool) -> int:
     """Return how many of its kind may be freed and still be in use by another stream."""
-    if storage.stream is Stream.GATHER:
+    if stream is Stream.GATHER:
         return _GATHERED_AT_ONCE
-    return _SENT_AT_ONCE if storage.is_sent else 0
+    return _SENT_AT_ONCE if is_sent else 0
 
 
 def _changes(columns: Columns) -> tuple[list[tuple[bool, int]], int]:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.patch.stack_patch import FLAG
 from hf_ckpt.simulation import quantized, shared_tensors
+from hf_ckpt.simulation.operator_memo import fake_empty, fake_parameter
 from hf_ckpt.structure.layers import Layer, Stack
 
 
@@ -80,16 +81,16 @@ def fake_copy(
     hold: in their place stands what looks like the copy of the module that they are mapped to, but has no parameters,
     buffers or submodules of its own, and is not to be run.
     """
+    # A constant that a module has cached is real, and harmless.
+    entered = mode or FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:
         dtype = dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+        return fake_empty(tensor.shape, tensor.stride(), dtype, entered)
 
-    # A constant that a module has cached is real, and harmless.
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with entered:
         copied, memo = _deep_copy(model, fake, is_cuda=is_cuda, stand_ins=stand_ins)
-    return FakeCopy(copied, mode, memo)
+    return FakeCopy(copied, entered, memo)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -138,8 +139,7 @@ def _deep_copy(
     for tensor in _tensors_of(modules):
         if id(tensor) not in memo:
             made = _made_like(tensor, empty)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+            memo[id(tensor)] = _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
     with EmptyCopies(empty):
         copied: nn.Module = copy.deepcopy(model, memo)
     _rebind_forwards(modules, memo)
@@ -160,6 +160,12 @@ def _modules_of(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
 def _made_like(tensor: Tensor, empty: Callable[[Tensor], Tensor]) -> Tensor:
     return shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
+
+
+def _as_parameter(made: Tensor, like: nn.Parameter) -> nn.Parameter:
+    if type(made) is FakeTensor:
+        return fake_parameter(made, requires_grad=like.requires_grad)
+    return nn.Parameter(made, requires_grad=like.requires_grad)
 
 
 class EmptyCopies(TorchFunctionMode):

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode
@@ -23,7 +24,7 @@ from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively, role_of_operator
 from hf_ckpt.simulation.step_memory import Phase, Place
-from hf_ckpt.simulation.tape import Tape, Transfer, TransferKind
+from hf_ckpt.simulation.tape import Columns, Tape, Transfer, TransferKind
 
 _UNITS_AHEAD = 2
 """Units that FSDP1's host may let go of before the device does."""
@@ -119,61 +120,60 @@ def queue_operators(tape: Tape, device: Device, plan: Plan | None, *, limits_uni
     """
     queue = LaunchQueue(device, limits_units=limits_units)
     columns = tape.columns
-    issued = _issued(tape, plan)
+    is_recorded = columns.places.is_in(columns.place, Phase.FORWARD, Phase.RECOMPUTATION)
+    is_intercepted = _intercepted(columns, plan)[columns.place]
     transfers = {row: note for row, note in columns.noted() if isinstance(note, Transfer)}
     if device.is_cuda and not transfers:
         rows = np.flatnonzero(columns.seconds)
-        issuing = {
-            number: queue.issue_seconds(records_graph=is_recorded, is_intercepted=is_intercepted)
-            for number, (is_recorded, is_intercepted) in issued.items()
-        }
-        hosts = [issuing[number] for number in columns.place[rows].tolist()]
-        columns.seconds[rows] = queue.take_all(hosts, columns.seconds[rows].tolist())
+        ways = [queue.issue_seconds(records_graph=way >= 2, is_intercepted=way % 2 == 1) for way in range(4)]
+        hosts = np.array(ways)[2 * is_recorded[rows] + is_intercepted[rows]]
+        columns.seconds[rows] = queue.take_all(hosts.tolist(), columns.seconds[rows].tolist())
         tape.columns = columns
         return
-    optimizer = columns.places.is_in(columns.place, Phase.OPTIMIZER)
+    optimizer = columns.places.is_in(columns.place, Phase.OPTIMIZER).tolist()
+    seconds, recorded, intercepted = columns.seconds.tolist(), is_recorded.tolist(), is_intercepted.tolist()
     for row in sorted({*np.flatnonzero(columns.seconds).tolist(), *transfers}):
         transfer = transfers.get(row)
         if transfer is None:
-            is_recorded, is_intercepted = issued[columns.place[row]]
             waited = queue.finish_reducing() if optimizer[row] else 0.0
-            taken = queue.take(float(columns.seconds[row]), records_graph=is_recorded, is_intercepted=is_intercepted)
-            columns.seconds[row] = waited + taken
+            taken = queue.take(seconds[row], records_graph=recorded[row], is_intercepted=intercepted[row])
+            seconds[row] = waited + taken
             continue
         match transfer.kind:
             case TransferKind.GATHER:
-                columns.seconds[row] = queue.gather(transfer.num_bytes)
+                seconds[row] = queue.gather(transfer.num_bytes)
                 columns.is_copy[row] = True
             case TransferKind.LET_GO:
                 queue.let_go()
             case TransferKind.REDUCE:
                 queue.reduce(transfer.num_bytes)
+    columns.seconds = np.array(seconds, dtype=np.float64)
     tape.columns = columns
 
 
-def _issued(tape: Tape, plan: Plan | None) -> dict[int, tuple[bool, bool]]:
-    """Return, by number of a place, whether its operators record a graph, and whether Python handles each."""
+def _intercepted(columns: Columns, plan: Plan | None) -> NDArray[np.bool_]:
+    """Return, by number of a place, whether Python handles each of its operators."""
     modes: dict[tuple[str, int | None], Mode] = {
         (stack.path, layer_idx): entry.mode
         for stack in (() if plan is None else plan.stacks)
         for layer_idx, entry in enumerate(stack.layers)
         if entry.mode in SELECTIVE_MODES
     }
-    columns = tape.columns
+    found = np.zeros(len(columns.places.all), dtype=bool)
+    if not modes:
+        return found
     used = {number: columns.places.all[number] for number in np.unique(columns.place).tolist()}
     has_kernel = {
         _layer(place) for place in used.values() if role_of_operator(place.operator) is OperatorRole.ATTENTION
     }
-    issued: dict[int, tuple[bool, bool]] = {}
     for number, place in used.items():
         mode = modes.get(_layer(place))
-        is_recorded = place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
         if mode is Mode.SELECTIVE_ATTENTION and _layer(place) not in has_kernel:
             # Its probabilities are followed from operator to operator.
-            issued[number] = is_recorded, is_recorded
+            found[number] = place.phase in (Phase.FORWARD, Phase.RECOMPUTATION)
         else:
-            issued[number] = is_recorded, mode is not None and is_kept_selectively(place)
-    return issued
+            found[number] = mode is not None and is_kept_selectively(place)
+    return found
 
 
 def _layer(place: Place) -> tuple[str, int | None]:

@@ -329,9 +329,7 @@ class _RecordedCalls:
             return
         hidden = _hidden(args, kwargs)
         tensors = tensors_of(output)
-        is_same = (
-            len(tensors) == 1 and hidden is not None and _tensor_properties(tensors[0]) == _tensor_properties(hidden)
-        )
+        is_same = len(tensors) == 1 and hidden is not None and _look_alike(tensors[0], hidden)
         if not is_same:
             raise CannotReuseError(
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
@@ -387,8 +385,7 @@ class _BackwardMark(torch.autograd.Function):
 
 
 def _record_copied_gradients(tracker: Tracker, names: Sequence[str], parameter: Tensor) -> None:
-    for name in names:
-        tracker.record_copied_gradient(name, parameter)
+    tracker.record_copied_gradients(names, parameter)
 
 
 def _skip(skipped: _SkippedLayer, *args: Any, **kwargs: Any) -> Any:
@@ -400,10 +397,14 @@ def _hidden(args: Any, kwargs: Any) -> Tensor | None:
     return hidden if isinstance(hidden, Tensor) else None
 
 
-def _tensor_properties(tensor: Tensor) -> tuple[object, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+def _look_alike(tensor: Tensor, other: Tensor) -> bool:
+    return _call_signature(tensor, {}) == _call_signature(other, {})
 
 
 def _call_signature(args: Any, kwargs: Any) -> object:
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    return [_tensor_properties(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
+    # No function mode is to see what is read here: see `run_once`.
+    with torch._C.DisableTorchFunction():
+        return [
+            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
+        ]

@@ -142,9 +142,10 @@ def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.
     if not torch.is_grad_enabled():
         return
     # The first output is the hidden states; where there are others, their backward may come later.
-    for tensor in tensors_of(output)[:1]:
-        if tensor.requires_grad:
-            tensor.register_hook(partial(_enter_backward, tracker, place, mark))  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction():
+        for tensor in tensors_of(output)[:1]:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_enter_backward, tracker, place, mark))  # type: ignore[no-untyped-call]
 
 
 def _enter_backward(tracker: Tracker, place: Place, mark: Mark | None, gradient: Tensor) -> None:

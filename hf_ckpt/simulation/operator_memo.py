@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 MAX_ENTRIES = 2**16
@@ -33,14 +33,15 @@ class _Made:
     device: torch.device
     base: int | None = None
 
-    def make(self, args: Any, fake: FakeTensor) -> FakeTensor:
+    def make(self, args: Any, mode: FakeTensorMode) -> FakeTensor:
         with torch._C._DisableTorchDispatch():
             made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             if self.base is not None:
                 made.set_(args[self.base].untyped_storage(), self.offset, self.shape, self.stride)
-        return _fake_of(made, self.device, fake.fake_mode)
+        return _fake_of(made, self.device, mode)
 
 
+_CPU = torch.device("cpu")
 _attributes: dict[torch.device, dict[str, Any]] = {}
 """By device: what a new fake tensor has in its `__dict__`, but for its mode."""
 
@@ -58,13 +59,26 @@ def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTe
     return fake
 
 
+def fake_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: FakeTensorMode) -> FakeTensor:
+    """Return what `torch.empty_strided` makes on the CPU where the mode is entered, which takes ten times as long."""
+    return _Made(tuple(shape), tuple(stride), 0, dtype, _CPU).make((), mode)
+
+
+def fake_parameter(made: FakeTensor, *, requires_grad: bool = True) -> nn.Parameter:
+    """Return a new fake tensor as a parameter: what `nn.Parameter` returns, which runs an operator for it."""
+    parameter: Any = made.requires_grad_(requires_grad)
+    parameter._is_param = True
+    found: nn.Parameter = parameter
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Given:
     """An output that is an argument itself, as that of an operator in place."""
 
     index: int
 
-    def make(self, args: Any, fake: FakeTensor) -> Any:
+    def make(self, args: Any, mode: FakeTensorMode) -> Any:
         return args[self.index]
 
 
@@ -74,7 +88,7 @@ class _Value:
 
     value: Any
 
-    def make(self, args: Any, fake: FakeTensor) -> Any:
+    def make(self, args: Any, mode: FakeTensorMode) -> Any:
         return self.value
 
 
@@ -88,10 +102,10 @@ class Outputs:
     has_one_cost: bool
     """Whether those calls read and write the same bytes: an expanded tensor has fewer than its shape says."""
 
-    def make(self, args: Any, fake: FakeTensor) -> Any:
+    def make(self, args: Any, mode: FakeTensorMode) -> Any:
         if self.container is None:
-            return self.outputs[0].make(args, fake)
-        return self.container(output.make(args, fake) for output in self.outputs)
+            return self.outputs[0].make(args, mode)
+        return self.container(output.make(args, mode) for output in self.outputs)
 
 
 _known: dict[Hashable, Outputs] = {}
@@ -117,14 +131,14 @@ def run_once(
     tensors: list[Tensor] = []
     with torch._C.DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
-        fake = next((tensor for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+        mode = _mode_of(tensors)
         if _is_mixed(tensors) and (not _makes_new(function) or _reads_values(function)):
             key = None
         known = None if key is None else _known.get(key)
-        if known is not None and fake is not None:
-            return known.make(args, fake), known
+        if known is not None and mode is not None:
+            return known.make(args, mode), known
     output = run(function, args, kwargs)
-    if key is None or fake is None or len(_known) >= MAX_ENTRIES:
+    if key is None or mode is None or len(_known) >= MAX_ENTRIES:
         return output, None
     try:
         # An operator that changes what its arguments look like has to run each time.
@@ -146,6 +160,14 @@ def look(
         return function, _look(args, tensors), _look(tuple(kwargs.items()), tensors) if kwargs else ()
     except _NotKnownError:
         return None
+
+
+def _mode_of(tensors: list[Tensor]) -> FakeTensorMode | None:
+    """Return the mode of what is made of some tensors: the one that is entered where it is made of none."""
+    if not tensors:
+        entered: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        return entered
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 def _is_mixed(tensors: list[Tensor]) -> bool:

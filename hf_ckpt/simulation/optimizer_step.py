@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.simulation.operator_memo import fake_empty, fake_parameter
 from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer, state_tensors
 from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharding import compute_dtype
@@ -55,9 +61,7 @@ def simulate_optimizer(
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        # Without the tracker: `fold` makes for real what depends on no tensor.
-        fakes = {parameter: nn.Parameter(_fake(parameter, step)) for _, parameter in trainable}
+    fakes = {parameter: fake_parameter(_fake(parameter, step, mode)) for _, parameter in trainable}
     with random_states_kept(), mode, tracker:
         with tracker.before_step():
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
@@ -108,10 +112,10 @@ def _refused(optimizer: torch.optim.Optimizer, reason: str) -> UnsupportedError:
     )
 
 
-def _fake(parameter: nn.Parameter, step: Step) -> Tensor:
+def _fake(parameter: nn.Parameter, step: Step, mode: FakeTensorMode) -> FakeTensor:
     # Of shared ones what this rank holds: optimizers work on that.
     dtype, held = compute_dtype(step, parameter), local_part(parameter)
-    return torch.empty_strided(held.shape, held.stride(), dtype=dtype, device="cpu")
+    return fake_empty(held.shape, held.stride(), dtype, mode)
 
 
 def _set_gradients(parameters: list[nn.Parameter]) -> None:

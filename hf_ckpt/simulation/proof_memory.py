@@ -106,7 +106,9 @@ class _SimulatedCall(CallProof):
     def _record_fingerprints(self, found: _Fingerprints, values: Any, *, sketch_bytes: int = 0) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor):
-                self._tracker.record_temporary(scratch_bytes(tensor))
+                with torch._C.DisableTorchFunction():
+                    num_bytes = scratch_bytes(tensor)
+                self._tracker.record_temporary(num_bytes)
                 self._tracker.record_owned(_HASH_BYTES, found)
                 if sketch_bytes and tensor.is_floating_point():
                     self._tracker.record_owned(sketch_bytes, found)

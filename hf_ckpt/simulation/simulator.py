@@ -125,11 +125,12 @@ class StepSimulator:
         if not self._known.stacks:
             _check_modules(self.model)
             self._known.stacks = find_layers(self.model, **self.structure)
-            shared = shared_layers(self.model, self._known.stacks)
+            shared, numbers = shared_layers(self.model, self._known.stacks), dict[Hashable, int]()
             for stack in self._known.stacks:
                 for layer in stack.layers:
+                    # A number for equal ones: to compare them takes as long as to make them.
                     signature = object() if layer.outer in shared else layer_signature(layer)
-                    self._known.signatures[layer.outer] = signature
+                    self._known.signatures[layer.outer] = numbers.setdefault(signature, len(numbers))
         return self._known.stacks
 
     def memory(self, plan: Plan | None) -> StepMemory:
@@ -381,7 +382,7 @@ class StepSimulator:
             for context in (random_states_kept(), fake.mode, tracker):
                 entered.enter_context(context)
             entered.enter_context(_explained(tracker, self.step))
-            if has_shared(self.model):
+            if has_shared(fake.model):
                 entered.enter_context(shapes_found_apart())
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
             beside = self.step.beside_bytes

@@ -400,7 +400,7 @@ def read_tape(
     seconds = np.cumsum(columns.seconds)
     timeline = Timeline(
         places,
-        {category: tuple(column.tolist()) for category, column in by_category.items()},
+        {category: _as_tuple(column) for category, column in by_category.items()},
         tuple(seconds[changes].tolist()) if len(seconds) and seconds[-1] > 0 else (),
     )
     return StepMemory(
@@ -416,6 +416,12 @@ def read_tape(
         num_flops=_num_flops(columns, repeats),
         host_bytes=host_bytes,
     )
+
+
+def _as_tuple(column: IntColumn) -> tuple[int, ...]:
+    """Return a column as a tuple; that of weights and of the optimizer's state has one number throughout."""
+    is_constant = len(column) and (column == column[0]).all()
+    return (int(column[0]),) * len(column) if is_constant else tuple(column.tolist())
 
 
 def _bytes_after(
@@ -524,10 +530,10 @@ def _time(columns: Columns, repeats: int) -> StepTime:
     seconds = columns.seconds * _weights(columns, repeats)
     # Exact sums, so that equal steps take equal times in whatever order their layers run.
     times = {
-        phase.value: math.fsum(seconds[columns.places.is_in(columns.place, phase) & ~columns.is_copy])
+        phase.value: math.fsum(seconds[columns.places.is_in(columns.place, phase) & ~columns.is_copy].tolist())
         for phase in Phase
     }
-    return StepTime(**times, copies=math.fsum(seconds[columns.is_copy]))
+    return StepTime(**times, copies=math.fsum(seconds[columns.is_copy].tolist()))
 
 
 def _num_flops(columns: Columns, repeats: int) -> dict[Phase, int]:

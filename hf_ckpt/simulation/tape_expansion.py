@@ -326,15 +326,16 @@ class _Expansion:
         rows = self._traced.rows_of_storages(ALLOCATED)
         known: dict[object, int] = {}
         for layer in np.flatnonzero(self._ranks[stack.number] >= 0).tolist():
-            storages = made[layer][made[layer] >= 0]
+            of_layer = made[layer][made[layer] >= 0]
             # As if in layer 0.
-            places = self._places.moved(self._traced.place[rows[storages]], path, -layer).tolist()
-            for number, place in zip(storages.tolist(), places, strict=True):
+            places = self._places.moved(self._traced.place[rows[of_layer]], path, -layer).tolist()
+            for number, place in zip(of_layer.tolist(), places, strict=True):
                 storage = self._storages[number]
                 of_place = None if storage.category is Category.GRADIENTS else place
                 look = (of_place, storage.num_bytes, storage.shape, storage.dtype)
                 self._looks[number] = known.setdefault(look, len(known))
-        numbers = {id(storage): number for number, storage in enumerate(self._storages)}
+        storages, looks, everywhere = self._storages, self._looks, self._places.all
+        numbers = {id(storage): number for number, storage in enumerate(storages)}
         for layer, representative in stack.representatives.items():
             slots = np.flatnonzero(made[representative] >= 0)
             originals = made[representative, slots]
@@ -342,17 +343,18 @@ class _Expansion:
             places = self._places.moved(self._traced.place[rows[originals]], path, shift).tolist()
             copies: list[int] = []
             for original, place in zip(originals.tolist(), places, strict=True):
-                storage, number = self._storages[original], len(self._storages)
-                if storage.parameter:
-                    copy = self._copied_gradient(storage, path, shift)
-                    number = numbers.get(id(copy), number)
+                like = storages[original]
+                if like.parameter:
+                    copy = self._copied_gradient(like, path, shift)
+                    number = numbers.get(id(copy), len(storages))
                 else:
-                    at = self._places.all[place]
-                    copy = Storage(storage.num_bytes, at, storage.shape, storage.dtype, storage.category, storage.why)
-                if number == len(self._storages):
-                    self._storages.append(copy)
-                    self._looks.append(0)
-                self._looks[number] = self._looks[original]
+                    copy = Storage(like.num_bytes, everywhere[place], like.shape, like.dtype, like.category, like.why)
+                    number = len(storages)
+                if number == len(storages):
+                    storages.append(copy)
+                    looks.append(looks[original])
+                else:
+                    looks[number] = looks[original]
                 copies.append(number)
             made[layer, slots] = copies
 

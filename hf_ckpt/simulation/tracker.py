@@ -7,7 +7,7 @@ reports which layer, part and module runs. Knows no plan.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -131,16 +131,17 @@ class Tracker(SimulationMode):
         storage.category, storage.parameter = Category.PARAMETERS, name
         self.record_apart([storage])
 
-    def record_copied_gradient(self, name: str, like: Tensor) -> None:
-        """Count the gradient of a parameter whose layer is skipped: it looks like that of `like`.
+    def record_copied_gradients(self, names: Sequence[str], like: Tensor) -> None:
+        """Count the gradients of parameters whose layers are skipped: they look like that of `like`.
 
-        `layer_reuse` writes its allocation into the tape.
+        `layer_reuse` writes their allocation into the tape.
         """
-        self._names_with_gradient.add(name)
-        if name not in self.tape.copied_gradients:
-            storage = self._storage_like(like, like.dtype)
-            storage.made, storage.category, storage.parameter = self._setup_place, Category.GRADIENTS, name
-            self.tape.copied_gradients[name] = storage
+        self._names_with_gradient.update(names)
+        copied = self.tape.copied_gradients
+        if any(name not in copied for name in names):
+            found = self._storage_like(like, like.dtype)
+            looks = found.num_bytes, self._setup_place, found.shape, found.dtype, Category.GRADIENTS
+            copied.update({name: Storage(*looks, parameter=name) for name in names if name not in copied})
 
     def free_copied_gradients(self) -> None:
         """Record that the gradients of skipped layers are freed."""
