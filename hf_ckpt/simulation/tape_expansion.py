@@ -31,8 +31,7 @@ from hf_ckpt.simulation.tape import (
 class CannotReuseError(Exception):
     """Equal layers do not do the same in this model. Caught where every layer can be traced instead.
 
-    `unlike`: layers that are like no other, each as the number of its stack and its `layer_idx`. With them apart the
-    others may be alike.
+    `unlike`: layers that are like no other, each as the number of its stack and its `layer_idx`; others may be alike.
     """
 
     def __init__(self, reason: str, unlike: Collection[tuple[int, int]] = ()) -> None:
@@ -343,13 +342,12 @@ class _Expansion:
             places = self._places.moved(self._traced.place[rows[originals]], path, shift).tolist()
             copies: list[int] = []
             for original, place in zip(originals.tolist(), places, strict=True):
-                like = storages[original]
+                like, number = storages[original], len(storages)
                 if like.parameter:
                     copy = self._copied_gradient(like, path, shift)
-                    number = numbers.get(id(copy), len(storages))
+                    number = numbers.get(id(copy), number)
                 else:
                     copy = Storage(like.num_bytes, everywhere[place], like.shape, like.dtype, like.category, like.why)
-                    number = len(storages)
                 if number == len(storages):
                     storages.append(copy)
                     looks.append(looks[original])
