@@ -117,7 +117,10 @@ class StepSimulator:
 
     def plan_of(self, policy: Policy | Plan) -> Plan:
         """Return the plan that `apply` would put in force. Raises what `apply` raises."""
-        return make_plan(self.model, policy, self.stacks)
+        known = self._known.plans
+        if policy not in known:
+            known[policy] = make_plan(self.model, policy, self.stacks)
+        return known[policy]
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -147,12 +150,15 @@ class StepSimulator:
         """
         key = *self._key(plan), expands
         if key not in self._known.reserved:
-            self._known.reserved[key] = reserved_bytes(self.trace(plan).tape, expands=expands)
+            self._known.reserved[key] = reserved_bytes(self._tape_of(plan), expands=expands)
         return self._known.reserved[key]
 
     def held_within(self, plan: Plan | None, limit_bytes: int) -> Held:
         """Return what torch's allocator holds of a CUDA device that has so much for it. See `reserved_bytes`."""
-        return held_within(self.trace(plan).tape, limit_bytes)
+        return held_within(self._tape_of(plan), limit_bytes)
+
+    def _tape_of(self, plan: Plan | None) -> Tape:
+        return self.trace(None if plan is None else self.plan_of(plan)).tape
 
     def simulate(
         self,
@@ -452,6 +458,7 @@ _MAX_EVENTS = 1_500_000
 class _Known:
     """What was found out of one model on one device, for all steps."""
 
+    plans: dict[Policy | Plan, Plan] = field(default_factory=dict)
     memories: dict[_Key, StepMemory] = field(default_factory=dict)
     """Of `memory`."""
     prepared: dict[Step, StepMemory] = field(default_factory=dict)

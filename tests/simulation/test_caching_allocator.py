@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.devices import find_device
@@ -231,6 +236,25 @@ def llama() -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
     return model.to(torch.bfloat16)
+
+
+def fused_loss(model: Any, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+    """Compute head and loss as Liger does, without a call of the head."""
+    hidden = model.model(input_ids, **kwargs).last_hidden_state
+    logits = hidden.flatten(0, 1) @ model.lm_head.weight.T
+    return CausalLMOutputWithPast(loss=functional.cross_entropy(logits.float(), labels.flatten()))
+
+
+def test_a_head_that_another_library_governs_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_loss, "__module__", "liger_kernel.transformers")
+    model = llama()
+    model.forward = MethodType(fused_loss, model)
+    simulator = StepSimulator(model, STEP, find_device("a100-80gb"))
+    plain = simulator.plan_of(parse("full"))
+    chunked = replace(plain, head=HeadMode.CHUNKED)
+    assert simulator.memory(chunked).peak_bytes == simulator.memory(plain).peak_bytes
+    assert simulator.reserved_bytes(chunked) == simulator.reserved_bytes(plain)
+    assert simulator.held_within(chunked, 2**30) == simulator.held_within(plain, 2**30)
 
 
 STEP = Step(batch_size=4, seq_length=1024, optim="adamw_torch")
