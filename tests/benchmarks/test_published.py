@@ -332,6 +332,19 @@ def _append(kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.parametrize("name", ["loss_4_45", "loss_4_46", "loss_gpt_bigcode", "fast_loss"])
+def test_old_torch_slices_logits_twice(name: str) -> None:
+    config = LlamaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    EMULATIONS[name](model)
+    token_ids = torch.zeros(2, 8, dtype=torch.int64)
+    node = model(input_ids=token_ids, labels=token_ids)["loss"].grad_fn
+    while node.name() != "SliceBackward0":
+        node = node.next_functions[0][0]
+    # One leaves the last token out, the other nothing.
+    assert node.next_functions[0][0].name() == "SliceBackward0"
+
+
 def test_torchtitan_saves_attention_and_every_second_product_of_each_layer() -> None:
     mm = torch.ops.aten.mm.default
     policy = torchtitan._contexts()[0].policy_fn
