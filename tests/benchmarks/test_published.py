@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -359,6 +360,28 @@ def test_torchtitan_saves_attention_and_every_second_product_of_each_layer() -> 
 
 
 @pytest.mark.usefixtures("small")
+def test_torchtitan_keeps_keys_and_values_of_each_head() -> None:
+    config = LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=8)
+    config.num_key_value_heads = 2
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    point = STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"]
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: Any) -> Any:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    for names, num_heads in (((), 2), (("torchtitan_heads",), 8)):
+        shapes.clear()
+        with ExitStack() as entered:
+            for name in names:
+                entered.enter_context(CHANGES[name](model, point))
+            entered.enter_context(saved_tensors_hooks(keep, lambda kept: kept))
+            model(input_ids=torch.zeros(3, 16, dtype=torch.int64))
+        # Keys and values; queries have all heads, as the output has.
+        assert shapes.count((3, num_heads, 16, 8)) == (2 if num_heads == 2 else 4)
+
+
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
     wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
