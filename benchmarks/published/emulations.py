@@ -21,10 +21,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.opt.modeling_opt import OPTAttention
 
-from benchmarks.published.fused_kernels import fast_loss, fast_norms, fast_rotary, fused_linear_loss
+from benchmarks.published.fused_kernels import fast_loss, fast_norms, fast_rotary, fused_linear_loss, shift
 from benchmarks.published.llm_foundry import reduced_in_float32
 from benchmarks.published.points import StepPoint
-from benchmarks.published.torchtitan import torchtitan_fsdp2, torchtitan_loss, torchtitan_selective
+from benchmarks.published.torchtitan import torchtitan_fsdp2, torchtitan_heads, torchtitan_loss, torchtitan_selective
 from hf_ckpt.simulation.zero_tape import ZeroTape
 
 
@@ -246,6 +246,7 @@ CHANGES: Mapping[str, Change] = {
     "gradients_zeroed_in_place": gradients_zeroed_in_place,
     "gradients_of_skipped_step": gradients_of_skipped_step,
     "fast_rotary": fast_rotary,
+    "torchtitan_heads": torchtitan_heads,
     "torchtitan_selective": torchtitan_selective,
 }
 
@@ -348,7 +349,7 @@ def _upcast_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> T
 
 
 def _loss_of_copies(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    shifted = logits[..., :-1, :].contiguous()
+    shifted = shift(logits).contiguous()
     targets = labels[..., 1:].contiguous()
     shifted = shifted.view(-1, vocab_size)
     return functional.cross_entropy(shifted, targets.view(-1))

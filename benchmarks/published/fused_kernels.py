@@ -7,6 +7,7 @@ https://github.com/foundation-model-stack/fms-acceleration/tree/733992a/plugins/
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,15 @@ def fast_rotary(model: Any, point: StepPoint) -> Iterator[None]:
     """Rotate queries and keys in place, in forward and in backward."""
     with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", _rotate):
         yield
+
+
+def shift(tensor: Tensor) -> Tensor:
+    """Return `tensor[..., :-1, :]` as torch 2.4 does: `:` is a slice as well, whose backward makes one more tensor.
+
+    Newer versions leave it out (`applySlice` in `aten/src/ATen/TensorIndexing.h`).
+    """
+    shifted: Tensor = torch.ops.aten.slice.Tensor(tensor[..., :-1, :], -1, 0, sys.maxsize)
+    return shifted
 
 
 class _NormFunction(torch.autograd.Function):
@@ -110,7 +120,7 @@ class _LossFunction(torch.autograd.Function):
 
 
 def _fast_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    shifted = logits[..., :-1, :].contiguous()
+    shifted = shift(logits).contiguous()
     targets = labels[..., 1:].contiguous().view(-1)
     losses: Tensor = _LossFunction.apply(shifted.view(-1, vocab_size), targets)
     return losses.sum() / torch.count_nonzero(targets != -100)
@@ -150,7 +160,7 @@ class _LinearLossFunction(torch.autograd.Function):
 class _FusedLossLlama(LlamaForCausalLM):
     def forward(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> CausalLMOutputWithPast:
         hidden = self.model(input_ids, **inputs)[0]
-        shifted = hidden[..., :-1, :].contiguous()
+        shifted = shift(hidden).contiguous()
         targets = labels[..., 1:].contiguous().view(-1)
         loss = _LinearLossFunction.apply(shifted.view(-1, shifted.shape[-1]), self.lm_head.weight, targets)
         return CausalLMOutputWithPast(loss=loss)

@@ -53,7 +53,7 @@ class Source:
     """Fields of peft's `LoraConfig`."""
     keeps_adapter_dtype: bool = False
     """Whether adapters have the dtype of the model, as before peft 0.11; since then they are float32."""
-    policy: str | None = None
+    policy: str | list[dict[str, Any]] | None = None
     """Of `apply`; None for no checkpointing but that of `changes`."""
     changes: tuple[str, ...] = ()
     """Names of `emulations.CHANGES`: what the code that was measured does around a step."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.integrations import sdpa_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -47,6 +48,13 @@ def torchtitan_selective(model: Any, point: StepPoint) -> Iterator[None]:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = _checkpoint
     yield
+
+
+@contextmanager
+def torchtitan_heads(model: Any, point: StepPoint) -> Iterator[None]:
+    """Repeat keys and values, one for each head of the queries, and keep them so for backward."""
+    with mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", return_value=False):
+        yield
 
 
 @contextmanager

@@ -90,9 +90,11 @@ class LaunchQueue:
         if self._limits_units:
             self._free_seconds.append(self._host_seconds + self._queued_seconds)
 
-    def reduce(self, num_bytes: int) -> None:
-        """Send gradients while the device goes on."""
+    def reduce(self, num_bytes: int, num_calls: int = 0) -> float:
+        """Send gradients while the device goes on; return how long it waits for the host, which calls so much."""
+        waited = self._run(num_calls * self._device.backward_launch_seconds, 0.0)
         self._reducing_seconds += copy_seconds(num_bytes, self._device, between_ranks=True)
+        return waited
 
     def finish_reducing(self) -> float:
         """Return the seconds until all gradients have arrived."""
@@ -146,7 +148,8 @@ def queue_operators(tape: Tape, device: Device, plan: Plan | None, *, limits_uni
             case TransferKind.LET_GO:
                 queue.let_go()
             case TransferKind.REDUCE:
-                queue.reduce(transfer.num_bytes)
+                seconds[row] = queue.reduce(transfer.num_bytes, transfer.num_calls)
+                columns.is_copy[row] = True
     columns.seconds = np.array(seconds, dtype=np.float64)
     tape.columns = columns
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import accelerate
@@ -180,6 +181,13 @@ class RankTape:
     def _keeps_masters(self) -> bool:
         """Whether the optimizer steps weights in float32."""
         return any(weight.num_bytes != weight.compute_bytes for weight in self._trained)
+
+    @cached_property
+    def _times_wider(self) -> float:
+        """How many bytes the optimizer steps for each that its step was simulated with."""
+        computed = sum(weight.compute_bytes for weight in self._trained)
+        stepped = sum(weight.numel for weight in self._trained) * self._master_bytes
+        return stepped / computed if computed and self._keeps_masters else 1.0
 
     @property
     def _shards_weights(self) -> bool:
@@ -432,7 +440,7 @@ class RankTape:
         storage = event.storage
         in_optimizer = event.place.phase is Phase.OPTIMIZER and self._engine != "ddp"
         if in_optimizer and event.seconds:
-            return replace(event, seconds=event.seconds / self._world_size)
+            return replace(event, seconds=event.seconds * self._times_wider / self._world_size)
         if storage is None:
             return event
         if event.change is MemoryChange.FREE:

@@ -103,6 +103,8 @@ class Transfer:
 
     kind: TransferKind
     num_bytes: int
+    num_calls: int = 0
+    """What the host calls of torch to send gradients, besides the collective."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,9 @@ Note [What ZeRO holds].
   ZeRO-3 means to spare it since 0.18.2, and from 0.18.3 on compares a `torch.device` with its name, which are never
   equal (`_create_fp32_partitions`).
 - The step takes a share's gradients, in ZeRO-3 those of at most `sub_group_size` elements at a time, copies them into
-  one row, and that into the dtype of the optimizer's weights.
+  one row, and that into the dtype of the optimizer's weights. Before, it has their norm in float64, clipping or not;
+  after, it divides them by the loss scale, and copies stepped weights back. ZeRO-1 and 2 then gather all weights.
+- In ZeRO-3 the host handles gradients one by one, in Python.
 
 Source: `deepspeed/runtime/zero/stage_1_and_2.py`, `stage3.py` and `partitioned_param_coordinator.py` of DeepSpeed 0.19.
 """
@@ -31,6 +33,13 @@ from hf_ckpt.simulation.rank_tape import ADD, EMBEDDINGS, HEAD, RankTape, Runnin
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind
+
+_NORM_BYTES = 8
+"""Of an element of a gradient as its norm is taken."""
+_CALLS_OF_BUCKET = 5
+"""What the host calls of torch to send a bucket of ZeRO-3 (`__avg_scatter_grads`, `reduce_scatter_coalesced`)."""
+_CALLS_OF_GRADIENT = 12
+"""The same for each gradient in it, until the share of it is kept (`__add_grad_to_ipg_bucket`, `partition_grads`)."""
 
 
 class ZeroTape(RankTape):
@@ -64,6 +73,7 @@ class ZeroTape(RankTape):
         self._more_room: Storage | None = None
         self._unreduced: dict[int, Storage] = {}
         self._stepping: Storage | None = None
+        self._step_place: Place | None = None
 
     # --- What exists before the step. ---
 
@@ -288,7 +298,11 @@ class ZeroTape(RankTape):
             row = Storage(num_bytes, place, category=Category.TEMPORARY)
             yield Event(place, MemoryChange.ALLOCATE, row)
             yield Event(place, MemoryChange.FREE, row)
-        yield self._collective(TransferKind.REDUCE, num_bytes, place)
+        sent = self._collective(TransferKind.REDUCE, num_bytes, place)
+        if self._engine == "zero3" and sent.transfer is not None:
+            num_calls = _CALLS_OF_BUCKET + _CALLS_OF_GRADIENT * len(self._in_bucket)
+            sent.transfer = replace(sent.transfer, num_calls=num_calls)
+        yield sent
         yield from self._free(self._waiting, place)
         self._waiting = None
         self._in_bucket.clear()
@@ -324,9 +338,24 @@ class ZeroTape(RankTape):
             yield Event(place, MemoryChange.FREE, row)
         if self._engine != "zero3":
             yield from self._free(self._room, place)
+        self._step_place = replace(place, operator="")
+        yield Event(self._step_place, seconds=self._seconds_around_step)
+
+    @property
+    def _seconds_around_step(self) -> float:
+        """What the device does with gradients and weights besides the optimizer's step."""
+        kept, stepped = self._element_bytes, self._master_bytes
+        norm = kept + 2 * _NORM_BYTES
+        row = 2 * kept + (kept + stepped if stepped != kept else 0)
+        divided, copied_back = 2 * stepped, stepped + kept
+        num_bytes = self._share_elements * (norm + row + divided + copied_back)
+        return num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
 
     def _end_step(self, place: Place) -> Iterator[Event]:
         yield from self._free(self._stepping, place)
         self._stepping = None
+        if self._engine != "zero3" and self._step_place is not None:
+            stepped = sum(weight.compute_bytes for weight in self._trained)
+            yield self._collective(TransferKind.GATHER, stepped, self._step_place)
         if self._persistent is not None:
             yield Event(place, MemoryChange.ALLOCATE, replace(self._persistent, made=place))

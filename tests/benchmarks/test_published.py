@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_sources_are_linked_used_and_whole() -> None:
 
 def test_sources_and_rows_are_held_out() -> None:
     whole = {name for name, source in sources().items() if source.is_held_out}
-    assert whole == {"transformers_bert", "fms_liger", "torchtitan"}
+    torchao = {"torchao_bf16", "torchao_bf16_second", "torchao_bf16_full"}
+    assert whole == {"transformers_bert", "fms_liger", "torchtitan"} | torchao
     assert all(is_held_out(point.name) for point in STEPS.values() if point.source in whole)
     assert is_held_out("fms:a100_80gb:2")
     assert not is_held_out("fms:a100_80gb:35")
@@ -206,6 +208,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "fms_liger:a100_80gb_liger:66",
         "fms_liger:a100_80gb_liger:70",
         "torchtitan:llama3_h100_202412_torchtitan.md:27",
+        "torchao_bf16_second:README.md:53",
         "mpt_h100:README.md:118",
         "mpt_h100_full:README.md:117",
     ],
@@ -333,6 +336,19 @@ def _append(kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.parametrize("name", ["loss_4_45", "loss_4_46", "loss_gpt_bigcode", "fast_loss"])
+def test_old_torch_slices_logits_twice(name: str) -> None:
+    config = LlamaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
+    EMULATIONS[name](model)
+    token_ids = torch.zeros(2, 8, dtype=torch.int64)
+    node = model(input_ids=token_ids, labels=token_ids)["loss"].grad_fn
+    while node.name() != "SliceBackward0":
+        node = node.next_functions[0][0]
+    # One leaves the last token out, the other nothing.
+    assert node.next_functions[0][0].name() == "SliceBackward0"
+
+
 def test_torchtitan_saves_attention_and_every_second_product_of_each_layer() -> None:
     mm = torch.ops.aten.mm.default
     policy = torchtitan._contexts()[0].policy_fn
@@ -345,6 +361,28 @@ def test_torchtitan_saves_attention_and_every_second_product_of_each_layer() -> 
 
 
 @pytest.mark.usefixtures("small")
+def test_torchtitan_keeps_keys_and_values_of_each_head() -> None:
+    config = LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=8)
+    config.num_key_value_heads = 2
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    point = STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"]
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(tensor: Any) -> Any:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    for names, num_heads in (((), 2), (("torchtitan_heads",), 8)):
+        shapes.clear()
+        with ExitStack() as entered:
+            for name in names:
+                entered.enter_context(CHANGES[name](model, point))
+            entered.enter_context(saved_tensors_hooks(keep, lambda kept: kept))
+            model(input_ids=torch.zeros(3, 16, dtype=torch.int64))
+        # Keys and values; queries have all heads, as the output has.
+        assert shapes.count((3, num_heads, 16, 8)) == (2 if num_heads == 2 else 4)
+
+
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
     wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]

@@ -106,3 +106,11 @@ def test_gradients_are_sent_while_the_device_goes_on() -> None:
     assert us(queue.take(40e-6, records_graph=False)) == 46.0
     assert us(queue.finish_reducing()) == 54.0
     assert us(queue.finish_reducing()) == 0.0
+
+
+def test_device_waits_for_a_host_that_handles_gradients_in_python() -> None:
+    queue = LaunchQueue(SHARED)
+    queue.take(40e-6, records_graph=False)
+    # 6 microseconds a call: the first 40 are hidden.
+    assert us(queue.reduce(0, num_calls=10)) == 20.0
+    assert us(queue.reduce(0)) == 0.0

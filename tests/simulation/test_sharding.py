@@ -207,6 +207,26 @@ def test_optimizer_of_fsdp_works_in_float32_under_mixed_precision(engine: str) -
     assert most(memory, Category.TEMPORARY) == pytest.approx(num_bytes(model()) / WORLD_SIZE, rel=0.06)
 
 
+# An optimizer in float32 reads and writes twice as many bytes as one in bfloat16. So slow a memory hides the host.
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero3"])
+def test_the_optimizer_takes_the_time_of_the_dtype_that_it_works_in(engine: str) -> None:
+    device = replace(DEVICE, memory_bandwidth=1e6)
+
+    def seconds(dtype: torch.dtype, autocast: str | None) -> float:
+        zero = replace(SMALL, master_bytes=4 if autocast or dtype == torch.float32 else 2)
+        sharding = Sharding(engine=engine, world_size=WORLD_SIZE, zero=zero)
+        step = Step(batch_size=2, seq_length=32, max_grad_norm=0, autocast=autocast, sharding=sharding)
+        tape = StepSimulator(model(dtype), step, device).trace(None).tape
+        stepping = [each.seconds for each in tape.events if each.place.operator.startswith("aten._fused")]
+        return sum(stepping)
+
+    mixed, wide, narrow = (
+        seconds(*options) for options in ((torch.bfloat16, "bfloat16"), (torch.float32, None), (torch.bfloat16, None))
+    )
+    assert mixed == pytest.approx(wide, rel=0.01)
+    assert mixed == pytest.approx(2 * narrow, rel=0.01)
+
+
 def test_ranks_that_are_slowly_connected_wait_for_one_another() -> None:
     fast, slow = find_device("h100"), find_device("rtx4090")
     step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine="fsdp2", world_size=WORLD_SIZE))

@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_ckpt.simulation.step import Zero
+from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.simulator import StepSimulator
+from hf_ckpt.simulation.step import Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
+from hf_ckpt.simulation.tape import Tape, TransferKind
 from tests.simulation.test_sharding import (
+    DEVICE,
     END_BYTES,
     ROUNDING,
     SMALL,
@@ -142,6 +146,55 @@ def test_the_optimizer_steps_weights_in_float32() -> None:
     assert most(shared, Category.PARAMETERS) == pytest.approx(half, rel=0.02)
     # Weights and two moments, four bytes each, against two of a weight in half precision.
     assert most(shared, Category.OPTIMIZER) == pytest.approx(6 * half / WORLD_SIZE, rel=0.02)
+
+
+def step_tape(engine: str, device: Device, master_bytes: int = 4) -> Tape:
+    """Return the tape of a step in half precision that clips nothing."""
+    sharding = Sharding(engine=engine, world_size=WORLD_SIZE, zero=replace(SMALL, master_bytes=master_bytes))
+    step = Step(batch_size=2, seq_length=32, autocast="bfloat16", max_grad_norm=0, optim="sgd", sharding=sharding)
+    return StepSimulator(model(torch.bfloat16), step, device).trace(None).tape
+
+
+# Bytes of an element: of the norm (2 and twice 8), the row (4), the row in float32 (6), divided (8), copied back (6).
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("master_bytes", "num_bytes"), [(4, 18 + 4 + 6 + 8 + 6), (2, 18 + 4 + 4 + 4)])
+def test_the_device_handles_gradients_and_weights_around_the_step(
+    engine: str, master_bytes: int, num_bytes: int
+) -> None:
+    # So slow a memory hides the host.
+    device = replace(DEVICE, memory_bandwidth=1e6, bandwidth_efficiency=1.0)
+    tape = step_tape(engine, device, master_bytes)
+    at_step = [event for event in tape.events if event.place.phase is Phase.OPTIMIZER and not event.is_copy]
+    around = sum(event.seconds for event in at_step if not event.place.operator)
+    assert around == pytest.approx(SHARE / 4 * num_bytes / 1e6, rel=0.02)
+
+
+@pytest.mark.parametrize(("engine", "num_gathered"), [("zero1", 1), ("zero2", 1), ("zero3", 0)])
+def test_stepped_weights_are_gathered_where_each_rank_has_all(engine: str, num_gathered: int) -> None:
+    gathers = [
+        event.transfer
+        for event in step_tape(engine, DEVICE).events
+        if event.transfer is not None
+        and event.transfer.kind is TransferKind.GATHER
+        and event.place.phase is Phase.OPTIMIZER
+    ]
+    assert len(gathers) == num_gathered
+    whole = num_bytes(model(torch.bfloat16)) * (WORLD_SIZE - 1) / WORLD_SIZE
+    assert all(each.num_bytes == pytest.approx(whole, rel=0.01) for each in gathers)
+
+
+def test_the_host_handles_each_gradient_of_zero_3() -> None:
+    sent = {
+        engine: [
+            event.transfer
+            for event in step_tape(engine, DEVICE).events
+            if event.transfer is not None and event.transfer.kind is TransferKind.REDUCE
+        ]
+        for engine in ("zero2", "zero3")
+    }
+    num_gradients = sum(1 for _ in model().parameters())
+    assert sum(each.num_calls for each in sent["zero3"]) == 12 * num_gradients + 5 * len(sent["zero3"])
+    assert not any(each.num_calls for each in sent["zero2"])
 
 
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
