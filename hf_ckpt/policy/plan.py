@@ -531,16 +531,8 @@ def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
     )
     # Files of plans are edited by hand; a modifier that its mode does not know would be ignored without a word.
     size = None if layer.segment is None else 1
-    check_combination(
-        Rule(
-            mode=layer.mode,
-            segment_size=size,
-            nested=layer.nested,
-            save=layer.save,
-            offload=layer.offload,
-            tiles=layer.tiles,
-        )
-    )
+    rule = Rule(mode=layer.mode, segment_size=size, nested=layer.nested)
+    check_combination(replace(rule, save=layer.save, offload=layer.offload, tiles=layer.tiles))
     return layer
 
 
