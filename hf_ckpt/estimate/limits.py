@@ -93,10 +93,12 @@ def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> LongestRow:
     subject, found = predictor.subject, None
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
     for plan in leanest_plans(subject):
+        if found is not None and found.limit.is_bound:
+            break
         if found is not None and found.limit.number:
             longer = predictor.memory(plan, with_length(subject.step, found.limit.number + LENGTH_UNIT))
             is_more = longer.peak_bytes <= budget_bytes and (host_bytes is None or longer.host_bytes <= host_bytes)
-            if found.limit.is_bound or not is_more:
+            if not is_more:
                 continue
         limit = longest_row(predictor, plan, budget_bytes, host_bytes=host_bytes)
         if found is None or limit.number > found.limit.number:
