@@ -85,7 +85,9 @@ def predicted_step(point: StepPoint) -> Predicted:
         tape = simulator.trace(plan, changed_by=partial(_changed, point)).tape
     memory = read_tape(tape, device=device.name, plan=plan, tokens=step.tokens, repeats=num_repeats(step))
     wanted, room = reserved_bytes(tape, expands=source.expands_segments), room_on(device, point.ranks)
-    within = {device.name: held_within(tape, room, expands=source.expands_segments)} if wanted > room else {}
+    # Of expandable segments it is not played which pages are given back.
+    is_full = wanted > room and not source.expands_segments
+    within = {device.name: held_within(tape, room)} if is_full else {}
     return Predicted(memory, Reserved(wanted, point.ranks, within=within))
 
 

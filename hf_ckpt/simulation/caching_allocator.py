@@ -65,12 +65,12 @@ def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
     return allocator.reserved_bytes
 
 
-def held_within(tape: Tape, limit_bytes: int, *, expands: bool = False) -> Held:
+def held_within(tape: Tape, limit_bytes: int) -> Held:
     """Return what the allocator holds of a device that has so much for it.
 
     What it gives back may come to be missed steps later, so that steps are played until one changes nothing.
     """
-    allocator = CachingAllocator(expands=expands, limit_bytes=limit_bytes)
+    allocator = CachingAllocator(limit_bytes=limit_bytes)
     steps = _steps(tape, allocator)
     num_segments = num_retries = retries = 0
     for _ in range(_MOST_STEPS):
