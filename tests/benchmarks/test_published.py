@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
+from transformers.integrations import sdpa_attention
 
 from benchmarks.published import page, torchtitan
 from benchmarks.published.emulations import CHANGES, EMULATIONS, ENGINE_CHANGES, OPTIMIZERS
@@ -381,6 +383,9 @@ def test_torchtitan_keeps_keys_and_values_of_each_head() -> None:
             model(input_ids=torch.zeros(3, 16, dtype=torch.int64))
         # Keys and values; queries have all heads, as the output has.
         assert shapes.count((3, num_heads, 16, 8)) == (2 if num_heads == 2 else 4)
+    with CHANGES["torchtitan_heads"](model, point):
+        # It would hold the keys that it is called with.
+        assert not isinstance(sdpa_attention.use_gqa_in_sdpa, mock.Mock)
 
 
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
