@@ -180,9 +180,9 @@ The rows of fms-acceleration, fused kernels and of torchtitan, and how they are 
 was predicted (0c7d335). While they were read, the optimizer under FSDP was found to be counted in the wrong dtype, and
 mended before. Nothing that they allocate was changed since. What torch gives back where a card is full was added when
 what they reserve was known: it changes that of lines 2, 34 and 38 of the former. That of lines 34 and 38 was predicted
-at 1.324 and 1.144 at first. Batches of 8 and 32 of the former, and torchao's rows, were committed before any of them was
-predicted (f0d7595), but for line 11, from which it was found that logits are sliced twice. That torchtitan repeats keys
-and values was found from torchao's rows, of which what they reserve was predicted at 0.968, 0.976 and 0.992 at first.
+at 1.324 and 1.144 at first. Batches of 8 and 32 of the former, and torchao's rows, were committed before any of them
+was predicted (f0d7595), but for line 11, from which it was found that logits are sliced twice. That torchtitan repeats
+keys and values was found from torchao's rows, of which what is reserved was predicted at 0.968, 0.976 and 0.992 at first.
 """
 
 
