@@ -182,7 +182,7 @@ mended before. Nothing that they allocate was changed since. What torch gives ba
 what they reserve was known: it changes that of lines 2, 34 and 38 of the former. That of lines 34 and 38 was predicted
 at 1.324 and 1.144 at first. Batches of 8 and 32 of the former, and torchao's rows, were committed before any of them
 was predicted (f0d7595), but for line 11, from which it was found that logits are sliced twice. That torchtitan repeats
-keys and values was found from torchao's rows, of which what is reserved was predicted at 0.968, 0.976 and 0.992 at first.
+keys and values was found from torchao's rows, of which what is reserved was predicted at 0.968, 0.976 and 0.992 before.
 """
 
 
