@@ -349,7 +349,7 @@ def test_reference_that_shares_weights_is_refused(tmp_path: Path) -> None:
 def test_further_model_of_a_trainer_is_refused(tmp_path: Path) -> None:
     run = trainer("DPO", "separate", tmp_path, auto())
     run.teacher = runs.model()  # type: ignore[attr-defined]  # as a subclass has one
-    assert "DPOTrainer.teacher (LlamaForCausalLM, 1.1 MiB) is on the device beside the model" in refusal(run)
+    assert "DPOTrainer.teacher (LlamaForCausalLM, 1.1 MiB) is on the device with the model" in refusal(run)
 
 
 def test_loss_in_the_place_of_trl_s_is_refused_where_a_reference_belongs_to_it(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_what_comes_before_a_generating_step_is_told(tmp_path: Path) -> None:
 
 
 def test_model_that_rewards_completions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"reward_funcs: trl/rewards is a model, on the device beside the one"):
+    with pytest.raises(RecipeError, match=r"reward_funcs: trl/rewards is a model. It is on the device with the one"):
         subject(tmp_path, "grpo", "reward_funcs=[trl/rewards]")
 
 

@@ -102,5 +102,6 @@ def test_layers_that_free_other_things_are_not_reused() -> None:
 
 
 def test_what_comes_between_skipped_layers_is_not_reused() -> None:
-    with pytest.raises(CannotReuseError, match="passed through"):
+    with pytest.raises(CannotReuseError, match="what no other does") as raised:
         filled_up([begins(0), begins(1), begins(2), makes(2), begins(3), begins(4), begins(5), ends_stack()])
+    assert raised.value.unlike == {(0, 2), (0, 3)}
