@@ -208,23 +208,22 @@ def _held(found: Document, device: Document) -> str:
 def advice_on_segments(document: Document) -> Iterator[str]:
     """Yield what expandable segments bring where torch would reserve more than there is."""
     for found in document["verdicts"]:
-        retries = found.get("retries_per_step")
-        if (found["fits"] == "perhaps" or (found["fits"] == "yes" and retries is not None)) and found.get(
-            "expandable_bytes"
-        ):
+        gives_back = found["fits"] == "yes" and "retries_per_step" in found
+        if (gives_back or found["fits"] == "perhaps") and found.get("expandable_bytes"):
             held, expandable = format_bytes(found["reserved_bytes"]), format_bytes(found["expandable_bytes"])
-            gives_back = ""
-            if found["fits"] == "yes":
-                when = (
-                    f"{retries} time{'s' if retries > 1 else ''} in each step, which the time of a step does not count"
-                    if retries
-                    else "in the first steps"
-                )
-                gives_back = f" where there is room; here it gives back what it holds unused, {when}"
+            here = f" where there is room; {_given_back(found['retries_per_step'])}" if gives_back else ""
             yield (
-                f"On {found['device']} torch reserves {held} for a peak of {format_bytes(found['peak_bytes'])}"
-                f"{gives_back}; run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves {expandable}."
+                f"On {found['device']} torch reserves {held} for a peak of {format_bytes(found['peak_bytes'])}{here}; "
+                f"run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it reserves {expandable}."
             )
+
+
+def _given_back(retries_per_step: int) -> str:
+    when = "in the first steps"
+    if retries_per_step:
+        times = f"{retries_per_step} time{'s' if retries_per_step > 1 else ''}"
+        when = f"{times} in each step, which the time of a step does not count"
+    return f"here it gives back what it holds unused, {when}"
 
 
 def _range(low: int, high: int) -> str:

@@ -41,7 +41,7 @@ _GATHERED_AT_ONCE = 2
 _SENT_AT_ONCE = 1
 """So many freed buffers of gradients may still be in use when the next one is made."""
 _MOST_STEPS = 8
-"""That are played where the device is full; of published steps none needed more than five."""
+"""That are played where the device is full. Some training steps never settle: each gives back the same again."""
 
 
 @dataclass(frozen=True, slots=True)
