@@ -28,6 +28,7 @@ from functools import cached_property
 from math import prod
 
 import accelerate
+import torch
 from torch.torch_version import TorchVersion
 
 from hf_ckpt.regions.selective.save_rules import OperatorRole
@@ -46,8 +47,8 @@ EMBEDDINGS, HEAD = "embeddings", "head"
 Running = tuple[Phase, UnitKey, int]
 """What runs: forward or backward, unit, micro-batch."""
 
-MASTER_BYTES = 4
-"""Of one weight in float32."""
+MASTER_DTYPE = torch.float32
+"""In which weights are kept and stepped."""
 
 ADD = "aten.add_.Tensor"
 """Adds a gradient to that of earlier micro-batches."""
@@ -100,7 +101,7 @@ class RankTape:
         self._weights = weights
         self._engine = step.sharding.engine
         self._world_size = step.sharding.world_size
-        self._master_bytes = MASTER_BYTES
+        self._master_bytes = MASTER_DTYPE.itemsize
         self._reshards = step.sharding.reshards_after_forward
         self._prefetches_in_backward = step.sharding.prefetches_in_backward
         self._has_adapter_units = self._engine == "fsdp1" and _has_adapters(weights.values())
@@ -362,9 +363,22 @@ class RankTape:
         if not num_bytes:
             return
         self._in_buffer.add(key)
+        cast = self._cast_shares(key, place)
+        yield from cast
         storage = self._gathered[key] = Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
         yield Event(place, MemoryChange.ALLOCATE, storage)
         yield self._collective(TransferKind.GATHER, num_bytes, place)
+        for event in cast:
+            yield replace(event, change=MemoryChange.FREE)
+
+    def _cast_shares(self, key: UnitKey, place: Place) -> list[Event]:
+        """Make the copy of a unit's share that FSDP1 sends, where it keeps another dtype, until all ranks have it."""
+        kept = [weight for weight in self._weights.values() if weight.unit == key]
+        cast_bytes = sum(weight.compute_bytes for weight in kept if weight.num_bytes != weight.compute_bytes)
+        if self._engine != "fsdp1" or self._has_adapter_units or not cast_bytes:
+            return []
+        cast = Storage(self._share(cast_bytes), place, category=Category.GATHERED, stream=Stream.CAST, is_sent=True)
+        return [Event(place, MemoryChange.ALLOCATE, cast)]
 
     def _bytes_of(self, key: UnitKey) -> int:
         return sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)

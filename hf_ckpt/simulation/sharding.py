@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from hf_ckpt.simulation.rank_tape import (
     EMBEDDINGS,
     HAS_UNITS_AT_THE_ENDS,
     HEAD,
-    MASTER_BYTES,
+    MASTER_DTYPE,
     InSegment,
     RankTape,
     UnitKey,
@@ -32,6 +34,21 @@ def compute_dtype(step: Step, tensor: Tensor) -> torch.dtype:
     return getattr(torch, dtype) if gathers_in_half and dtype is not None else tensor.dtype
 
 
+def let_adapters_cast(model: nn.Module, step: Step) -> None:
+    """Let the adapters of a copy cast their input to the dtype that PEFT finds their weights in under FSDP1.
+
+    Each adapter is a unit of its own, and PEFT looks before it is gathered: then it has the dtype of the shares.
+    """
+    if step.sharding.engine == "fsdp1" and step.autocast is not None:
+        for module in model.modules():
+            if hasattr(module, "base_layer") and hasattr(module, "_cast_input_dtype"):
+                module._cast_input_dtype = partial(_cast_as_shares, module._cast_input_dtype)
+
+
+def _cast_as_shares(cast: Callable[[Any, torch.dtype], Any], inputs: Any, dtype: torch.dtype) -> Any:
+    return cast(inputs, MASTER_DTYPE)
+
+
 def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[str, Weight]:
     """Return the parameters of a model by name. The model is whole, in the dtypes that it was loaded in."""
     has_ends = step.sharding.engine == "zero3" or (step.sharding.engine == "fsdp2" and HAS_UNITS_AT_THE_ENDS)
@@ -44,7 +61,7 @@ def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[st
         stored = parameter.element_size()
         computed = compute_dtype(step, parameter).itemsize
         if step.sharding.engine.startswith("fsdp") and step.autocast is not None and parameter.requires_grad:
-            stored = MASTER_BYTES
+            stored = MASTER_DTYPE.itemsize
         elif step.sharding.engine.startswith("zero"):
             stored = computed
         shape, world_size = tuple(parameter.shape) or (1,), step.sharding.world_size

@@ -31,7 +31,7 @@ from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.random_states import random_states_kept
-from hf_ckpt.simulation.sharding import compute_dtype, one_rank_tape
+from hf_ckpt.simulation.sharding import compute_dtype, let_adapters_cast, one_rank_tape
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, run_evaluation_batch, run_step
@@ -282,12 +282,14 @@ class StepSimulator:
             tracker.record_apart(self._optimizer(names).copied_state())
 
     def _copied(self, reuse: LayerReuse | None) -> FakeCopy:
-        return fake_copy(
+        fake = fake_copy(
             self.model,
             partial(compute_dtype, self.step),
             is_cuda=self.device.is_cuda,
             stand_ins={} if reuse is None else reuse.stand_ins(),
         )
+        let_adapters_cast(fake.model, self.step)
+        return fake
 
     def _others_of(self, fake: FakeCopy) -> dict[str, nn.Module]:
         """Return copies, for the same step as a copy of the model, of the models that the step's loss asks."""

@@ -26,6 +26,8 @@ class Stream(StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     """Of weights that an engine gathers."""
+    CAST = "cast"
+    """Of shares of weights that an engine casts before it gathers them."""
     REDUCE = "reduce"
     """Of gradients that an engine shares out."""
 

@@ -69,6 +69,7 @@ RUNS = {
     "fsdp2, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=FSDP2),
     "fsdp2, lora": RankRun(adapters=True, more=FSDP2),
     "fsdp2, lora, full": RankRun(adapters=True, policy="full", more=FSDP2),
+    "fsdp2, lora, full, bf16": RankRun(adapters=True, policy="full", bf16=True, more=FSDP2),
     "fsdp1": RankRun(layers=4, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, full": RankRun(layers=4, policy="full", more=fsdp1("BACKWARD_PRE")),
     "fsdp1, full, accumulated": RankRun(layers=4, policy="full", accumulation=3, more=fsdp1("BACKWARD_PRE")),
@@ -76,8 +77,17 @@ RUNS = {
     "fsdp1, full, no prefetch": RankRun(layers=4, policy="full", more=fsdp1()),
     "fsdp1, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, full": RankRun(adapters=True, policy="full", more=fsdp1("BACKWARD_PRE")),
+    "fsdp1, full, bf16": RankRun(layers=4, policy="full", bf16=True, more=fsdp1("BACKWARD_PRE")),
+    "fsdp1, lora, bf16, post": RankRun(adapters=True, bf16=True, more=fsdp1("BACKWARD_POST")),
+    "fsdp1, lora, full, bf16, post": RankRun(adapters=True, policy="full", bf16=True, more=fsdp1("BACKWARD_POST")),
 }
-PREFETCHES = {"fsdp1, full, post": False, "fsdp1, full, no prefetch": False}
+# With BACKWARD_PRE the callback refuses adapters in bf16: see `check_prefetch`.
+WITHOUT_PREFETCH = (
+    "fsdp1, full, post",
+    "fsdp1, full, no prefetch",
+    "fsdp1, lora, bf16, post",
+    "fsdp1, lora, full, bf16, post",
+)
 
 
 ZERO_RUNS = {
@@ -110,7 +120,7 @@ WIDER_TOLERANCES = {"zero3, float32": 0.02}
 def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
     run = RUNS[name]
     engine = name.partition(",")[0]
-    sharding = Sharding(engine=engine, world_size=2, prefetches_in_backward=PREFETCHES.get(name, True))
+    sharding = Sharding(engine=engine, world_size=2, prefetches_in_backward=name not in WITHOUT_PREFETCH)
     tolerance = TOLERANCE_OF_ADAPTERS if engine == "fsdp1" and run.adapters else TOLERANCE
     assert_followed(run, sharding, tolerance)
 
@@ -152,6 +162,7 @@ def peaks(memory: StepMemory, sharding: Sharding) -> list[int]:
     totals = [sum(each) for each in zip(*columns, strict=True)]
     found = {Phase.BACKWARD: 0, Phase.RECOMPUTATION: 0}
     for place, total in zip(memory.timeline.places, totals, strict=True):
-        if place.phase in found:
+        # What lets go of memory when a layer stops early has no operator: it counts to either phase.
+        if place.phase in found and place.operator:
             found[place.phase] = max(total, found[place.phase])
     return [memory.peak_bytes, *found.values()]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.devices import CPU
+from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.simulator import simulate_step
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Sharding, Step
 from tests import plain_models
 from tests.following import LENGTH, Run, differences
 
@@ -30,6 +34,7 @@ pytestmark = [
 
 # The Trainer's own few numbers of 4 bytes, as in test_simulated_against_real.py.
 TOLERANCE = 1e-3
+A100 = find_device("a100-80gb")
 NUM_VIRTUAL = 8
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}
 TWO: dict[str, Any] = {**CAUSAL, "target_modules": ["q_proj", "v_proj"]}
@@ -88,6 +93,36 @@ def test_rows_are_as_long_as_virtual_tokens_make_them(name: str, length: int) ->
     shapes = {held.shape for held in RUNS[name].simulated().ledger}
     assert {shape[1] for shape in shapes if len(shape) == 3 and shape[0] == 2} >= {length}
     assert not any(LENGTH + NUM_VIRTUAL in shape[:2] for shape in shapes) or length > LENGTH
+
+
+@pytest.mark.parametrize(
+    ("is_4bit", "device", "sharding", "expected"),
+    [
+        (False, A100, Sharding(), torch.float32),
+        # Over quantised weights PEFT casts only where CUDA's autocast is off.
+        (True, A100, Sharding(), torch.bfloat16),
+        (True, CPU, Sharding(), torch.float32),
+        # FSDP1 gathers an adapter when PEFT has looked at its dtype, FSDP2 with its layer.
+        (False, A100, Sharding(engine="fsdp1", world_size=2), torch.float32),
+        (False, A100, Sharding(engine="fsdp2", world_size=2), torch.bfloat16),
+    ],
+    ids=["bf16", "4-bit", "4-bit on a CPU", "FSDP1", "FSDP2"],
+)
+def test_adapters_are_given_what_peft_casts_to(
+    is_4bit: bool, device: Device, sharding: Sharding, expected: torch.dtype
+) -> None:
+    run, found = Run(layers=1, adapters=True, is_4bit=is_4bit, dtype="bfloat16", bf16=True), set[torch.dtype]()
+
+    @contextmanager
+    def recorded(model: nn.Module) -> Iterator[nn.Module]:
+        for name, module in model.named_modules():
+            if name.endswith("lora_A.default"):
+                module.register_forward_pre_hook(lambda _, args: found.add(args[0].dtype))
+        yield model
+
+    simulate_step(run.model(), None, replace(run.step, sharding=sharding), device, changed_by=recorded)
+    assert found == {expected}
+    assert not torch.is_autocast_enabled()
 
 
 READS_VALUES = "it reads values of tensors to decide what to compute"

@@ -67,6 +67,7 @@ def emulate_cuda(step: Step, device: Device, tracker: Tracker | None = None) -> 
             stack.callback(setattr, tracker, "holds", tracker.holds)
             tracker.holds = partial(_held, tracker, workspaces)
         if device.is_cuda:
+            stack.enter_context(autocast.found_by_libraries())
             stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
         yield
 

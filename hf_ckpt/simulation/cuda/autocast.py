@@ -1,4 +1,4 @@
-"""The part of CUDA's autocast that the CPU's lacks: operators that run in float32.
+"""The part of CUDA's autocast that the CPU's lacks: operators that run in float32, and what libraries ask of it.
 
 The lists are those of torch's `autocast_mode.h`. A simulated step runs under the CPU's autocast, which knows which
 operators run in the lower precision, and has few that run in float32.
@@ -6,7 +6,8 @@ operators run in the lower precision, and has few that run in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,24 @@ _CHANGED = _IN_FLOAT32 | _WITH_FLOAT32_OUTPUT | {_CROSS_ENTROPY}
 def is_on() -> bool:
     """Whether a simulated step runs under autocast here."""
     return torch.is_autocast_enabled("cpu")
+
+
+@contextmanager
+def found_by_libraries() -> Iterator[None]:
+    """Let `torch.is_autocast_enabled()`, which without an argument asks about CUDA, tell of the simulated step.
+
+    PEFT's layers over quantised weights then leave their input in its dtype.
+    """
+    asked = torch.is_autocast_enabled
+
+    def is_enabled(device_type: str | None = None) -> bool:
+        return asked(device_type or "cpu")
+
+    setattr(torch, asked.__name__, is_enabled)
+    try:
+        yield
+    finally:
+        setattr(torch, asked.__name__, asked)
 
 
 def in_lower_precision(tensors: Any) -> Any:
