@@ -15,7 +15,7 @@ from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import AUTO, Mode
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.reserve import Reserve, context, reserve
+from hf_ckpt.simulation.reserve import beyond_reserved, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import Budget, format_bytes
 
@@ -101,7 +101,7 @@ class Estimate:
 
 def fit_of(peak_bytes: int, device: Device, reserved: Reserved | None = None) -> Fit:
     """Tell whether a peak fits on a device. Where it was not asked what torch reserves, a share is kept for that."""
-    kept_free = reserve(device) if reserved is None else Reserve((context(device, reserved.num_processes),))
+    kept_free = reserve(device) if reserved is None else beyond_reserved(device, reserved.num_processes)
     held_bytes = peak_bytes if reserved is None else max(peak_bytes, reserved.bytes_on(device))
     if held_bytes + kept_free.high_bytes <= device.memory_bytes:
         return Fit.YES

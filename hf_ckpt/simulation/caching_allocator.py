@@ -50,8 +50,10 @@ class Held:
 
     num_bytes: int
     """The most in any step; more than the device has where it runs out of memory."""
+    settled_bytes: int
+    """The most in each step of a training that has gone on for a while."""
     retries_per_step: int
-    """How often it has to give back what it holds unused, in each step of a training that has gone on for a while."""
+    """How often it then has to give back what it holds unused."""
 
 
 def reserved_bytes(tape: Tape, *, expands: bool = False) -> int:
@@ -72,15 +74,18 @@ def held_within(tape: Tape, limit_bytes: int) -> Held:
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes)
     steps = _steps(tape, allocator)
-    num_segments = num_retries = retries = 0
+    num_segments = num_retries = retries = most = settled = 0
     for _ in range(_MOST_STEPS):
+        allocator.begin_step()
         next(steps)
+        settled = allocator.reserved_bytes
+        most = max(most, settled)
         retries = allocator.num_retries - num_retries
         is_settled = not retries and allocator.num_segments == num_segments
         num_segments, num_retries = allocator.num_segments, allocator.num_retries
         if is_settled:
             break
-    return Held(allocator.reserved_bytes, retries)
+    return Held(most, settled, retries)
 
 
 def _steps(tape: Tape, allocator: CachingAllocator) -> Iterator[None]:
@@ -232,8 +237,12 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """The most that it held."""
+        """The most that it held in this step."""
         return self._most_reserved * BLOCK_BYTES
+
+    def begin_step(self) -> None:
+        """Forget what it held in the steps before."""
+        self._most_reserved = self._reserved
 
     def allocate(self, num_bytes: int, stream: Stream = Stream.COMPUTE) -> Block:
         """Return a block of at least so many bytes."""

@@ -69,6 +69,18 @@ def reserve(device: Device) -> Reserve:
     )
 
 
+def beyond_reserved(device: Device, num_processes: int = 1) -> Reserve:
+    """Return what to leave free of a CUDA device besides what torch is predicted to reserve."""
+    timing = ReserveItem(
+        "timing",
+        0,
+        device.memory_bytes // 100,
+        "how far the host runs ahead of the streams on which processes exchange weights and gradients decides which "
+        "blocks are free",
+    )
+    return Reserve((context(device, num_processes), *([timing] if num_processes > 1 else [])))
+
+
 def context(device: Device, num_processes: int = 1) -> ReserveItem:
     """Return what CUDA, and NCCL between several processes, take of a device outside of torch's allocator.
 

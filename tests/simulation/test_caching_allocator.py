@@ -183,15 +183,21 @@ def one_after_another(*sizes: Sequence[int]) -> Tape:
 def test_what_a_full_device_gives_back_is_not_missed_later(limit: int, held: int) -> None:
     tape = one_after_another([30], [50, 50])
     assert reserved_bytes(tape) == 130 * MIB
-    assert held_within(tape, limit * MIB) == Held(held * MIB, retries_per_step=0)
+    assert held_within(tape, limit * MIB) == Held(held * MIB, held * MIB, retries_per_step=0)
 
 
 def test_what_a_full_device_gives_back_in_every_step_is_counted() -> None:
     # Small blocks and large ones share no segments.
     tape = one_after_another([1] * 40, [80])
     assert reserved_bytes(tape) == 120 * MIB
-    assert held_within(tape, 100 * MIB) == Held(100 * MIB, retries_per_step=2)
-    assert held_within(tape, 120 * MIB) == Held(120 * MIB, retries_per_step=0)
+    assert held_within(tape, 100 * MIB) == Held(100 * MIB, 100 * MIB, retries_per_step=2)
+    assert held_within(tape, 120 * MIB) == Held(120 * MIB, 120 * MIB, retries_per_step=0)
+
+
+def test_a_full_device_may_settle_on_less_than_its_first_step_held() -> None:
+    tape = one_after_another([40], [60], [70])
+    # 100 are held when 70 are asked for. They are given back, and all that follows is cut out of the 70.
+    assert held_within(tape, 150 * MIB) == Held(100 * MIB, 70 * MIB, retries_per_step=0)
 
 
 def test_what_the_engine_gathers_is_still_read_for_a_while() -> None:
