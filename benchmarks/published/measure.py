@@ -143,7 +143,10 @@ def step_record(point: StepPoint) -> Record:
         "published_bytes": point.allocated_bytes,
         "predicted_bytes": memory.peak_bytes,
         "ratio": None if point.allocated_bytes is None else memory.peak_bytes / point.allocated_bytes,
-        "predicted_reserved_bytes": reserved.bytes_on(device),
+        # nvidia-smi is read once a second: what only the first step holds, for a moment, it does not see.
+        "predicted_reserved_bytes": (
+            held.settled_bytes if held is not None and point.smi_mib is not None else reserved.bytes_on(device)
+        ),
         "wanted_bytes": reserved.num_bytes,
         "retries_per_step": 0 if held is None else held.retries_per_step,
         "fits": str(fit_of(memory.peak_bytes, device, reserved)),

@@ -228,6 +228,7 @@ def build(point: StepPoint) -> nn.Module:
     """Return the model of a published step, with its adapters and as the measured versions ran it."""
     source = sources()[point.source]
     fields = dict(MODELS[point.model])
+    fields["vocab_size"] = source.vocab_sizes.get(point.model, fields["vocab_size"])
     if fields["model_type"] == "mpt":
         fields["max_seq_len"] = point.tokens
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)

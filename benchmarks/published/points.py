@@ -49,6 +49,8 @@ class Source:
     """Fields of `Step` that are the same in all rows; `optim` may also be a name of `emulations.OPTIMIZERS`."""
     sharding: dict[str, Any] = field(default_factory=dict)
     """Fields of `Sharding`, where there is more than one rank."""
+    vocab_sizes: dict[str, int] = field(default_factory=dict)
+    """Of models whose embeddings the measured code resized, by name of `models.MODELS`."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Fields of peft's `LoraConfig`."""
     keeps_adapter_dtype: bool = False

@@ -54,39 +54,53 @@ def _accuracy(ratios: Sequence[float]) -> Record:
     }
 
 
+NCCL = "NCCL"
+
+
 def add_reserved_ratios(records: Sequence[Record]) -> dict[str, int]:
     """Compare what was reserved: with torch's figure, or, with CUDA's context added, with nvidia-smi's.
 
-    Returns that context, in bytes, of each source on one GPU and on several, where it does not publish it: the median
-    of what nvidia-smi showed beyond the prediction in some of the rows, chosen by the hash of their names (`is_used`),
-    but for those where torch wants more than the card has. Those that are used are not judged.
+    Returns that context, in bytes, of each source that does not publish it, and what NCCL takes on top in all rows on
+    several GPUs: the medians of what nvidia-smi showed beyond the prediction in some of the rows, chosen by the hash of
+    their names (`is_used`), but for those where torch wants more than the card has. Those that are used are not judged.
     """
     shown = [record for record in records if record.get("published_smi_mib") and has_run(record)]
-    beyond: dict[str, list[int]] = {}
     for record in shown:
         is_chosen = hashlib.sha256(record["name"].encode()).digest()[1] % _USED_OF == 0
         source = sources()[record["source"]]
         has_room = record["wanted_bytes"] <= find_device(source.device).memory_bytes
         record["is_used"] = is_chosen and has_room and source.context_mib is None
-        if record["is_used"]:
-            difference = record["published_smi_mib"] * _MIB - record["predicted_reserved_bytes"]
-            beyond.setdefault(_machine(record), []).append(difference)
-    contexts = {machine: round(median(differences)) for machine, differences in beyond.items()}
+    used = [record for record in shown if record["is_used"]]
+    found = _medians((sources()[record["source"]].title, _beyond(record)) for record in used if record["ranks"] == 1)
+    found |= _medians(
+        (NCCL, _beyond(record) - context)
+        for record in used
+        if record["ranks"] > 1 and (context := found.get(sources()[record["source"]].title)) is not None
+    )
     for record in records:
         if record.get("published_reserved_bytes"):
             record["reserved_ratio"] = record["predicted_reserved_bytes"] / record["published_reserved_bytes"]
     for record in shown:
-        known = sources()[record["source"]].context_mib
-        context = contexts.get(_machine(record)) if known is None else known * _MIB
-        if context is not None:
-            predicted = record["predicted_reserved_bytes"] + context
+        source = sources()[record["source"]]
+        contexts = [found.get(source.title) if source.context_mib is None else source.context_mib * _MIB]
+        contexts += [found.get(NCCL)] if record["ranks"] > 1 else []
+        if None not in contexts:
+            predicted = record["predicted_reserved_bytes"] + sum(filter(None, contexts))
             record["reserved_ratio"] = predicted / (record["published_smi_mib"] * _MIB)
-    return contexts
+    return found
 
 
-def _machine(record: Record) -> str:
-    """What has a context of one size: drivers and libraries differ from source to source."""
-    return f"{'one GPU' if record['ranks'] == 1 else 'several GPUs'} of {sources()[record['source']].title}"
+def _beyond(record: Record) -> int:
+    """Return what nvidia-smi showed beyond what torch is predicted to reserve."""
+    return int(record["published_smi_mib"] * _MIB - record["predicted_reserved_bytes"])
+
+
+def _medians(values: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the median of each name's values."""
+    found: dict[str, list[int]] = {}
+    for name, value in values:
+        found.setdefault(name, []).append(value)
+    return {name: round(median(each)) for name, each in found.items()}
 
 
 def has_run(record: Record) -> bool:

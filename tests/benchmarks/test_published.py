@@ -80,6 +80,7 @@ def test_sources_are_linked_used_and_whole() -> None:
         assert all((source.hardware, source.versions, source.measured, source.configuration))
         assert source.engine in ENGINES
         assert set(source.changes) <= CHANGES.keys() | ENGINE_CHANGES.keys()
+        assert source.vocab_sizes.keys() <= MODELS.keys()
     assert len({source.repository for source in sources().values()}) >= 5
 
 
