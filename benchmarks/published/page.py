@@ -186,10 +186,10 @@ was predicted (f0d7595), but for line 11, from which it was found that logits ar
 keys and values was found from torchao's rows, of which what is reserved was predicted at 0.968, 0.976 and 0.992 before.
 
 Three causes more were found with the rows of fms-acceleration, fused kernels, in view, after they had been predicted
-(51d0509): its trainer adds tokens and resizes the embeddings; under FSDP1 and autocast PEFT casts inputs to the dtype of
-the shares; and nvidia-smi, read once a second, does not see what only the first step holds. What is reserved there was
-predicted at 0.847 to 1.187 before, and times of adapters on several GPUs at 0.90 to 0.92. Neither tests anything any
-more. That PEFT casts nothing over quantised weights under CUDA's autocast was found next to them, in PEFT's code.
+(51d0509): its trainer adds tokens and resizes the embeddings; under FSDP1 and autocast PEFT casts inputs to the dtype
+of the shares; and nvidia-smi, read once a second, does not see what only the first step holds. What is reserved there
+was predicted at 0.847 to 1.187 before, and times of adapters on several GPUs at 0.90 to 0.92. Neither tests anything
+any more. That PEFT casts nothing over quantised weights under CUDA's autocast was found next to them, in its code.
 """
 
 

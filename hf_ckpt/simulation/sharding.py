@@ -41,8 +41,9 @@ def let_adapters_cast(model: nn.Module, step: Step) -> None:
     """
     if step.sharding.engine == "fsdp1" and step.autocast is not None:
         for module in model.modules():
-            if hasattr(module, "base_layer") and hasattr(module, "_cast_input_dtype"):
-                module._cast_input_dtype = partial(_cast_as_shares, module._cast_input_dtype)
+            adapted: Any = module
+            if hasattr(adapted, "base_layer") and hasattr(adapted, "_cast_input_dtype"):
+                adapted._cast_input_dtype = partial(_cast_as_shares, adapted._cast_input_dtype)
 
 
 def _cast_as_shares(cast: Callable[[Any, torch.dtype], Any], inputs: Any, dtype: torch.dtype) -> Any:
