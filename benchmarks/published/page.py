@@ -179,11 +179,12 @@ _BEFORE = """
 <!-- given: what was predicted at 0c7d335, before what torch gives back was counted -->
 The rows of fms-acceleration, fused kernels and of torchtitan, and how they are built, were committed before any of them
 was predicted (0c7d335). While they were read, the optimizer under FSDP was found to be counted in the wrong dtype, and
-mended before. Nothing that they allocate was changed since. What torch gives back where a card is full was added when
-what they reserve was known: it changes that of lines 2, 34 and 38 of the former. That of lines 34 and 38 was predicted
-at 1.324 and 1.144 at first. Batches of 8 and 32 of the former, and torchao's rows, were committed before any of them
-was predicted (f0d7595), but for line 11, from which it was found that logits are sliced twice. That torchtitan repeats
-keys and values was found from torchao's rows, of which what is reserved was predicted at 0.968, 0.976 and 0.992 before.
+mended before. Nothing that they allocate was changed since, but for two tokens (below). What torch gives back where a
+card is full was added when what they reserve was known: it changes that of lines 2, 34 and 38 of the former. That of
+lines 34 and 38 was predicted at 1.324 and 1.144 at first. Batches of 8 and 32 of the former, and torchao's rows, were
+committed before any of them was predicted (f0d7595), but for line 11, from which it was found that logits are sliced
+twice. That torchtitan repeats keys and values was found from torchao's rows, of which what is reserved was predicted at
+0.968, 0.976 and 0.992 before.
 
 Three causes more were found with the rows of fms-acceleration, fused kernels, in view, after they had been predicted
 (51d0509): its trainer adds tokens and resizes the embeddings; under FSDP1 and autocast PEFT casts inputs to the dtype
