@@ -62,6 +62,7 @@ RUNS = {
     "ddp, full, accumulated in bf16": RankRun(layers=4, policy="full", accumulation=2, bf16=True, more=DDP),
     "ddp, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=DDP),
     "ddp, lora, full": RankRun(adapters=True, policy="full", more=DDP),
+    "ddp, lora, full, bf16": RankRun(adapters=True, policy="full", bf16=True, more=DDP),
     "fsdp2": RankRun(layers=4, more=FSDP2),
     "fsdp2, full": RankRun(layers=4, policy="full", more=FSDP2),
     "fsdp2, full, accumulated in bf16": RankRun(layers=4, policy="full", accumulation=2, bf16=True, more=FSDP2),
@@ -78,10 +79,11 @@ RUNS = {
     "fsdp1, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, full": RankRun(adapters=True, policy="full", more=fsdp1("BACKWARD_PRE")),
     "fsdp1, full, bf16": RankRun(layers=4, policy="full", bf16=True, more=fsdp1("BACKWARD_PRE")),
+    "fsdp1, lora, bf16": RankRun(adapters=True, bf16=True, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, bf16, post": RankRun(adapters=True, bf16=True, more=fsdp1("BACKWARD_POST")),
     "fsdp1, lora, full, bf16, post": RankRun(adapters=True, policy="full", bf16=True, more=fsdp1("BACKWARD_POST")),
 }
-# With BACKWARD_PRE the callback refuses adapters in bf16: see `check_prefetch`.
+# With BACKWARD_PRE the callback refuses a policy for adapters in bf16: see `check_prefetch`.
 WITHOUT_PREFETCH = (
     "fsdp1, full, post",
     "fsdp1, full, no prefetch",
