@@ -163,6 +163,8 @@ def make_plan(
     model: nn.Module,
     policy: Policy | Plan,
     stacks: tuple[Stack, ...] | None = None,
+    *,
+    is_checked: bool = False,
     **structure: Unpack[StructureOptions],
 ) -> Plan:
     """Return the plan that `apply` would put in force, and leave the model alone.
@@ -171,12 +173,13 @@ def make_plan(
         model: see `apply`.
         policy: a policy or plan that was parsed.
         stacks: the model's, where they are known.
+        is_checked: whether a plan was made for the model before, which has not changed since: only the plan is checked.
         **structure: `layers`, `attention` and `ffn` of `apply`.
 
     Raises:
         HFCkptError: what `apply` raises.
     """
-    return _planned(model, policy, structure, stacks)[0]
+    return _planned(model, policy, structure, stacks, is_checked=is_checked)[0]
 
 
 def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove: Prove) -> Applied:
@@ -197,19 +200,23 @@ def _planned(
     policy: Policy | Plan,
     structure: Mapping[str, Any],
     stacks: tuple[Stack, ...] | None = None,
+    *,
+    is_checked: bool = False,
 ) -> tuple[Plan, tuple[Stack, ...]]:
-    check_model(model)
-    remove_leftover(model)
-    if _patches(model):
-        raise AlreadyAppliedError(
-            f"{class_name(model)} carries a plan already. Call remove() on the handle that apply() returned, or "
-            "hf_ckpt.remove(model), and apply the policy then."
-        )
+    if not is_checked:
+        check_model(model)
+        remove_leftover(model)
+        if _patches(model):
+            raise AlreadyAppliedError(
+                f"{class_name(model)} carries a plan already. Call remove() on the handle that apply() returned, or "
+                "hf_ckpt.remove(model), and apply the policy then."
+            )
     if stacks is None:
         stacks = find_layers(model, **structure)
         if isinstance(policy, Policy) and structure.get("layers") is None:
             _name_uncovered(model, stacks)
-    fsdp.check_units(model, stacks)
+    if not is_checked:
+        fsdp.check_units(model, stacks)
     if isinstance(policy, Plan):
         check_plan(policy, stacks, model)
         plan = policy

@@ -38,12 +38,7 @@ from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, 
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
-from hf_ckpt.simulation.tracker import (
-    BLOCK_BYTES,
-    Tracker,
-    no_costs,
-    parameters_and_buffers,
-)
+from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, no_costs, parameters_and_buffers
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -119,7 +114,7 @@ class StepSimulator:
         """Return the plan that `apply` would put in force. Raises what `apply` raises."""
         known = self._known.plans
         if policy not in known:
-            known[policy] = make_plan(self.model, policy, self.stacks)
+            known[policy] = make_plan(self.model, policy, self.stacks, is_checked=bool(known))
         return known[policy]
 
     @property
@@ -158,6 +153,8 @@ class StepSimulator:
         return held_within(self._tape_of(plan), limit_bytes)
 
     def _tape_of(self, plan: Plan | None) -> Tape:
+        # As `memory` has it: it was checked there.
+        plan = self._key(plan)[1]
         return self.trace(None if plan is None else self.plan_of(plan)).tape
 
     def simulate(
