@@ -363,22 +363,23 @@ class RankTape:
         if not num_bytes:
             return
         self._in_buffer.add(key)
-        cast = self._cast_shares(key, place)
-        yield from cast
+        cast = self._cast_share(key, place)
+        if cast is not None:
+            yield Event(place, MemoryChange.ALLOCATE, cast)
         storage = self._gathered[key] = Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
         yield Event(place, MemoryChange.ALLOCATE, storage)
         yield self._collective(TransferKind.GATHER, num_bytes, place)
-        for event in cast:
-            yield replace(event, change=MemoryChange.FREE)
+        yield from self._free(cast, place)
 
-    def _cast_shares(self, key: UnitKey, place: Place) -> list[Event]:
-        """Make the copy of a unit's share that FSDP1 sends, where it keeps another dtype, until all ranks have it."""
-        kept = [weight for weight in self._weights.values() if weight.unit == key]
-        cast_bytes = sum(weight.compute_bytes for weight in kept if weight.num_bytes != weight.compute_bytes)
-        if self._engine != "fsdp1" or self._has_adapter_units or not cast_bytes:
-            return []
-        cast = Storage(self._share(cast_bytes), place, category=Category.GATHERED, stream=Stream.CAST, is_sent=True)
-        return [Event(place, MemoryChange.ALLOCATE, cast)]
+    def _cast_share(self, key: UnitKey, place: Place) -> Storage | None:
+        """Return the copy of a unit's share that FSDP1 sends, where it keeps another dtype, until all ranks have it."""
+        if self._engine != "fsdp1" or self._has_adapter_units:
+            return None
+        kept = (weight for weight in self._weights.values() if weight.unit == key)
+        num_bytes = self._share(sum(each.compute_bytes for each in kept if each.num_bytes != each.compute_bytes))
+        if not num_bytes:
+            return None
+        return Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.CAST, is_sent=True)
 
     def _bytes_of(self, key: UnitKey) -> int:
         return sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
