@@ -45,7 +45,7 @@ from hf_ckpt import HFCkptCallback, Plan
 from hf_ckpt.estimate.limits import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.step_memory import StepMemory

@@ -26,7 +26,7 @@ from hf_ckpt.errors import (
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
 from hf_ckpt.patch.checks import check_compiler, check_engine
-from hf_ckpt.patch.leftover import running_trainer
+from hf_ckpt.patch.interrupted_run import running_trainer
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.policy.allowances import allowed_by, check_no_rule
 from hf_ckpt.policy.options import (

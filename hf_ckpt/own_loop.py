@@ -31,7 +31,7 @@ from hf_ckpt.recovery.closure_step import ClosureSteps
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.room import Room
+from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.units import parse_budget

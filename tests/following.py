@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.simulator import simulate_step

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ckpt.regions.offload.wire import DeviceMemory, PageableMemory
+from hf_ckpt.regions.offload.transfer import DeviceMemory, PageableMemory
 
 
 class Stream:

@@ -34,7 +34,7 @@ from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import OtherProcessError, PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.checks import check_model
-from hf_ckpt.patch.leftover import running_trainer
+from hf_ckpt.patch.interrupted_run import running_trainer
 from hf_ckpt.policy.allowances import Allowed
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, this_device

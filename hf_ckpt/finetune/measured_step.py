@@ -14,7 +14,7 @@ from transformers import PrinterCallback, Trainer
 
 from hf_ckpt.auto.largest_batch import Batch
 from hf_ckpt.callback import HFCkptCallback
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 
 _STEPS = 2  # In the first one the optimizer makes its state.
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import AlreadyAppliedError, PolicyError
-from hf_ckpt.patch import leftover
+from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
+from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.patch.layer_settings import Offloaders, set_forward, set_on_stack
-from hf_ckpt.patch.leftover import TrainCall
 from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
 from hf_ckpt.patch.use_cache import skip_in_training_forwards
 from hf_ckpt.policy.options import (
@@ -104,9 +104,9 @@ class Applied:
             patch.train_call = call
 
     def remove_on_use_after(self, call: TrainCall, model: nn.Module, leave_use_cache: Callable[[], None]) -> None:
-        """Have the plan taken off when its model is used after the end of a Trainer's call; see `leftover.Removal`."""
+        """Have the plan taken off when its model is used after a Trainer's call; see `interrupted_run.Removal`."""
         self.belongs_to(call)
-        for undo in leftover.place(leftover.Removal(call, remove_leftover, leave_use_cache), model):
+        for undo in interrupted_run.place(interrupted_run.Removal(call, remove_leftover, leave_use_cache), model):
             self.on_remove(undo)
 
     def remove_keeping_undos(self) -> list[Callable[[], None]]:

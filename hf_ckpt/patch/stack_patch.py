@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
-from hf_ckpt.patch.leftover import TrainCall
+from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.recompute import is_cache

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.auto.largest_batch import batch_of
-from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.accumulation_window import (
+    Buffers,
+    Gradients,
+    Randomness,
+    describe_tensors,
+    one_of_each_device,
+    tensors_in,
+)
+from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.escalation import Escalation, Failed
-from hf_ckpt.recovery.window import Buffers, Gradients, Randomness, describe_tensors, one_of_each_device, tensors_in
 
 Closure = Callable[[], Any]
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ckpt.recovery.window import Gradients, Window
+from hf_ckpt.recovery.accumulation_window import Gradients, Window
 
 
 class DataParallel:

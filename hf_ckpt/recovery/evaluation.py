@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.accumulation_window import Randomness, describe_inputs, named_tensors, one_of_each_device
+from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
-from hf_ckpt.recovery.window import Randomness, describe_inputs, named_tensors, one_of_each_device
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial, resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
-from hf_ckpt.recovery.room import Room
+from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 

@@ -13,18 +13,18 @@ from transformers import TrainingArguments
 
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import OutOfMemoryError, PolicyError
-from hf_ckpt.patch.leftover import train_call
+from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
-from hf_ckpt.recovery.ending import CleanEnd, EndingPart, newest_checkpoint
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import Evaluation
+from hf_ckpt.recovery.failed_run import CleanEnd, EndingPart, newest_checkpoint
 from hf_ckpt.recovery.instance_methods import Method, Part, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.room import Room
+from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.run import TrainingRun
 from hf_ckpt.trainer.saved_files import write_plan

@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.accumulation_window import (
+    Buffers,
+    MicroBatch,
+    Randomness,
+    Window,
+    describe_inputs,
+    one_of_each_device,
+)
+from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.batch_examples import describe_examples
 from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
-from hf_ckpt.recovery.examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.window import Buffers, MicroBatch, Randomness, Window, describe_inputs, one_of_each_device
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch import Batch

@@ -20,7 +20,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import Plan, StackPlan
 from hf_ckpt.regions.offload import Link
 from hf_ckpt.regions.offload.pacing import is_offloaded
-from hf_ckpt.regions.offload.wire import TensorLayout
+from hf_ckpt.regions.offload.transfer import TensorLayout
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import copy_seconds
 from hf_ckpt.simulation.tape import Tape, Transfer, TransferKind

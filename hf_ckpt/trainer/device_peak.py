@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_ckpt.regions.offload.cuda import CudaDevice
-from hf_ckpt.regions.offload.wire import DeviceMemory
+from hf_ckpt.regions.offload.transfer import DeviceMemory
 from hf_ckpt.units import format_bytes
 
 

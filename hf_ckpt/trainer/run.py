@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_ckpt.distributed import watchdog
 from hf_ckpt.patch.apply import Applied, apply_plan
-from hf_ckpt.patch.leftover import train_call
+from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.patch.use_cache import UseCache
 from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import Plan

@@ -14,7 +14,7 @@ from transformers import Adafactor, Trainer, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from tests.training import VOCAB, arguments, changed, llama, lora, losses, trainer, weights
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from tests.training import VOCAB, arguments, losses
 
 pytestmark = pytest.mark.slow

@@ -44,7 +44,7 @@ from hf_ckpt.auto import largest_multimodal_batch
 from hf_ckpt.auto.largest_batch import describe_batch
 from hf_ckpt.auto.largest_multimodal_batch import collated_batches
 from hf_ckpt.errors import BudgetError, UnsupportedError
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.inputs import outline, with_values

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.simulation.step_memory import Category
 from tests.training import VOCAB, arguments, changed, llama, losses, weights
 

@@ -15,7 +15,7 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import BudgetError, UnsupportedError
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding

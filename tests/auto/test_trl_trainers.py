@@ -20,7 +20,7 @@ from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.devices import CPU, find_device
 from hf_ckpt.simulation.layer_reuse import LayerReuse

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from tests.training import VOCAB, arguments, changed, llama, losses, weights
 
 LENGTH = 128

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from hf_ckpt.auto.live_step import sharding_of
-from hf_ckpt.measure import follow
+from hf_ckpt.measure import track_real_step
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Event, MemoryChange, Storage
@@ -52,7 +52,7 @@ class RankRun(Run):
 def followed_here(trainer: Trainer) -> StepMemory:
     """Follow a step of a Trainer whose engine shares weights or gradients, on this rank."""
     with _engines_are_followed(_storages()):
-        return follow.follow_trainer(trainer)
+        return track_real_step.follow_trainer(trainer)
 
 
 def _tensors() -> list[Tensor]:
@@ -119,5 +119,8 @@ def _engines_are_followed(found: Collection[int]) -> Iterator[None]:
             tracker.record_resize(storage)
         return result
 
-    with mock.patch.object(follow, "Tracker", make), mock.patch.object(torch.UntypedStorage, "resize_", resized):
+    with (
+        mock.patch.object(track_real_step, "Tracker", make),
+        mock.patch.object(torch.UntypedStorage, "resize_", resized),
+    ):
         yield

@@ -17,7 +17,7 @@ from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, evaluation_step_of, subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.simulation.devices import CPU, find_device
 from tests import small_recipes
 

@@ -26,7 +26,7 @@ from hf_ckpt.estimate.limits import with_length, with_rows
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.step import Step, make_inputs

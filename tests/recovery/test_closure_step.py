@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hf_ckpt
 from hf_ckpt.errors import OutOfMemoryError, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.simulation.devices import CPU
 from tests import traces
 from tests.recovery.limits import FailingOperators

@@ -27,8 +27,8 @@ from hf_ckpt.recovery.escalation import rung_after, share_of_batch, share_of_lay
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 from hf_ckpt.recovery.recovery import RUNGS_FILE
-from hf_ckpt.recovery.room import Room
-from hf_ckpt.regions.offload.wire import DeviceMemory
+from hf_ckpt.recovery.room_for_faster_plan import Room
+from hf_ckpt.regions.offload.transfer import DeviceMemory
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.saved_files import PLAN_FILE
 from tests.recovery.limits import FULL, LimitedTrainer

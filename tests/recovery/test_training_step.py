@@ -24,8 +24,8 @@ from transformers import Trainer, TrainingArguments
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import HostMemoryError, OtherProcessError, OutOfMemoryError
 from hf_ckpt.recovery import recovery
+from hf_ckpt.recovery.accumulation_window import Buffers
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
-from hf_ckpt.recovery.window import Buffers
 from tests import traces
 from tests.recovery.limits import FRAGMENTED, FailingOperators, Limit, Phased, PhasedTrainer, Steps
 from tests.recovery.models import WithBatchNorm, mixtral

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import value_proof

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ckpt.measure.follow import follow_trainer
+from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.simulation.step_memory import Phase, StepMemory
 from tests.following import LENGTH, Run, differences
 

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.regions.offload.wire import SynchronousWire
+from hf_ckpt.regions.offload.transfer import SynchronousWire
 from hf_ckpt.trainer.metrics import describe_recomputed, recomputed_share
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_ckpt.regions.offload.wire import DeviceMemory
+from hf_ckpt.regions.offload.transfer import DeviceMemory
 from hf_ckpt.trainer import device_peak
 from hf_ckpt.trainer.device_peak import DevicePeak
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.offload.wire import Buffer, DeviceMemory, HostAllocation, TensorLayout
+from hf_ckpt.regions.offload.transfer import Buffer, DeviceMemory, HostAllocation, TensorLayout
 
 
 class StreamDevice(Protocol):

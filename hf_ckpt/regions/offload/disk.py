@@ -37,7 +37,7 @@ from torch import Tensor
 from hf_ckpt.errors import HostMemoryError, OffloadError, PolicyError
 from hf_ckpt.regions.offload.host_buffers import BufferedLink, OutgoingTensor
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.wire import AsyncCopy, Buffer, Wire
+from hf_ckpt.regions.offload.transfer import AsyncCopy, Buffer, Wire
 from hf_ckpt.units import format_bytes
 
 _NUM_WRITING = 2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_ckpt.errors import HostMemoryError
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.wire import (
+from hf_ckpt.regions.offload.transfer import (
     AsyncCopy,
     Buffer,
     DeviceMemory,

@@ -47,7 +47,7 @@ from hf_ckpt.regions.offload.pacing import (
     SentTensor,
     is_offloaded,
 )
-from hf_ckpt.regions.offload.wire import (
+from hf_ckpt.regions.offload.transfer import (
     Link,
     StorageKey,
     SynchronousWire,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ckpt.regions.offload.wire import DeviceMemory, Link, StorageKey, TimedEvent
+from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey, TimedEvent
 
 _NUM_WARM_UP = 1
 """Forwards that are not measured: kernels are chosen and memory is allocated in the first."""

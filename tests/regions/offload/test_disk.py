@@ -24,7 +24,7 @@ from hf_ckpt.regions.offload import disk
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink, PrivateDirectory
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.wire import SynchronousWire
+from hf_ckpt.regions.offload.transfer import SynchronousWire
 from tests import exactness, traces, zoo
 from tests.late_copies import Late
 from tests.offloading import engine

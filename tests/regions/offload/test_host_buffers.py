@@ -11,7 +11,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import Offloader, run_offloaded
 from hf_ckpt.regions.offload.host_buffers import BufferPool, HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits, HostMemory
-from hf_ckpt.regions.offload.wire import (
+from hf_ckpt.regions.offload.transfer import (
     PageableMemory,
     SynchronousWire,
 )

@@ -18,7 +18,7 @@ from hf_ckpt.regions.offload.pacing import (
     is_offloaded,
     num_offloaded,
 )
-from hf_ckpt.regions.offload.wire import (
+from hf_ckpt.regions.offload.transfer import (
     DeviceMemory,
 )
 from hf_ckpt.regions.recompute import recompute

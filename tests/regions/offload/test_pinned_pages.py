@@ -14,7 +14,7 @@ from hf_ckpt.regions.offload import cuda
 from hf_ckpt.regions.offload.cuda import CudaWire, PinnedPages
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits, HostMemory
-from hf_ckpt.regions.offload.wire import (
+from hf_ckpt.regions.offload.transfer import (
     PageableMemory,
 )
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.recovery.attributes import Attributes
+from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.regions.execution_state import RandomState
 
 _LARGE_BYTES = 2**26

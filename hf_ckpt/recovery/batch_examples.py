@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from hf_ckpt.recovery.window import named_tensors
+from hf_ckpt.recovery.accumulation_window import named_tensors
 
 _SHOWN = 16
 

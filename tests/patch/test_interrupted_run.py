@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 import hf_ckpt
 from hf_ckpt import AlreadyAppliedError, HFCkptCallback
 from hf_ckpt.patch.apply import plan_of
-from hf_ckpt.patch.leftover import TrainCall
+from hf_ckpt.patch.interrupted_run import TrainCall
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
 from tests.training import During, counted, llama, lora, rows, trainer
@@ -339,7 +339,7 @@ def test_call_is_over_once_its_frame_is_only_kept() -> None:
     calls: list[TrainCall] = []
 
     def look() -> None:
-        from hf_ckpt.patch.leftover import train_call
+        from hf_ckpt.patch.interrupted_run import train_call
 
         call = train_call()
         assert call is not None
