@@ -237,17 +237,22 @@ class Front:
 
     def best(self, limits: Numbers | int) -> Numbers:
         """Return the least time within each limit in bytes, `NO_TICKS` where nothing is."""
-        found = np.searchsorted(self.num_bytes, limits, side="right") - 1
+        found = self.num_bytes.searchsorted(limits, side="right") - 1
         return np.where(found < 0, NO_TICKS, self.ticks[found])
 
 
 def front_of(num_bytes: Numbers, ticks: Numbers) -> Front:
     """Return the pairs that no other one equals or beats in both."""
-    order = np.lexsort((ticks, num_bytes))
+    # By bytes alone: they come in ascending runs, which a stable sort merges.
+    order = num_bytes.argsort(kind="stable")
     num_bytes, ticks = num_bytes[order], ticks[order]
     is_better = np.ones(len(ticks), dtype=bool)
     is_better[1:] = ticks[1:] < np.minimum.accumulate(ticks)[:-1]
-    return Front(num_bytes[is_better], ticks[is_better])
+    num_bytes, ticks = num_bytes[is_better], ticks[is_better]
+    # Of those that need as much the last is the fastest.
+    is_last = np.ones(len(ticks), dtype=bool)
+    is_last[:-1] = num_bytes[1:] != num_bytes[:-1]
+    return Front(num_bytes[is_last], ticks[is_last])
 
 
 def fronts_of(blocks: BlockCosts) -> list[Front]:
