@@ -45,8 +45,8 @@ from hf_ckpt.recovery.out_of_memory import is_out_of_memory
 from hf_ckpt.recovery.recovery import Recovery, begin, check_asked
 from hf_ckpt.trainer import metrics
 from hf_ckpt.trainer.messages import Messages, say_who_governs
-from hf_ckpt.trainer.run import TrainingRun
 from hf_ckpt.trainer.saved_files import PLAN_FILE, SavedFiles, check_can_be_saved, check_resumed_plan, write_plan
+from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:

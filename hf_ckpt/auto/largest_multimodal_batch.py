@@ -104,7 +104,7 @@ def _choices(sizes: Mapping[int, list[int]], num_rows: int) -> list[tuple[int, .
     return list(choices)[:_MAX_BATCHES]
 
 
-def _read_sizes(rows: _Rows) -> dict[int, list[int]]:
+def _read_sizes(rows: _Examples) -> dict[int, list[int]]:
     """Return the sizes of the columns of examples, by their places."""
     until = time.monotonic() + MAX_SECONDS
     found: dict[int, Mapping[str, int]] = {}
@@ -154,7 +154,7 @@ def _file_size(file: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Examples:
     """The examples of a data set."""
 
     count: int
@@ -164,31 +164,31 @@ class _Rows:
     """The same with images and sound as files, where they are in files."""
 
 
-def _readable(dataset: Any) -> _Rows | None:
+def _readable(dataset: Any) -> _Examples | None:
     """Return the examples of a data set, or None where they are computed or without end."""
     if isinstance(dataset, Subset):
         part, places = _readable(dataset.dataset), dataset.indices
         if part is None or not len(places):
             return None
-        return _Rows(len(places), lambda at: part.example(places[at]), lambda at: part.header(places[at]))
+        return _Examples(len(places), lambda at: part.example(places[at]), lambda at: part.header(places[at]))
     if isinstance(dataset, ConcatDataset):
         return _concatenated([_readable(part) for part in dataset.datasets])
     if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, Mapping) for each in dataset):
-        return _Rows(len(dataset), dataset.__getitem__, dataset.__getitem__)
+        return _Examples(len(dataset), dataset.__getitem__, dataset.__getitem__)
     if all(hasattr(dataset, name) for name in ("column_names", "with_format", "__len__")):
         if not len(dataset) or dataset.format["type"] == "custom":
             return None
         table = dataset.with_format("arrow")
-        return _Rows(len(dataset), dataset.__getitem__, lambda at: table[at : at + 1].to_pylist()[0])
+        return _Examples(len(dataset), dataset.__getitem__, lambda at: table[at : at + 1].to_pylist()[0])
     return None
 
 
-def _concatenated(parts: list[_Rows | None]) -> _Rows | None:
+def _concatenated(parts: list[_Examples | None]) -> _Examples | None:
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
     places = [(part, at) for part in known for at in range(part.count)]
-    return _Rows(
+    return _Examples(
         len(places), lambda at: places[at][0].example(places[at][1]), lambda at: places[at][0].header(places[at][1])
     )
 
@@ -196,7 +196,7 @@ def _concatenated(parts: list[_Rows | None]) -> _Rows | None:
 _FEW = 8
 
 
-def _has_text_alone(rows: _Rows, names: Container[str]) -> bool:
+def _has_text_alone(rows: _Examples, names: Container[str]) -> bool:
     """Whether a few examples hold token ids, and nothing but what has a place in a text.
 
     A number of an example has none where it is one of the `names` that the forward takes, such as a second label.
@@ -207,7 +207,7 @@ def _has_text_alone(rows: _Rows, names: Container[str]) -> bool:
     )
 
 
-def _has_labels_of_tokens(rows: _Rows) -> bool:
+def _has_labels_of_tokens(rows: _Examples) -> bool:
     """Whether the first example has a label for each token, where it has labels."""
     first = rows.header(0)
     label = first.get("labels", first.get("label"))

@@ -25,7 +25,7 @@ from hf_ckpt.simulation.step import Sharding, Step, make_inputs
 from hf_ckpt.trainer.other_models import other_models
 
 
-class MicroBatch(Protocol):
+class CollatedBatch(Protocol):
     """What the collator of a Trainer makes."""
 
     @property
@@ -57,7 +57,7 @@ class TrainerLoss:
     """
 
     trainer: Any
-    batch: MicroBatch
+    batch: CollatedBatch
     others: Mapping[str, nn.Module]
 
     @property

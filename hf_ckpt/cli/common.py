@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate.launch import Launch
+from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.recipe import shipped
 from hf_ckpt.simulation.devices import find_device
 

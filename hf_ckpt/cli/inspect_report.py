@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
-from hf_ckpt.estimate.plan import with_auto_plan
 from hf_ckpt.estimate.predict import devices_for
+from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.estimate.subject import describe_batch, subject_of
 from hf_ckpt.estimate.tables import columns
 from hf_ckpt.loading.model import find_config

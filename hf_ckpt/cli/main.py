@@ -28,7 +28,7 @@ from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
 from hf_ckpt.recipe.extras import EXTRAS, missing_text
-from hf_ckpt.verify.launch import LostProcessError
+from hf_ckpt.verify.processes import LostProcessError
 
 _COMMANDS = {
     "recipes": RECIPES,

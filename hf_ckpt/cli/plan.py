@@ -33,7 +33,7 @@ from hf_ckpt.simulation.devices import NO_DEVICE, may_have_gpu
 from hf_ckpt.units import Budget, parse_budget
 
 if TYPE_CHECKING:
-    from hf_ckpt.estimate.plan import PlannedRecipe
+    from hf_ckpt.estimate.recipe_plan import PlannedRecipe
     from hf_ckpt.recipe.recipe import Recipe
 
 
@@ -106,17 +106,17 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
     """Return what is answered, and draw it where that is wanted."""
     say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
-        from hf_ckpt.estimate import plan
+        from hf_ckpt.estimate import recipe_plan
         from hf_ckpt.estimate.subject import subject_of
 
-        device, assumed = plan.device_for(recipe, options.device, _amount(recipe, budget))
+        device, assumed = recipe_plan.device_for(recipe, options.device, _amount(recipe, budget))
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
     with quiet():
         with_fixed = options.plot is not None or options.html is not None
-        found = plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=with_fixed)
+        found = recipe_plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=with_fixed)
         if options.plot is not None:
             _plot(found, options.plot)
-        document = plan.as_json(found)
+        document = recipe_plan.as_json(found)
         if options.html is not None:
             _write_page(found, document, options)
     return document

@@ -37,11 +37,11 @@ def _run(options: argparse.Namespace) -> int:
     require_for(recipe, "datasets")
     say("Building the model without weights ...")
     with quiet(), tempfile.TemporaryDirectory(prefix="hf_ckpt-profile-") as folder:
-        from hf_ckpt.estimate import profile
+        from hf_ckpt.estimate import profiled_recipe
         from hf_ckpt.estimate.tables import to_json
 
-        found = profile.measure(recipe, say, num_steps=options.steps, trace=options.trace, folder=Path(folder))
-    print(to_json(profile.as_json(found), options.words) if options.json else profile.text(found))
+        found = profiled_recipe.measure(recipe, say, num_steps=options.steps, trace=options.trace, folder=Path(folder))
+    print(to_json(profiled_recipe.as_json(found), options.words) if options.json else profiled_recipe.text(found))
     return HOLDS
 
 

@@ -16,7 +16,7 @@ from hf_ckpt.cli.model_options import read_recipe
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
-from hf_ckpt.verify.launch import PROGRESS, ProcessResult, run_in_processes, write_result
+from hf_ckpt.verify.processes import PROGRESS, ProcessResult, run_in_processes, write_result
 
 if TYPE_CHECKING:
     from hf_ckpt.recipe.recipe import Recipe
@@ -132,7 +132,7 @@ def _run_as_one_of_many(options: argparse.Namespace) -> int:
         # Not 0, so that torchrun ends the others, which may be waiting for this one.
         answer, code = ProcessResult(refusal=str(error)), WRONG_INPUT
     write_result(options.answers, answer)
-    from hf_ckpt.verify.launch import end_process
+    from hf_ckpt.verify.processes import end_process
 
     end_process(code)
 
@@ -142,7 +142,7 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
     require_for(recipe, "datasets")
     setup = _setup(options.setup)
     with quiet():
-        from hf_ckpt.verify.launch import join_processes, with_engine
+        from hf_ckpt.verify.processes import join_processes, with_engine
         from hf_ckpt.verify.report import as_json
 
         is_first = join_processes()

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from hf_ckpt.auto.largest_batch import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate.launch import Launch
+from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe, sharding_of
 from hf_ckpt.loading.model import (
     Found,

@@ -16,7 +16,7 @@ from hf_ckpt.auto.budgets import budget_bytes, check_budget
 from hf_ckpt.auto.largest_batch import Batch, largest_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
-from hf_ckpt.estimate.launch import Launch
+from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.subject import subject_of
 from hf_ckpt.loading.dataset import PreparedData
 from hf_ckpt.loading.engine import Engine, asked_engine
@@ -37,7 +37,7 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class StepDivision:
     """How the rows of an optimizer step are divided."""
 
     rows: int
@@ -47,12 +47,12 @@ class MicroBatch:
 
 def choose_micro_batch(
     rows_of_step: int, price: Callable[[int, int], Priced], say: Callable[[str], None] = lambda text: None
-) -> MicroBatch:
+) -> StepDivision:
     """Return the division of a step's rows that takes the least time for each token; of equal ones the smallest.
 
     `price`: of so many rows and so many micro-batches; raises `BudgetError` where no plan fits.
     """
-    best: MicroBatch | None = None
+    best: StepDivision | None = None
     for rows in _divisors(rows_of_step):
         times = rows_of_step // rows
         try:
@@ -65,7 +65,7 @@ def choose_micro_batch(
             break
         say(f"{rows} x {times}: {priced.seconds_per_token * 1e6:.3g} microseconds per token")
         if best is None or priced.seconds_per_token < best.priced.seconds_per_token:
-            best = MicroBatch(rows, times, priced)
+            best = StepDivision(rows, times, priced)
     assert best is not None, "1 divides every number"
     return best
 

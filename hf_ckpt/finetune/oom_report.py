@@ -82,7 +82,7 @@ def _note_batch(watch: RunWatch, module: nn.Module, args: Any, kwargs: dict[str,
 
 
 @dataclass(frozen=True)
-class Failure:
+class OutOfMemoryRun:
     """A run that went out of memory."""
 
     part: Part  # Where.
@@ -151,14 +151,16 @@ def explained(
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
         plan, planned_for = facts()
-        failure = Failure(part_of(cause.__traceback__), Figures.of(str(cause)), watch, planned_for)
+        failure = OutOfMemoryRun(part_of(cause.__traceback__), Figures.of(str(cause)), watch, planned_for)
         say("Out of memory. Simulating what would fit ...")
         lines = [] if error is cause else [str(error)]
         lines.append(explanation(failure, recipe, trainer.args, plan, device_of(trainer.args)))
         raise OutOfMemoryError("\n".join(lines)) from cause
 
 
-def explanation(failure: Failure, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device) -> str:
+def explanation(
+    failure: OutOfMemoryRun, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device
+) -> str:
     """Return what there is to say of a failure, in paragraphs. `device`: where."""
     try:
         lines = list(_simulated(failure, recipe, args, plan, device))
@@ -168,7 +170,7 @@ def explanation(failure: Failure, recipe: Recipe, args: TrainingArguments, plan:
 
 
 def _simulated(
-    failure: Failure, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device
+    failure: OutOfMemoryRun, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device
 ) -> Iterator[str]:
     subject = subject_of(recipe, launch_of(args))
     usable = (failure.figures.capacity or device.memory_bytes) - reserve(device).high_bytes

@@ -44,7 +44,7 @@ Write = Callable[[Mapping[str, object]], str]
 
 
 @dataclass(frozen=True)
-class Change:
+class OptionChange:
     """Options that could be set."""
 
     options: Mapping[str, object]
@@ -71,7 +71,7 @@ def nothing_fits(
     smallest: StepMemory,
     step: Step,
     peak: Callable[[Step], int],
-    changes: Sequence[Change] = (),
+    changes: Sequence[OptionChange] = (),
     *,
     write: Write = as_keywords,
     device_bytes: int | None = None,
@@ -176,10 +176,10 @@ class _FittingChanges:
         if smallest.peak_at.phase is not Phase.OPTIMIZER and smallest.peak_bytes - state_bytes > self._budget:
             return
         steps = {name: replace(self._step, optim=name) for name in _SMALLER_OPTIMIZERS}
-        changes = [Change({"optim": name}, partial(self._peak_of, step)) for name, step in steps.items()]
+        changes = [OptionChange({"optim": name}, partial(self._peak_of, step)) for name, step in steps.items()]
         yield from islice(self.among(changes), 1)
 
-    def among(self, changes: Sequence[Change]) -> Iterator[_FittingChange]:
+    def among(self, changes: Sequence[OptionChange]) -> Iterator[_FittingChange]:
         """Yield the changes that fit."""
         for change in changes:
             self._say(f"Simulating {self._write(change.options)} ...")

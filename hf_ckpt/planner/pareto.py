@@ -340,7 +340,7 @@ class _Before:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _Way:
     """A way to a position: bytes it keeps, its cost, and the label of its last block where only one will do."""
 
     stop: int
@@ -426,14 +426,14 @@ class TieBreak:
 
     def _read_back(self) -> list[Block]:
         at_end = self._before[-1].any
-        state = _State(self._blocks.num_layers, int(at_end.num_bytes[-1]), int(at_end.ticks[-1]), None)
+        state = _Way(self._blocks.num_layers, int(at_end.num_bytes[-1]), int(at_end.ticks[-1]), None)
         blocks: list[Block] = []
         while state.stop:
             block, state = next(self._last_blocks(state, blocks[-1] if blocks else None))
             blocks.append(block)
         return blocks[::-1]
 
-    def _last_blocks(self, state: _State, behind: Block | None) -> Iterator[tuple[Block, _State]]:
+    def _last_blocks(self, state: _Way, behind: Block | None) -> Iterator[tuple[Block, _Way]]:
         """Yield the blocks that a way may end with, the preferred one first, each with the way before it."""
         ending = self._before[state.stop].ending
         labels = self._labels if state.label is None else [state.label]
@@ -461,14 +461,14 @@ class TieBreak:
             kept, ticks = int(segments.kept(start, stop)), int(segments.ticks(start, stop))
             yield Block(start, stop, FULL, label), kept, need, ticks
 
-    def _state_before(self, stop: int, label: Label, kept: int, cost: int) -> _State | None:
+    def _state_before(self, stop: int, label: Label, kept: int, cost: int) -> _Way | None:
         """Return the way before a block, if there is one that kept and cost so much, a change to the block counted."""
         before = self._before[stop]
         if stop == 0 or self._blocks.is_first[stop]:
-            return _State(stop, kept, cost, None) if _has(before.any, kept, cost) else None
+            return _Way(stop, kept, cost, None) if _has(before.any, kept, cost) else None
         if label in before.ending and _has(before.ending[label], kept, cost):
-            return _State(stop, kept, cost, label)
-        return _State(stop, kept, cost - 1, None) if _has(before.any, kept, cost - 1) else None
+            return _Way(stop, kept, cost, label)
+        return _Way(stop, kept, cost - 1, None) if _has(before.any, kept, cost - 1) else None
 
     def _single(self, option: LayerPlan, stop: int) -> Single | None:
         return next((single for single in self._blocks.singles[stop - 1] if single.option == option), None)

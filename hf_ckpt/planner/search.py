@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from itertools import groupby, islice
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.planner.advice import TILES, Change, Exactness, Write, as_keywords, inexact_parts, nothing_fits
+from hf_ckpt.planner.advice import TILES, Exactness, OptionChange, Write, as_keywords, inexact_parts, nothing_fits
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
 from hf_ckpt.planner.pareto import ChainPlanner, smallest_peak
@@ -274,7 +274,7 @@ class _Search:
         planned = [self._chains.planned(*found) for found in islice(near.values(), _MAX_SMALLEST)]
         return min(planned, key=lambda found: (found.memory.peak_bytes, found.memory.time.total))
 
-    def further(self, granted: Allowed) -> list[Change]:
+    def further(self, granted: Allowed) -> list[OptionChange]:
         """Return what could be chosen if the user allowed more, each option by itself and all together."""
         base = min(self._planners, key=lambda planner: planner.smallest_peak().peak_bytes).chain
         sent = offloaded(base, self._chains.simulator.device, self._allowed.offload_option or Offload())
@@ -320,9 +320,9 @@ class _Search:
         chunked = self._chains.chunked(planner) if allowed.head else None
         return (chunked or planner).chain
 
-    def _change(self, options: dict[str, object], chain: Chain) -> Change:
+    def _change(self, options: dict[str, object], chain: Chain) -> OptionChange:
         choice = smallest_peak(chain)
-        return Change(options, lambda: self._chains.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
+        return OptionChange(options, lambda: self._chains.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
 
     def _extend(self, found: Planned | None) -> None:
         """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""

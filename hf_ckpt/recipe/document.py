@@ -33,7 +33,7 @@ _LONG = 2**16
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where something was written."""
 
     source: str  # The file, or the override on the command line.
@@ -42,7 +42,7 @@ class Place:
     is_file: bool = True  # False for an override, and for values that were never in a file.
     is_override: bool = False
 
-    def at(self, mark: yaml.Mark) -> Place:
+    def at(self, mark: yaml.Mark) -> Location:
         """Return the place that `mark` points at."""
         return replace(self, line=mark.line + 1) if self.is_file else self
 
@@ -55,7 +55,7 @@ class Entry:
     """A value and its place. Mappings hold entries, lists hold entries, anything else is the value itself."""
 
     value: Any
-    place: Place
+    place: Location
 
     def plain(self) -> Any:
         """Return the value without places, as plain Python."""
@@ -75,16 +75,16 @@ class Mistakes:
     """Key paths of values that could not be read; they are given, though nothing is known of them."""
     is_whole: bool = True  # False once a file could not be read, so that what seems missing may be there.
 
-    def add(self, place: Place, text: str) -> None:
+    def add(self, place: Location, text: str) -> None:
         """Note a mistake."""
         self.extend([_printable(" ".join(f"{place}: {text}".split()))])
 
-    def add_unread(self, place: Place, path: str, text: str) -> None:
+    def add_unread(self, place: Location, path: str, text: str) -> None:
         """Note a value that could not be read."""
         self.unread.add(path)
         self.add(place, f"{path or 'top level'}: {text}")
 
-    def add_unread_file(self, place: Place, text: str) -> None:
+    def add_unread_file(self, place: Location, text: str) -> None:
         """Note a file that could not be read."""
         self.is_whole = False
         self.add(place, text)
@@ -170,7 +170,7 @@ def read_document(path: Path, overrides: Iterable[str], mistakes: Mistakes) -> E
 
 def document_of(values: Mapping[str, Any], name: str, overrides: Iterable[str], mistakes: Mistakes) -> Entry:
     """Return `values` as `read_document` returns those of a file."""
-    place = Place(name, Path(), is_file=False)
+    place = Location(name, Path(), is_file=False)
     document = _parse(write_yaml(dict(values)), place, mistakes) or Entry({}, place)
     return _overridden(document, overrides, mistakes)
 
@@ -186,7 +186,7 @@ def write_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
 
 
-def resolve_path(place: Place, path: str) -> Path:
+def resolve_path(place: Location, path: str) -> Path:
     """Return where the recipe `path`, written at `place`, lies: in the same folder, or among the shipped ones."""
     found = Path(os.path.normpath(place.folder / Path(path).expanduser()))
     named = shipped.named(Path(path))
@@ -236,11 +236,11 @@ def _read_file(path: Path, mistakes: Mistakes) -> Entry:
         is_file = is_pipe = False
     # A name that is too long, or holds a null character.
     except (OSError, ValueError) as error:
-        place = Place(_printable(_shortened(str(path))), Path())
+        place = Location(_printable(_shortened(str(path))), Path())
         mistakes.add_unread_file(place, f"no file can be read by this name: {_why(error)}.")
         return Entry({}, place)
     # Other recipes are looked for in the folder of a file, but not in that of a pipe, which is /dev.
-    place = Place(str(path), path.parent if is_file else Path())
+    place = Location(str(path), path.parent if is_file else Path())
     if is_pipe and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         mistakes.add_unread_file(place, "several processes cannot read one pipe. Write the recipe to a file.")
         return Entry({}, place)
@@ -259,7 +259,7 @@ def _read_file(path: Path, mistakes: Mistakes) -> Entry:
     return Entry({}, place)
 
 
-def _parse(text: str, place: Place, mistakes: Mistakes, path: str = "") -> Entry | None:
+def _parse(text: str, place: Location, mistakes: Mistakes, path: str = "") -> Entry | None:
     """Return what `text`, the value at `path`, holds, or nothing where it cannot be read."""
     try:
         _check_size(text)
@@ -305,7 +305,7 @@ def _too_many(mark: Any) -> _TooMuch:
     return _TooMuch(problem=f"more than {_MOST_VALUES:,} keys and values, which no recipe has", problem_mark=mark)
 
 
-def _add_syntax_mistake(error: yaml.YAMLError, place: Place, mistakes: Mistakes) -> None:
+def _add_syntax_mistake(error: yaml.YAMLError, place: Location, mistakes: Mistakes) -> None:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
     advice = ""
     if "mapping values are not allowed" in problem or "':'" in problem:
@@ -318,7 +318,7 @@ def _add_syntax_mistake(error: yaml.YAMLError, place: Place, mistakes: Mistakes)
 class _Walk:
     """Turns nodes into entries. What cannot be read is noted and left out."""
 
-    def __init__(self, place: Place, mistakes: Mistakes) -> None:
+    def __init__(self, place: Location, mistakes: Mistakes) -> None:
         self._place = place
         self._mistakes = mistakes
         self._num_values = 0
@@ -349,7 +349,7 @@ class _Walk:
                 yield entry
 
     def _pairs(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[Any, Entry]]:
-        first: dict[Any, Place] = {}
+        first: dict[Any, Location] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node, path)
             if key is None:
@@ -418,7 +418,7 @@ def _merge(base: Entry, over: Entry) -> Entry:
 
 def _override(document: Entry, override: str, mistakes: Mistakes) -> Entry:
     shown = show(_shortened(override))
-    place = Place(f"override {shown}", Path(), is_file=False, is_override=True)
+    place = Location(f"override {shown}", Path(), is_file=False, is_override=True)
     path, equals, text = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):

@@ -28,7 +28,7 @@ from hf_ckpt.units import parse_budget
 
 
 @dataclass(frozen=True)
-class Limit:
+class Bounds:
     """Between which bounds a number lies; `at_least` is included, `above` and `below` are not."""
 
     at_least: float = -math.inf
@@ -45,13 +45,13 @@ class Limit:
         return "a number " + " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
 
 
-_COUNT = Limit(at_least=1)
-_NOT_NEGATIVE = Limit(at_least=0)
-_POSITIVE = Limit(above=0)
-_SHARE = Limit(at_least=0, below=1)
+_COUNT = Bounds(at_least=1)
+_NOT_NEGATIVE = Bounds(at_least=0)
+_POSITIVE = Bounds(above=0)
+_SHARE = Bounds(at_least=0, below=1)
 
 LIMITS = {
-    "model.tokenizer.train.vocab_size": Limit(at_least=259),  # 256 bytes, and where a text begins, ends and is padded
+    "model.tokenizer.train.vocab_size": Bounds(at_least=259),  # 256 bytes, and where a text begins, ends and is padded
     "model.num_labels": _COUNT,
     "model.config.vocab_size": _COUNT,
     "model.config.hidden_size": _COUNT,
@@ -64,10 +64,10 @@ LIMITS = {
     "adapter.lora_alpha": _POSITIVE,
     "adapter.lora_dropout": _SHARE,
     "quantization.llm_int8_threshold": _NOT_NEGATIVE,
-    "data.max_length": Limit(at_least=2),  # each token is learnt from those before it
+    "data.max_length": Bounds(at_least=2),  # each token is learnt from those before it
     "data.max_pixels": _COUNT,
     "data.max_images": _COUNT,
-    "data.eval_fraction": Limit(above=0, below=1),
+    "data.eval_fraction": Bounds(above=0, below=1),
     "data.max_examples": _COUNT,
     "data.num_proc": _COUNT,
     "data.seed": _NOT_NEGATIVE,
@@ -108,7 +108,7 @@ def check_rules(draft: Draft) -> None:
         rule(draft)
 
 
-def _check_limit(draft: Draft, path: str, limit: Limit) -> None:
+def _check_limit(draft: Draft, path: str, limit: Bounds) -> None:
     value = draft.get(path)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return

@@ -13,7 +13,7 @@ from typing import Any
 from hf_ckpt.errors import did_you_mean
 from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
-from hf_ckpt.recipe.document import Entry, Mistakes, Place
+from hf_ckpt.recipe.document import Entry, Location, Mistakes
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
 from hf_ckpt.recipe.trainers import (
     INSTALL_TRL,
@@ -216,7 +216,7 @@ class Draft:
         entry = _entry_at(self.document, path)
         return path in self.mistakes.unread or (entry is not None and entry.value is not None)
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> Location:
         """Return where the value at a dotted path is written, or else what would hold it."""
         while (entry := _entry_at(self.document, path)) is None:
             path = path.rpartition(".")[0]

@@ -67,7 +67,7 @@ Prediction = tuple[Tensor | None, Any, Any]
 """What `prediction_step` returns: loss, logits and labels."""
 
 
-class Evaluation:
+class EvaluationRecovery:
     """Runs the prediction steps of a Trainer.
 
     Attributes:

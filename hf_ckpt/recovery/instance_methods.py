@@ -26,7 +26,7 @@ class Runner(Protocol):
         """Return what `method(*args, **kwargs)` returns, whatever it takes."""
 
 
-class Part(Protocol):
+class MethodRunner(Protocol):
     """Runs one method."""
 
     def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -79,7 +79,7 @@ class OptimizerSteps:
 
     def _attempt(self, method: Method, part: Part, *, is_whole: bool) -> Failure | None:
         """Step for some weights. Returns why nothing was written, if so; raises if memory ran out after that."""
-        before = _Before(self._optimizer, part)
+        before = _WriteDetector(self._optimizer, part)
         is_tried = False
         try:
             self._try_temporaries(part)
@@ -219,7 +219,7 @@ def _nothing_else(optimizer: torch.optim.Optimizer, part: Part, *, is_whole: boo
             group["params"] = weights
 
 
-class _Before:
+class _WriteDetector:
     """What tells whether a step has written to some weights or their state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, part: Part) -> None:

@@ -18,16 +18,16 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
-from hf_ckpt.recovery.evaluation import Evaluation
+from hf_ckpt.recovery.evaluation import EvaluationRecovery
 from hf_ckpt.recovery.failed_run import CleanEnd, EndingPart, newest_checkpoint
-from hf_ckpt.recovery.instance_methods import Method, Part, set_method
+from hf_ckpt.recovery.instance_methods import Method, MethodRunner, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.recovery.training_step import TrainingSteps
-from hf_ckpt.trainer.run import TrainingRun
 from hf_ckpt.trainer.saved_files import write_plan
+from hf_ckpt.trainer.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.replan import RunPlanner
@@ -118,8 +118,8 @@ class Recovery:
             data_parallel = DataParallel(trainer.model_wrapped)
         self._steps = TrainingSteps(trainer, run.model, self._escalation, planning, (run.clock,), data_parallel)
         self._optimizer_steps = OptimizerSteps(trainer)
-        self._evaluation = Evaluation(trainer)
-        self._parts: dict[str, Part] = {
+        self._evaluation = EvaluationRecovery(trainer)
+        self._parts: dict[str, MethodRunner] = {
             "training_step": self._steps,
             "prediction_step": self._evaluation,
             "clip_grad_norm_": EndingPart(

@@ -72,7 +72,7 @@ class TracedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationMemory:
     """What evaluation needs while training goes on."""
 
     memory: StepMemory
@@ -209,7 +209,7 @@ class StepSimulator:
             )
         return self._trace_with_reuse(plan, explains=explains)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> EvaluationMemory:
         """Predict the memory of one batch of `Trainer.evaluate()`, without gradients and in evaluation mode.
 
         `step` has the rows and tokens of a batch of evaluation, and the optimizer and engine of the training. The
@@ -224,7 +224,7 @@ class StepSimulator:
                 tape, num_bytes = self._evaluated(reuses_layers=False)
         add_workspaces(tape, device, has_trained=True)
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
-        return Evaluation(memory, num_bytes * step.sharding.world_size)
+        return EvaluationMemory(memory, num_bytes * step.sharding.world_size)
 
     def prepare(self) -> StepMemory | None:
         """Predict the memory of what the step's loss does before the first micro-batch, such as generating it.

@@ -89,7 +89,7 @@ def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield the modules and tensors that a Trainer and its callbacks reach, by the attribute that leads there."""
     handler = getattr(trainer, "callback_handler", None)
     holders = (trainer, *getattr(handler, "callbacks", ()))
-    search = _Search(holders)
+    search = _ObjectSearch(holders)
     for holder in holders:
         if _is_ours(type(holder)):
             continue
@@ -102,7 +102,7 @@ def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
                     yield from search.inside(f"{type(holder).__name__}.{name}", value)
 
 
-class _Search:
+class _ObjectSearch:
     """Looks into each object once, and not into those it begins with, which their own methods lead to."""
 
     def __init__(self, holders: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.regions.execution_state import is_in_backward
-from hf_ckpt.verify.record import Gradients, MicroBatch, Record, Recorder, tensor_digest, tensors_in
+from hf_ckpt.verify.record import Gradients, Record, RecordedMicroBatch, Recorder, tensor_digest, tensors_in
 
 # Selective checkpointing keeps the outputs of these, so they are missing in a recomputation.
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product")
@@ -97,7 +97,7 @@ def first_differing_layer(reference: Record, planned: Record) -> FirstDifference
     return None
 
 
-def _first_layer_of(expected: MicroBatch, got: MicroBatch) -> str | None:
+def _first_layer_of(expected: RecordedMicroBatch, got: RecordedMicroBatch) -> str | None:
     there, here = dict(expected.layer_gradients), dict(got.layer_gradients)
     equal_behind = True
     for (path, side), digest in expected.layer_gradients:

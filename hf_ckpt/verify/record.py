@@ -47,7 +47,7 @@ class StateChange:
 
 
 @dataclass(frozen=True)
-class Failure:
+class TrialError:
     """An exception that ended a trial."""
 
     error: Exception
@@ -57,7 +57,7 @@ class Failure:
 
 
 @dataclass
-class MicroBatch:
+class RecordedMicroBatch:
     """One forward and backward."""
 
     loss: float = float("nan")
@@ -116,7 +116,7 @@ class Record:
     head: str = ""  # path of the head, where the plan runs it in chunks
     tolerance: Tolerance | None = None  # from a trial without the plan; None: equal bit by bit
     callback_faults: list[str] = field(default_factory=list)
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    micro_batches: list[RecordedMicroBatch] = field(default_factory=list)
     num_steps: int = 0
     trainable: tuple[str, ...] = ()
     on_other_ranks: frozenset[str] = frozenset()  # trainable, but FSDP1 left no part of them to this process
@@ -133,7 +133,7 @@ class Record:
     state_changes: list[StateChange] = field(default_factory=list)
     replaced: dict[str, str] = field(default_factory=dict)  # by path, what stands where the plan had put its own
     hooks: list[UserHook] = field(default_factory=list)
-    failure: Failure | None = None
+    failure: TrialError | None = None
     use_cache: Mapping[str, tuple[object, object]] = field(default_factory=dict)
     generated: dict[str, Any] = field(default_factory=dict)
     logits: Tensor | None = None
@@ -210,7 +210,7 @@ class Recorder:
             for inner in layer.module.modules()
         }
         self._handles: list[RemovableHandle] = []
-        self._micro_batch: MicroBatch | None = None
+        self._micro_batch: RecordedMicroBatch | None = None
         self._forward_states: dict[str, list[State]] = {}
         self._plan_attributes: dict[str, tuple[object, ...]] = {}
         self._running: list[str] = []
@@ -236,9 +236,9 @@ class Recorder:
         self._handles.clear()
 
     @contextmanager
-    def step(self) -> Iterator[MicroBatch]:
+    def step(self) -> Iterator[RecordedMicroBatch]:
         """Record what happens inside the block as one more micro-batch."""
-        self._micro_batch = MicroBatch()
+        self._micro_batch = RecordedMicroBatch()
         self._record.micro_batches.append(self._micro_batch)
         self._forward_states.clear()
         self._running.clear()
@@ -348,7 +348,7 @@ class Recorder:
         has_gradient = hidden is not None and hidden.requires_grad
         (self._record.reentrant if has_gradient else self._record.no_output_gradient).add(path)
 
-    def _note_gradient(self, micro: MicroBatch, path: str, side: str, gradient: Tensor) -> None:
+    def _note_gradient(self, micro: RecordedMicroBatch, path: str, side: str, gradient: Tensor) -> None:
         if side == "output":
             self._record.with_output_gradient.add(path)
         with self._digesting():

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
-from hf_ckpt.estimate.plan import with_auto_plan
+from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.loading.model import Found, find_config, rehearse
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
@@ -31,7 +31,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, Values
 from hf_ckpt.structure.layers import Stack, find_layers
-from hf_ckpt.verify import launch, reduce_depth, reduce_widths
+from hf_ckpt.verify import processes, reduce_depth, reduce_widths
 from hf_ckpt.verify.reduce_depth import KeptStack
 from hf_ckpt.verify.reduce_widths import make_weights, with_special_tokens
 
@@ -175,7 +175,7 @@ def _make_reduced(recipe: Recipe, found: Found, fields: Values, full: MetaModel,
 
 def _shared_by_processes(made: ReducedRecipe) -> ReducedRecipe:
     """Let every process load the first one's weights: transformers lets no other process save any."""
-    name = launch.gather(made.recipe.model["name_or_path"])[0]
+    name = processes.gather(made.recipe.model["name_or_path"])[0]
     return replace(made, recipe=replace(made.recipe, model={**made.recipe.model, "name_or_path": name}))
 
 

@@ -96,7 +96,7 @@ def sizes_for(fields: Mapping[str, Any], vocab_size: int, *, keeps_ratios: bool)
 
 def with_small_widths(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the fields of a config and its sub-configs, as JSON types, with small widths."""
-    part = _Part(fields, sizes)
+    part = _SubConfig(fields, sizes)
     return {name: _reduced_field(name, value, part) for name, value in fields.items()}
 
 
@@ -117,7 +117,7 @@ def describe(sizes: Sizes) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SubConfig:
     """One config, or a sub-config of a composite one."""
 
     fields: Mapping[str, Any]
@@ -165,7 +165,7 @@ class _Part:
         }[what]
 
 
-def _reduced_field(name: str, value: Any, part: _Part) -> Any:
+def _reduced_field(name: str, value: Any, part: _SubConfig) -> Any:
     if isinstance(value, Mapping):
         return _rope(value, part) if name.startswith("rope_") else with_small_widths(value, part.sizes)
     if name in _HEADS and isinstance(value, int):
@@ -209,7 +209,7 @@ def _parts(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _parts(value)
 
 
-def _rope(rope: Mapping[str, Any], part: _Part) -> dict[str, Any]:
+def _rope(rope: Mapping[str, Any], part: _SubConfig) -> dict[str, Any]:
     """Return rotary settings whose sections divide half a head in the same ratios."""
     kept = {name: _rope(value, part) if isinstance(value, Mapping) else value for name, value in rope.items()}
     sections = rope.get("mrope_section")

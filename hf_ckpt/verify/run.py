@@ -28,7 +28,7 @@ from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.shipped import shown
 from hf_ckpt.recipe.trainers import TrainerKind
 from hf_ckpt.units import counted
-from hf_ckpt.verify import compare, launch, state_checks
+from hf_ckpt.verify import compare, processes, state_checks
 from hf_ckpt.verify.compare import HALF_TOLERANCE, Trials, first_module_changed_by_plan
 from hf_ckpt.verify.localize import (
     FirstDifference,
@@ -90,17 +90,17 @@ def verify(
     check_reads_text(recipe, "verify")
     if num_steps < 1:
         raise RecipeError(f"{num_steps} optimizer steps were asked for. Use 1 or more.")
-    folder = launch.temporary_folder()
+    folder = processes.temporary_folder()
     with _quiet_libraries(), _single_thread(is_on=not is_full):
         try:
             small = reduce_recipe(recipe, folder / "model", is_full=is_full)
             inputs = _trial_inputs(small.recipe, folder, num_steps, setup)
             saves_model_only = bool(recipe.training.get("save_only_model"))
             verification = _Verification(inputs, folder, num_steps, say, saves_model_only, is_full)
-            checks = launch.combine_checks(list(verification.checks()))
+            checks = processes.combine_checks(list(verification.checks()))
         finally:
-            launch.gather(None)
-            if launch.is_first():
+            processes.gather(None)
+            if processes.is_first():
                 shutil.rmtree(folder, ignore_errors=True)
     facts = (*small.facts, *_facts(recipe, verification))
     return Report(title=shown(recipe.path), checks=checks, facts=facts)
@@ -118,7 +118,7 @@ def _trial_inputs(
 
 
 def _facts(recipe: Recipe, verification: _Verification) -> Iterator[tuple[str, str]]:
-    num_processes = len(launch.gather(None))
+    num_processes = len(processes.gather(None))
     yield "engine", verification.engine if num_processes == 1 else f"{verification.engine}, {num_processes} processes"
     own = int(recipe.training.get("gradient_accumulation_steps", 1))
     if own > MAX_ACCUMULATION:
@@ -176,7 +176,7 @@ class _Verification:
     def checks(self) -> Iterator[Check]:
         reference = self._run("without", "without the plan")
         self.engine = reference.engine
-        if any(launch.gather(reference.failure is not None)):
+        if any(processes.gather(reference.failure is not None)):
             yield _check_reference(reference)
             return
         repeated = self._run("repeated", "without the plan, again")
@@ -189,7 +189,7 @@ class _Verification:
             yield from _compared(trials)
             yield from self._in_float32(trials)
         yield from self._first_difference(trials)
-        if not any(launch.gather(planned.failure is not None)):
+        if not any(processes.gather(planned.failure is not None)):
             yield from self._saved(trials)
 
     def _run(self, name: str, what: str, *, is_planned: bool = False, **options: Any) -> Record:
@@ -220,10 +220,10 @@ class _Verification:
         if not trials.planned.can_save_model:
             yield Check(name="saved files", verdict="skip", detail="Under FSDP1 saving and resuming are not looked at.")
             return
-        if launch.is_first():
+        if processes.is_first():
             self.say("Loading what was saved ...")
             yield from check_saved(self.inputs, trials)
-        launch.gather(None)
+        processes.gather(None)
         save_at = self._save_at()
         if save_at is None:
             yield Check(name="resume", verdict="skip", detail="One step cannot be stopped half way; use --steps 2.")
@@ -242,7 +242,7 @@ class _Verification:
         if (module := first_module_changed_by_plan(trials)) is not None:
             detail = f"In forward, {module} is the first module whose output differs: the plan changes the forward."
             yield Check(name="first difference", verdict="fail", detail=detail)
-        found = launch.gather(self._difference(trials))
+        found = processes.gather(self._difference(trials))
         first = next((difference for difference in found if difference is not None), None)
         if first is None:
             return
@@ -250,9 +250,9 @@ class _Verification:
         operators = None
         for micro_batch in range(first.micro_batch, first.micro_batch + MAX_ACCUMULATION):
             operators = self._operators(FirstDifference(first.layer, micro_batch))
-            if any(launch.gather(operators is not None)):
+            if any(processes.gather(operators is not None)):
                 break
-        if launch.is_first_with(operators is not None or _has_evidence(trials)):
+        if processes.is_first_with(operators is not None or _has_evidence(trials)):
             yield _check_difference(trials, first, operators)
 
     def _difference(self, trials: Trials) -> FirstDifference | None:

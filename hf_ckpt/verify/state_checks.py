@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
-from hf_ckpt.verify.record import MicroBatch, Record, UserHook, WatchedLayer, qualified_name, tensor_digest
+from hf_ckpt.verify.record import Record, RecordedMicroBatch, UserHook, WatchedLayer, qualified_name, tensor_digest
 from hf_ckpt.verify.report import Check, Verdict, listed, numbered
 
 FORWARDS = "forward counts"
@@ -243,7 +243,7 @@ def check_random_numbers(trials: Trials) -> Check:
     return Check(name=name, verdict="pass", detail=what)
 
 
-def _triples(trials: Trials) -> Iterator[tuple[MicroBatch, MicroBatch, MicroBatch]]:
+def _triples(trials: Trials) -> Iterator[tuple[RecordedMicroBatch, RecordedMicroBatch, RecordedMicroBatch]]:
     finished = (micro for micro in trials.planned.micro_batches if micro.random_state)
     yield from zip(trials.reference.micro_batches, trials.repeated.micro_batches, finished, strict=False)
 

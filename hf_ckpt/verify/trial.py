@@ -52,9 +52,9 @@ from hf_ckpt.trainer.saved_files import WRAPPERS
 from hf_ckpt.verify.compare import draws_in_tiles, run_in_same_tiles, tolerance_of
 from hf_ckpt.verify.localize import OperatorWatch
 from hf_ckpt.verify.record import (
-    Failure,
     Record,
     Recorder,
+    TrialError,
     WatchedLayer,
     local_shard,
     plain_attributes,
@@ -276,7 +276,7 @@ class _Trial:
         where, is_recomputing = "", False
         if self._is_begun:
             where, is_recomputing = self.recorder.current_layer, self.recorder.is_recomputing
-        self.record.failure = Failure(error, where, is_recomputing, self.record.num_steps)
+        self.record.failure = TrialError(error, where, is_recomputing, self.record.num_steps)
         # The traceback holds the frames, and they the model.
         error.__traceback__ = None
 

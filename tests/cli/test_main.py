@@ -21,7 +21,7 @@ from hf_ckpt.cli.main import _COMMANDS as COMMANDS
 from hf_ckpt.cli.main import main
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify import launch, report
+from hf_ckpt.verify import processes, report
 from hf_ckpt.verify import run as verify
 from hf_ckpt.verify.report import Check, Report
 from tests import small_recipes
@@ -342,21 +342,21 @@ sys.exit(1)
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[launch.ProcessResult, list[str]]]:
-    def run(text: str) -> tuple[launch.ProcessResult, list[str]]:
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[processes.ProcessResult, list[str]]]:
+    def run(text: str) -> tuple[processes.ProcessResult, list[str]]:
         said: list[str] = []
-        monkeypatch.setattr(launch, "_torchrun", lambda num_processes: script(tmp_path, text))
-        return launch.run_in_processes(["verify"], num_processes=2, say=said.append), said
+        monkeypatch.setattr(processes, "_torchrun", lambda num_processes: script(tmp_path, text))
+        return processes.run_in_processes(["verify"], num_processes=2, say=said.append), said
 
     return run
 
 
 def test_first_process_answers_for_all_and_only_progress_is_shown(ask: Any) -> None:
-    assert ask(ANSWERING) == (launch.ProcessResult(report={"rank": 0}), ["Running ..."])
+    assert ask(ANSWERING) == (processes.ProcessResult(report={"rank": 0}), ["Running ..."])
 
 
 def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
-    with pytest.raises(launch.LostProcessError) as raised:
+    with pytest.raises(processes.LostProcessError) as raised:
         ask(DYING)
     assert str(raised.value) == (
         "2 of 2 processes ended without an answer. The last that they printed:\nTraceback\nValueError: the reason"
@@ -364,12 +364,12 @@ def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
 
 
 def test_refusal_of_one_process_stands_for_all(ask: Any) -> None:
-    assert ask(REFUSING)[0] == launch.ProcessResult(refusal="Rule {...} reaches no layer.")
+    assert ask(REFUSING)[0] == processes.ProcessResult(refusal="Rule {...} reaches no layer.")
 
 
 def test_processes_that_fall_silent_are_stopped(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_SILENT_SECONDS", 1)
-    with pytest.raises(launch.LostProcessError, match="Nothing was printed for 1 s; the processes were stopped"):
+    monkeypatch.setattr(processes, "_SILENT_SECONDS", 1)
+    with pytest.raises(processes.LostProcessError, match="Nothing was printed for 1 s; the processes were stopped"):
         ask("import time\ntime.sleep(60)")
 
 
@@ -381,9 +381,9 @@ def test_processes_do_not_outlive_a_command_that_is_told_to_end(tmp_path: Path) 
     noted = tmp_path / "pid"
     code = textwrap.dedent(
         f"""
-        from hf_ckpt.verify import launch
-        launch._torchrun = lambda num_processes: {own!r}
-        launch.run_in_processes([{str(noted)!r}], num_processes=2, say=print)
+        from hf_ckpt.verify import processes
+        processes._torchrun = lambda num_processes: {own!r}
+        processes.run_in_processes([{str(noted)!r}], num_processes=2, say=print)
         """
     )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -405,7 +405,7 @@ def test_lost_processes_end_with_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(small_recipes.write(tmp_path))
-    monkeypatch.setattr(launch, "_torchrun", lambda num_processes: script(tmp_path, DYING))
+    monkeypatch.setattr(processes, "_torchrun", lambda num_processes: script(tmp_path, DYING))
     assert main(["verify", recipe, "--processes", "2"]) == 1
     assert "ValueError: the reason" in capsys.readouterr().err
 
@@ -414,7 +414,7 @@ def test_refusal_of_several_processes_ends_with_code_2(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(small_recipes.write(tmp_path))
-    monkeypatch.setattr(launch, "_torchrun", lambda num_processes: script(tmp_path, REFUSING))
+    monkeypatch.setattr(processes, "_torchrun", lambda num_processes: script(tmp_path, REFUSING))
     assert main(["verify", recipe, "--processes", "2"]) == 2
     assert "Rule {...} reaches no layer." in capsys.readouterr().err
 

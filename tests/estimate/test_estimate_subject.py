@@ -14,7 +14,7 @@ import yaml
 
 from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.auto.live_step import zero_of
-from hf_ckpt.estimate.launch import Launch
+from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe, sharding_of
 from hf_ckpt.estimate.subject import Subject, describe_batch, step_of, subject_of
 from hf_ckpt.simulation.step import Sharding, Zero

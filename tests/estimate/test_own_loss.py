@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from hf_ckpt import BudgetError, RecipeError, load_recipe
-from hf_ckpt.estimate.launch import Launch
+from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, evaluation_step_of, subject_of
 from hf_ckpt.finetune import train

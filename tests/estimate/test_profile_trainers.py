@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate import profile
-from hf_ckpt.estimate.profile import measure
+from hf_ckpt.estimate import profiled_recipe
+from hf_ckpt.estimate.profiled_recipe import measure
 from hf_ckpt.estimate.subject import random_base, subject_of
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.recipe.recipe import load_recipe
@@ -39,7 +39,7 @@ def test_every_layer_of_a_trainers_step_is_measured(
     tmp_path: Path, trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How long this machine is measured for does not matter here.
-    monkeypatch.setattr(profile, "calibrate", partial(calibrate, seconds=0.1))
+    monkeypatch.setattr(profiled_recipe, "calibrate", partial(calibrate, seconds=0.1))
     policy = {"policy": "full"}
     found = measure(
         recipe_of(tmp_path, trainer, checkpointing=policy), lambda line: None, num_steps=1, trace=None, folder=tmp_path

@@ -9,7 +9,7 @@ import pytest
 from hf_ckpt import Plan
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.finetune.micro_batch import MicroBatch, Priced, choose_micro_batch
+from hf_ckpt.finetune.micro_batch import Priced, StepDivision, choose_micro_batch
 from tests import small_recipes
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_fastest_division_of_the_same_rows_is_chosen(
     seen: list[tuple[int, int]] = []
     found = choose_micro_batch(rows_of_step, price_of(prices, seen))  # type: ignore[arg-type]
     assert (found.rows, found.times) == expected
-    assert found == MicroBatch(*expected, Priced(prices[expected[0]], expected[0] * 100))
+    assert found == StepDivision(*expected, Priced(prices[expected[0]], expected[0] * 100))
     assert seen == asked
 
 

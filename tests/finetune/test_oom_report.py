@@ -16,7 +16,7 @@ from hf_ckpt import load_recipe
 from hf_ckpt.auto.largest_batch import Batch
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
-from hf_ckpt.finetune.oom_report import Failure, Figures, Part, RunWatch, explanation
+from hf_ckpt.finetune.oom_report import Figures, OutOfMemoryRun, Part, RunWatch, explanation
 from hf_ckpt.loading.trainer import build_trained_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.simulation.devices import find_device
@@ -157,26 +157,30 @@ def watch(batch: Batch | None = None, after_steps: tuple[int, ...] = ()) -> RunW
 @pytest.mark.parametrize(
     ("failure", "peak", "expected"),
     [
-        (Failure(Part.BACKWARD, figures(), watch()), 20 * GIB, []),
-        (Failure(Part.BACKWARD, figures(unused=3 * GIB), watch()), 20 * GIB, ["fragmentation"]),
+        (OutOfMemoryRun(Part.BACKWARD, figures(), watch()), 20 * GIB, []),
+        (OutOfMemoryRun(Part.BACKWARD, figures(unused=3 * GIB), watch()), 20 * GIB, ["fragmentation"]),
         # 0.5 GiB would not have been enough for the one that was asked for.
-        (Failure(Part.BACKWARD, figures(unused=GIB // 2), watch()), 20 * GIB, []),
+        (OutOfMemoryRun(Part.BACKWARD, figures(unused=GIB // 2), watch()), 20 * GIB, []),
         (
-            Failure(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 12 * GIB))),
+            OutOfMemoryRun(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 12 * GIB))),
             12 * GIB,
             ["something grows: 4.0 GiB"],
         ),
-        (Failure(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 8 * GIB))), 12 * GIB, ["something else than"]),
-        (Failure(Part.BACKWARD, Figures(), watch()), 12 * GIB, []),
         (
-            Failure(Part.FORWARD, figures(), watch(Batch(2, 90)), Batch(2, 80)),
+            OutOfMemoryRun(Part.BACKWARD, figures(), watch(after_steps=(8 * GIB, 8 * GIB))),
+            12 * GIB,
+            ["something else than"],
+        ),
+        (OutOfMemoryRun(Part.BACKWARD, Figures(), watch()), 12 * GIB, []),
+        (
+            OutOfMemoryRun(Part.FORWARD, figures(), watch(Batch(2, 90)), Batch(2, 80)),
             20 * GIB,
             ["a larger batch than the plan"],
         ),
-        (Failure(Part.FORWARD, figures(), watch(Batch(2, 80)), Batch(2, 80)), 20 * GIB, []),
+        (OutOfMemoryRun(Part.FORWARD, figures(), watch(Batch(2, 80)), Batch(2, 80)), 20 * GIB, []),
     ],
 )
-def test_causes(failure: Failure, peak: int, expected: list[str]) -> None:
+def test_causes(failure: OutOfMemoryRun, peak: int, expected: list[str]) -> None:
     causes = list(failure.causes(predicted(peak)))
     assert [cause[: len(start)] for cause, start in zip(causes, expected, strict=True)] == expected
 
@@ -184,7 +188,7 @@ def test_causes(failure: Failure, peak: int, expected: list[str]) -> None:
 def test_message_of_another_allocator_gives_no_figures() -> None:
     assert Figures.of("out of memory") == Figures()
     assert Figures.of(MESSAGE) == Figures(2 * GIB, int(23.5 * GIB), 20 * GIB, GIB // 2, int(1.25 * GIB))
-    assert Failure(Part.ELSEWHERE, Figures(), RunWatch()).head() == (
+    assert OutOfMemoryRun(Part.ELSEWHERE, Figures(), RunWatch()).head() == (
         "Out of memory in the run, outside of its steps. The allocator gave no figures."
     )
 
@@ -204,7 +208,7 @@ def explained(tmp_path: Path, batch: Batch, usable: int, part: Part = Part.BACKW
     recipe = load_recipe(small_recipes.write(tmp_path, checkpointing={"policy": "full"}, **sections))
     # A twentieth of the memory is kept free for fragments, beside what is kept free on any card.
     device = replace(RTX4090, memory_bytes=int((usable + RESERVE) / 0.95))
-    failure = Failure(part, Figures(), watch(batch))
+    failure = OutOfMemoryRun(part, Figures(), watch(batch))
     return explanation(failure, recipe, training_arguments(recipe), None, device)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError, UnsupportedError
-from hf_ckpt.planner.advice import Change, nothing_fits, where_it_lies
+from hf_ckpt.planner.advice import OptionChange, nothing_fits, where_it_lies
 from hf_ckpt.planner.bisect import Limit, largest
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
@@ -32,7 +32,7 @@ def memory_of(step: Step, states: int = 8 * GIB) -> StepMemory:
     return StepMemory("rtx4090", None, step.tokens, sum(sizes.values()), place, sizes, Timeline((), {}))
 
 
-def error_of(budget: int, step: Step = STEP, states: int = 8 * GIB, changes: tuple[Change, ...] = ()) -> str:
+def error_of(budget: int, step: Step = STEP, states: int = 8 * GIB, changes: tuple[OptionChange, ...] = ()) -> str:
     """The message, and a check that all it says of the step was simulated within the budget."""
     peak = lambda other: memory_of(other, states).peak_bytes  # noqa: E731
     found = nothing_fits(budget, memory_of(step, states), step, peak, changes, device_bytes=24 * GIB)
@@ -43,9 +43,9 @@ def error_of(budget: int, step: Step = STEP, states: int = 8 * GIB, changes: tup
 
 def test_error_says_the_smallest_peak_where_it_lies_and_every_change_that_fits() -> None:
     changes = (
-        Change({"head": "chunked", "offload": "cpu"}, lambda: 9 * GIB, host_bytes=3 * GIB),
-        Change({"head": "chunked"}, lambda: 13 * GIB),
-        Change({"tiles": "auto"}, lambda: raise_unsupported()),
+        OptionChange({"head": "chunked", "offload": "cpu"}, lambda: 9 * GIB, host_bytes=3 * GIB),
+        OptionChange({"head": "chunked"}, lambda: 13 * GIB),
+        OptionChange({"tiles": "auto"}, lambda: raise_unsupported()),
     )
     assert error_of(12 * GIB, changes=changes) == (
         "No plan fits memory_budget=12.0 GiB. Lowest predicted peak is 16.0 GiB, in the backward of layer 3 (ffn), "
@@ -127,7 +127,7 @@ def test_each_step_is_simulated_once_and_told_of() -> None:
         tried.append(step)
         return memory_of(step).peak_bytes
 
-    nothing_fits(12 * GIB, memory_of(STEP), STEP, peak, [Change({"head": "chunked"}, lambda: 0)], say=told.append)
+    nothing_fits(12 * GIB, memory_of(STEP), STEP, peak, [OptionChange({"head": "chunked"}, lambda: 0)], say=told.append)
     assert len(tried) == len(set(map(repr, tried))) == len(told) - 1
     assert told[0] == "Simulating 1 row of 64 tokens ..."
     assert told[-2:] == ['Simulating optim="paged_adamw_8bit" ...', 'Simulating head="chunked" ...']

@@ -14,7 +14,7 @@ from peft import LoraModel
 from safetensors.torch import load_file, save_file
 
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify import compare, launch, run, saved, state_checks
+from hf_ckpt.verify import compare, processes, run, saved, state_checks
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, StateChange, UserHook
 from hf_ckpt.verify.report import Check, Report
@@ -282,8 +282,8 @@ def test_check_of_several_processes_fails_where_one_does(monkeypatch: pytest.Mon
     good = Check(name="loss", verdict="pass", detail="equal", figures={"max_error": 0.0, "min_cosine": 1.0})
     bad = Check(name="loss", verdict="fail", detail="not equal", figures={"max_error": 0.5, "min_cosine": 0.9})
     only_first = Check(name="merge", verdict="pass", detail="the same")
-    monkeypatch.setattr(launch, "gather", lambda value: [{"loss": good, "merge": only_first}, {"loss": bad}])
-    loss, merge = launch.combine_checks([])
+    monkeypatch.setattr(processes, "gather", lambda value: [{"loss": good, "merge": only_first}, {"loss": bad}])
+    loss, merge = processes.combine_checks([])
     assert (loss.verdict, loss.detail) == ("fail", "[process 1] not equal")
     assert loss.figures == {"max_error": 0.5, "min_cosine": 0.9}
     assert merge == only_first

@@ -15,7 +15,7 @@ from hf_ckpt.loading.tokenizer import train_tokenizer
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.verify.launch import with_engine
+from hf_ckpt.verify.processes import with_engine
 from hf_ckpt.verify.reduce_model import adapt_to_machine
 from hf_ckpt.verify.run import NUM_TOKENS, SampleRows, sample_rows
 from hf_ckpt.verify.trial import engine_of

@@ -141,7 +141,7 @@ class InParts:
 
     The engine would sum the gradients of a tensor that is used several times two by two, in the tensor's dtype, and
     `split` would keep all parts until the last one is there. Here the tensor goes through `_Whole` once and through
-    `_Part` for each chunk; the backward of `_Whole`, which comes last, returns the buffer.
+    `_ChunkInput` for each chunk; the backward of `_Whole`, which comes last, returns the buffer.
     """
 
     def __init__(self, tensor: Tensor, parts: Parts) -> None:
@@ -151,22 +151,22 @@ class InParts:
     @classmethod
     def by_rows(cls, tensor: Tensor, lengths: Sequence[int], watch: Callable[[Parts], Parts] | None = None) -> InParts:
         """Use some rows of a tensor in each chunk; `lengths` are those of the chunks."""
-        parts = _Rows(lengths)
+        parts = _RowGradients(lengths)
         return cls(tensor, parts if watch is None else watch(parts))
 
     @classmethod
     def repeated(cls, tensor: Tensor, watch: Callable[[Parts], Parts] | None = None) -> InParts:
         """Use all of a tensor in each chunk."""
-        parts = _Sum(tensor.dtype)
+        parts = _SummedGradient(tensor.dtype)
         return cls(tensor, parts if watch is None else watch(parts))
 
     def __call__(self, number: int) -> Tensor:
         """Return what chunk `number`, counted from 0, uses."""
-        part: Tensor = _Part.apply(self._whole, self._parts, number)  # type: ignore[no-untyped-call]  # upstream
+        part: Tensor = _ChunkInput.apply(self._whole, self._parts, number)  # type: ignore[no-untyped-call]  # upstream
         return part
 
 
-class _Rows:
+class _RowGradients:
     """Some rows for each chunk: their gradients are put side by side."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -199,7 +199,7 @@ class _Rows:
         return functional.pad(gradient, [*around, rows.start, self._num_rows - rows.stop])
 
 
-class _Sum:
+class _SummedGradient:
     """The whole tensor for each chunk: the gradients are summed, in float32 at least.
 
     In bf16 a sum over a hundred chunks is several times further off than the one product of the whole batch, which the
@@ -241,7 +241,7 @@ class _Whole(torch.autograd.Function):
         return (gradient if torch.is_grad_enabled() else ctx.parts.total()), None
 
 
-class _Part(torch.autograd.Function):
+class _ChunkInput(torch.autograd.Function):
     """What one chunk uses of a tensor. Its backward returns nothing, so that the engine sums nothing.
 
     Except under `create_graph=True`: a buffer is in no graph that could be differentiated again.

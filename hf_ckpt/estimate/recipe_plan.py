@@ -11,7 +11,7 @@ from typing import Any
 from hf_ckpt.errors import BudgetError, HFCkptError, RecipeError, UnsupportedError
 from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
-from hf_ckpt.estimate.launch import Launch
+from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.planner.advice import Exactness
