@@ -84,24 +84,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Seed no device that is not there: torch keeps each seed for it, with the stack of who set it, for good."""
+    torch = sys.modules.get("torch")
+    for device in (getattr(torch, name, None) for name in ("cuda", "xpu", "mtia")):
+        if device is not None and not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
 # Else nanobind, at exit, takes what is frozen for leaked.
 atexit.register(gc.unfreeze)
 
 
-_num_frozen_modules = pytest.StashKey[int]()
+_num_full_searches = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Take what is imported by now out of what is searched for garbage, which the Trainer does whenever a run begins.
+    """Take what is there before a test out of what is searched for garbage, which the Trainer does in each run.
 
-    That search takes several times as long as the rest of a tiny run. A test before may have imported more.
+    That search takes several times as long as the rest of a tiny run. What the test before left is searched once more.
     """
-    stash = item.session.stash
-    if len(sys.modules) > stash.get(_num_frozen_modules, 0) + 10:
+    stash, num_searches = item.session.stash, gc.get_stats()[-1]["collections"]
+    if num_searches > stash.get(_num_full_searches, -1):
         gc.collect()
         gc.freeze()
-        stash[_num_frozen_modules] = len(sys.modules)
+        stash[_num_full_searches] = num_searches + 1
 
 
 @pytest.fixture(autouse=True)

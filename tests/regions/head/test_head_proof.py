@@ -115,11 +115,11 @@ PLANTED: dict[str, Plant] = {
     "loss of a chunk missing": in_place_of(chunked_loss, "loss_in_chunks", skip_chunk),
     "loss of a chunk left out of the sum": in_place_of(chunked_loss, "loss_in_chunks", leave_out_of_sum),
     "labels shifted": in_place_of(chunked_loss, "loss_in_chunks", shift_labels),
-    "rows shifted": in_place_of(chunked_loss._Rows, "part_of", shift_rows),
+    "rows shifted": in_place_of(chunked_loss._RowGradients, "part_of", shift_rows),
     "divisor off by one": in_place_of(chunked_loss, "_divisor", lambda found, *args: found(*args) + 1),
-    "gradient put elsewhere": in_place_of(chunked_loss._Rows, "add", put_elsewhere),
-    "gradient of a chunk lost": in_place_of(chunked_loss._Sum, "add", drop_gradient),
-    "gradients scaled": in_place_of(chunked_loss._Part, "backward", scale_gradient),
+    "gradient put elsewhere": in_place_of(chunked_loss._RowGradients, "add", put_elsewhere),
+    "gradient of a chunk lost": in_place_of(chunked_loss._SummedGradient, "add", drop_gradient),
+    "gradients scaled": in_place_of(chunked_loss._ChunkInput, "backward", scale_gradient),
 }
 
 
