@@ -426,24 +426,24 @@ class TieBreak:
 
     def _read_back(self) -> list[Block]:
         at_end = self._before[-1].any
-        state = _Way(self._blocks.num_layers, int(at_end.num_bytes[-1]), int(at_end.ticks[-1]), None)
+        way = _Way(self._blocks.num_layers, int(at_end.num_bytes[-1]), int(at_end.ticks[-1]), None)
         blocks: list[Block] = []
-        while state.stop:
-            block, state = next(self._last_blocks(state, blocks[-1] if blocks else None))
+        while way.stop:
+            block, way = next(self._last_blocks(way, blocks[-1] if blocks else None))
             blocks.append(block)
         return blocks[::-1]
 
-    def _last_blocks(self, state: _Way, behind: Block | None) -> Iterator[tuple[Block, _Way]]:
+    def _last_blocks(self, way: _Way, behind: Block | None) -> Iterator[tuple[Block, _Way]]:
         """Yield the blocks that a way may end with, the preferred one first, each with the way before it."""
-        ending = self._before[state.stop].ending
-        labels = self._labels if state.label is None else [state.label]
+        ending = self._before[way.stop].ending
+        labels = self._labels if way.label is None else [way.label]
         for label in labels:
-            if label not in ending or not _has(ending[label], state.kept, state.cost):
+            if label not in ending or not _has(ending[label], way.kept, way.cost):
                 continue
-            for block, kept, need, ticks in self._blocks_to(label, state.stop, behind):
-                before = state.kept - kept
+            for block, kept, need, ticks in self._blocks_to(label, way.stop, behind):
+                before = way.kept - kept
                 if before + need <= self._limit:
-                    found = self._state_before(block.start, label, before, state.cost - ticks * self._scale)
+                    found = self._way_before(block.start, label, before, way.cost - ticks * self._scale)
                     if found is not None:
                         yield block, found
 
@@ -461,7 +461,7 @@ class TieBreak:
             kept, ticks = int(segments.kept(start, stop)), int(segments.ticks(start, stop))
             yield Block(start, stop, FULL, label), kept, need, ticks
 
-    def _state_before(self, stop: int, label: Label, kept: int, cost: int) -> _Way | None:
+    def _way_before(self, stop: int, label: Label, kept: int, cost: int) -> _Way | None:
         """Return the way before a block, if there is one that kept and cost so much, a change to the block counted."""
         before = self._before[stop]
         if stop == 0 or self._blocks.is_first[stop]:

@@ -165,9 +165,12 @@ class SavedBuffers:
         """Return the names of those that have other values than they had, or of which there is no copy to tell."""
         return [each.place[1] for each in self._saved.values() if each.has_other_values]
 
-    def lost(self) -> list[str]:
-        """Return the names of those that were written to and of which there is no copy."""
-        return [each.place[1] for each in self._saved.values() if each.copy is None and _is_written(each)]
+    def describe_lost(self) -> str | None:
+        """Name those that were written to and of which there is no copy; None where there are none."""
+        lost = [each.place[1] for each in self._saved.values() if each.copy is None and _is_written(each)]
+        if not lost:
+            return None
+        return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
 
     def restore(self) -> None:
         """Bring them back."""
@@ -342,8 +345,8 @@ class Window:
                 return f"the step has written to its inputs: {', '.join(written)}"
             if changed := micro_batch.attributes.lost():
                 return f"the step has written to large tensors that the Trainer holds: {', '.join(changed)}"
-            if lost := micro_batch.buffers.lost():
-                return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
+            if lost := micro_batch.buffers.describe_lost():
+                return lost
         return None
 
     def undo(self) -> None:

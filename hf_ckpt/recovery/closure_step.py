@@ -117,9 +117,7 @@ class _ClosureWindow:
             return f"it has written to its batch: {', '.join(written)}"
         if changed := self._attributes.lost():
             return f"it has written to large tensors among what it is to undo: {', '.join(changed)}"
-        if lost := self._buffers.lost():
-            return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
-        return None
+        return self._buffers.describe_lost()
 
     def undo(self) -> None:
         """Bring everything back; gradients that are new are dropped."""

@@ -383,9 +383,6 @@ def test_after_200_recoveries_everything_is_as_after_none(tmp_path: Path) -> Non
         owners = (run, run.optimizer, run.optimizer.optimizer, *model.modules())
         return found, len(alive), sum(alive.values()), [sorted(vars(owner)) for owner in owners]
 
-    # Each recovery searches for garbage: not in what other tests have left.
-    gc.collect()
-    gc.freeze()
     # What torch makes once in a process is there.
     left({0: [3]})
     none = left({})
