@@ -19,6 +19,9 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 # More than one thread makes steps as small as those of the tests and of the tiny recipes slower, not faster.
 export OMP_NUM_THREADS ?= 1
 
+# Tests start a hundred processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup finetune test-fast test test-distributed test-browser test-oldest check lint types figures figures-check \
     bench bench-gpu bench-predicted bench-pages site format clean
 .DEFAULT_GOAL := help
@@ -73,6 +76,8 @@ define install
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	$(cpu_torch) $(1)/bin/python -m pip install $(if $(CI),--quiet) --log $(1)/pip.log --constraint $(2) --editable '.[$(3)]'
 	@awk $(sum_of_downloads) $(1)/pip.log; rm $(1)/pip.log
+	@# As pip compiles what it installs; the package itself stays where it is.
+	$(1)/bin/python -m compileall -q hf_ckpt
 	@du -sm $(1) | awk '{ print $$2 " takes " $$1 " MB." }'
 	@touch $@
 endef

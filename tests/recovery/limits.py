@@ -98,23 +98,31 @@ class Limit(TorchDispatchMode):
         self.peak_bytes = 0
         self.raised = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made_bytes = 0
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = self.alive_bytes()
         output = function(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        asked = 0
         for tensor in _tensors(output):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
+                _, replaced = self._made.get(storage._cdata, (None, 0))
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._made_bytes += storage.nbytes() - replaced
+                asked += storage.nbytes()
+        # Those that have gone are looked for only where that can matter: there are thousands of them.
+        if self._made_bytes <= min(self.peak_bytes, self._made_bytes if self.num_bytes is None else self.num_bytes):
+            return output
         alive = self.alive_bytes()
         self.peak_bytes = max(self.peak_bytes, alive)
         if self.num_bytes is not None and alive > self.num_bytes:
             self.raised += 1
+            before = alive - asked
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {alive - before} bytes. GPU 0 has a total capacity of "
+                f"CUDA out of memory. Tried to allocate {asked} bytes. GPU 0 has a total capacity of "
                 f"{self.num_bytes} bytes of which {self.num_bytes - before} bytes is free. Of the allocated memory "
                 f"{before} bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
             )
@@ -123,7 +131,8 @@ class Limit(TorchDispatchMode):
     def alive_bytes(self) -> int:
         """Return the bytes of the storages that are alive."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        return sum(num_bytes for _, num_bytes in self._made.values())
+        self._made_bytes = sum(num_bytes for _, num_bytes in self._made.values())
+        return self._made_bytes
 
 
 def _tensors(value: Any) -> list[Tensor]:
