@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch import Batch, batch_of, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_batch
 from hf_ckpt.distributed import fsdp, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,

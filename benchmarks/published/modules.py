@@ -14,13 +14,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from benchmarks.published.points import ModulePoint
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.constant_folding import fold
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category
 from hf_ckpt.simulation.tape import read_tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker
+from hf_ckpt.simulation.tracker import Tracker
 
 _TIMES = 3
 """From the second time on gradients are there."""

@@ -24,8 +24,15 @@ from hf_ckpt.auto.coverage import (
     new_models_check,
     refuse,
 )
-from hf_ckpt.auto.largest_batch import Batch, is_packing, largest_batch, reads_text, with_inputs, without_adapter
-from hf_ckpt.auto.largest_multimodal_batch import collated_batches
+from hf_ckpt.auto.largest_batch_in_data import (
+    Batch,
+    is_packing,
+    largest_batch,
+    reads_text,
+    with_inputs,
+    without_adapter,
+)
+from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss

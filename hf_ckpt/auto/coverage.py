@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.largest_batch import Batch, is_like_tokens, without_adapter
+from hf_ckpt.auto.largest_batch_in_data import Batch, is_like_tokens, without_adapter
 from hf_ckpt.auto.live_step import NOT_SIMULATED, SPLIT_SIZES
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError

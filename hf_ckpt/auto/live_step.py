@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel
 from transformers import Adafactor, Trainer, TrainingArguments
 
-from hf_ckpt.auto.largest_batch import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.optimizers import SUPPORTED, innermost_optimizer

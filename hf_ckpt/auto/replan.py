@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.coverage import Coverage, InputCheck, refuse
-from hf_ckpt.auto.largest_batch import Batch, describe_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.planner.advice import inexact_parts
-from hf_ckpt.planner.bisect import largest
+from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan

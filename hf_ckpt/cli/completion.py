@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 
-from hf_ckpt.cli.common import HOLDS, Command
+from hf_ckpt.cli.exit_codes import HOLDS
+from hf_ckpt.cli.shared_options import Command
 from hf_ckpt.recipe import shipped
 
 _EPILOG = """to switch it on:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.common import (
-    FAILS,
-    HOLDS,
-    INTERRUPTED,
-    STOPPED,
+from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, STOPPED, leaving_at_ctrl_c
+from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
+from hf_ckpt.cli.progress import Progress
+from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
     add_exact_option,
@@ -22,17 +21,14 @@ from hf_ckpt.cli.common import (
     check_html,
     check_launch,
     launch_of,
-    leaving_at_ctrl_c,
     quiet,
     recipe_parser,
     say,
     with_exact,
 )
-from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
-from hf_ckpt.cli.progress import Progress
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.extras import require
+from hf_ckpt.recipe.optional_packages import require
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
@@ -105,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.html is not None and (options.grid or options.max_length or options.max_batch):
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
     # Need YAML, as the recipe did.
-    from hf_ckpt.cli.answers import remembered
+    from hf_ckpt.cli.answer_cache import remembered
     from hf_ckpt.loading.config_places import check_config
 
     # Last, as the hub may take seconds to answer.
@@ -143,7 +139,7 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     """Return what is answered. An estimate's rows are printed as they come, unless all is to be JSON."""
     progress.say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
-        from hf_ckpt.estimate import limits
+        from hf_ckpt.estimate import fitting_sizes
         from hf_ckpt.estimate.documents import as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
         from hf_ckpt.estimate.subject import subject_of
@@ -153,10 +149,10 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     with quiet():
         if options.grid:
             predictor = Predictor(subject, devices[0])
-            return limits.grids_as_json(limits.grids(predictor, progress.say), predictor)
+            return fitting_sizes.grids_as_json(fitting_sizes.grids(predictor, progress.say), predictor)
         if options.max_length or options.max_batch:
-            sizes = limits.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
-            return limits.sizes_as_json(sizes)
+            sizes = fitting_sizes.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
+            return fitting_sizes.sizes_as_json(sizes)
         drawn.append(_grown(subject, devices, options, progress))
         return as_json(drawn[0])
 

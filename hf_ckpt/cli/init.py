@@ -7,12 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hf_ckpt.cli.common import HOLDS, Command, check_devices, check_folder, say
 from hf_ckpt.cli.estimate import ESTIMATE
+from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.model_options import add_model_options, model_of, training_of
+from hf_ckpt.cli.shared_options import Command, check_devices, check_folder, say
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.recipe.for_model import METHODS, Training
+from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.recipe.recipe import Recipe
 
 _FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt")

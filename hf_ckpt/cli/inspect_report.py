@@ -17,7 +17,7 @@ from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.estimate.subject import describe_batch, subject_of
 from hf_ckpt.estimate.tables import columns
 from hf_ckpt.loading.model import find_config
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import resolve
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.recipe.recipe import Recipe

@@ -14,20 +14,21 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from hf_ckpt.cli.common import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT, Command
 from hf_ckpt.cli.completion import completion
 from hf_ckpt.cli.estimate import ESTIMATE
+from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, PIPE_CLOSED, STOPPED, WRONG_INPUT
 from hf_ckpt.cli.finetune import FINETUNE
 from hf_ckpt.cli.init import INIT
 from hf_ckpt.cli.inspect import INSPECT
 from hf_ckpt.cli.plan import PLAN
 from hf_ckpt.cli.profile import PROFILE
 from hf_ckpt.cli.recipes import RECIPES
+from hf_ckpt.cli.shared_options import Command
 from hf_ckpt.cli.ui import UI
 from hf_ckpt.cli.verify import VERIFY
 from hf_ckpt.errors import BudgetError, HFCkptError, did_you_mean
 from hf_ckpt.estimate.tables import wrapped
-from hf_ckpt.recipe.extras import EXTRAS, missing_text
+from hf_ckpt.recipe.optional_packages import EXTRAS, missing_text
 from hf_ckpt.verify.processes import LostProcessError
 
 _COMMANDS = {

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.common import count
+from hf_ckpt.cli.shared_options import count
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
-from hf_ckpt.recipe.extras import require_for
 from hf_ckpt.recipe.for_model import DEFAULT_RANK, METHODS, Training
+from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
 _OPTIONS = (*METHODS, "length", "batch")

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.common import (
-    HOLDS,
+from hf_ckpt.cli.exit_codes import HOLDS, leaving_at_ctrl_c
+from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
+from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
     add_exact_option,
@@ -19,16 +20,14 @@ from hf_ckpt.cli.common import (
     check_html,
     check_launch,
     launch_of,
-    leaving_at_ctrl_c,
     quiet,
     recipe_parser,
     say,
     with_exact,
 )
-from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.extras import require
+from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import NO_DEVICE, may_have_gpu
 from hf_ckpt.units import Budget, parse_budget
 
@@ -86,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.device is None and not may_have_gpu() and not recipe.training.get("use_cpu"):
         _check_amount(_amount(recipe, budget))
     # Need YAML, as the recipe did.
-    from hf_ckpt.cli.answers import remembered
+    from hf_ckpt.cli.answer_cache import remembered
     from hf_ckpt.loading.config_places import check_config
 
     # Last, as the hub may take seconds to answer.

@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import Self
 
-from hf_ckpt.cli.common import say
+from hf_ckpt.cli.shared_options import say
 
 _BAR = 20
 

@@ -6,7 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from hf_ckpt.cli.common import HOLDS, Command
+from hf_ckpt.cli.exit_codes import HOLDS
+from hf_ckpt.cli.shared_options import Command
 from hf_ckpt.estimate.tables import columns, wrapped
 from hf_ckpt.recipe import shipped
 

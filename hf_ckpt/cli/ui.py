@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import threading
 
-from hf_ckpt.cli.common import HOLDS, Command, count, quiet, say
-from hf_ckpt.recipe.extras import require
+from hf_ckpt.cli.exit_codes import HOLDS
+from hf_ckpt.cli.shared_options import Command, count, quiet, say
+from hf_ckpt.recipe.optional_packages import require
 
 HOST = "127.0.0.1"
 

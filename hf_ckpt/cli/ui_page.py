@@ -10,9 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.common import quiet
 from hf_ckpt.cli.estimate import page_of
 from hf_ckpt.cli.init import recipe_text
+from hf_ckpt.cli.shared_options import quiet
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate import estimate as estimates
 from hf_ckpt.estimate import tables

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_ckpt.cli.common import FAILS, HOLDS, WRONG_INPUT, Command, count, quiet, recipe_parser, say
+from hf_ckpt.cli.exit_codes import FAILS, HOLDS, WRONG_INPUT
 from hf_ckpt.cli.model_options import read_recipe
+from hf_ckpt.cli.shared_options import Command, count, quiet, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
-from hf_ckpt.recipe.extras import require_for
+from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
 from hf_ckpt.verify.processes import PROGRESS, ProcessResult, run_in_processes, write_result
 

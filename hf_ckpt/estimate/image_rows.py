@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_ckpt.auto.largest_batch import forward_names, without_adapter
+from hf_ckpt.auto.largest_batch_in_data import forward_names, without_adapter
 from hf_ckpt.auto.trainer_loss import ModelInputs
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.images import TOKENS_AROUND, check_images_fit

@@ -15,7 +15,7 @@ from typing import Any
 from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch, check_number, read_config
-from hf_ckpt.loading.engine import Engine
+from hf_ckpt.loading.sharding_engine import Engine
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 

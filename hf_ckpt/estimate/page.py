@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_ckpt.estimate.estimate import Fit, fit_of
 from hf_ckpt.estimate.tables import format_seconds, versions
-from hf_ckpt.markup import element, escape, svg, table
+from hf_ckpt.html_svg import element, escape, svg, table
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.pareto import frontier
 from hf_ckpt.simulation.devices import Device

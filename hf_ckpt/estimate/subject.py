@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_ckpt.auto.largest_batch import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch

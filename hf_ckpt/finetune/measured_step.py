@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PrinterCallback, Trainer
 
-from hf_ckpt.auto.largest_batch import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.measure.track_real_step import follow_trainer
 

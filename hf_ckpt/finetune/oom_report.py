@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch import Batch, batch_of
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.subject import Subject, subject_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
-from hf_ckpt.planner.bisect import largest
+from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, part_of

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_ckpt.auto.largest_batch import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import RecipeError
@@ -34,8 +34,13 @@ from hf_ckpt.loading.columns import (
     prompt_of,
     texts_of,
 )
-from hf_ckpt.loading.dataset import PreparedData, check_packing, describe_example, prepare, sample_prompt_ids
-from hf_ckpt.loading.engine import (
+from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
+from hf_ckpt.loading.examples import decode
+from hf_ckpt.loading.images import load_processor
+from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
+from hf_ckpt.loading.packing import check_packing
+from hf_ckpt.loading.rewards import reward_functions
+from hf_ckpt.loading.sharding_engine import (
     check_engine_runs,
     check_engine_suits,
     describe,
@@ -44,10 +49,6 @@ from hf_ckpt.loading.engine import (
     on_one_process,
     ready_to_generate,
 )
-from hf_ckpt.loading.examples import decode
-from hf_ckpt.loading.images import load_processor
-from hf_ckpt.loading.model import can_be_merged, holds_weights, load_base, rehearse
-from hf_ckpt.loading.rewards import reward_functions
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny

@@ -15,7 +15,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.loading.engine import check_one_engine
+from hf_ckpt.loading.sharding_engine import check_one_engine
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 

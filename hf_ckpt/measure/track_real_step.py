@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.patch.apply import offloaders_of, plan_of
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
@@ -21,7 +22,7 @@ from hf_ckpt.simulation.optimizers import state_tensors
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.simulation.tape import read_tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, parameters_and_buffers
+from hf_ckpt.simulation.tracker import Tracker, parameters_and_buffers
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.other_models import other_models
 

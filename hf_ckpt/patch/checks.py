@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRAINED_CACHES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.offload import check_path

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import fsdp
 from hf_ckpt.patch.stack_patch import FLAG, FORWARD, FUNCTION, SegmentHooks, StackPatch
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
-from hf_ckpt.patch.tileable import random_modules, tiled_modules
+from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.planner.save_lists import save_list_options
 from hf_ckpt.planner.step_reading import LayerKey, StepReading

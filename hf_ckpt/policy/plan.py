@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from hf_ckpt import markup
+from hf_ckpt import html_svg
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.policy.options import (
     HeadMode,
@@ -229,14 +229,14 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        shown = [markup.paragraph(self.describe())]
+        shown = [html_svg.paragraph(self.describe())]
         for stack in self.stacks:
             cells = [(MODE_COLOURS[layer.mode], f"{idx}: {layer.describe()}") for idx, layer in enumerate(stack.layers)]
-            shown.append(markup.strip(cells, label=f"{stack.path}: {len(stack.layers)} layers"))
-            shown.append(markup.table([*_grouped(stack.layers)], header=(stack.path, "what it does")))
+            shown.append(html_svg.strip(cells, label=f"{stack.path}: {len(stack.layers)} layers"))
+            shown.append(html_svg.table([*_grouped(stack.layers)], header=(stack.path, "what it does")))
         modes = {layer.mode for stack in self.stacks for layer in stack.layers}
-        shown.append(markup.legend({mode: colour for mode, colour in MODE_COLOURS.items() if mode in modes}))
-        return markup.notebook(*shown)
+        shown.append(html_svg.legend({mode: colour for mode, colour in MODE_COLOURS.items() if mode in modes}))
+        return html_svg.notebook(*shown)
 
     def summary(self) -> str:
         """Return the plan as text, equal neighbouring layers on one line."""

@@ -378,7 +378,7 @@ def _prefetching_has_workers(draft: Draft) -> None:
         draft.refuse("training.dataloader_prefetch_factor", "needs training.dataloader_num_workers of at least 1.")
 
 
-# --- Engines. What the launcher asks for is held against the recipe when it runs (`engine`). ---
+# --- Engines. What the launcher asks for is held against the recipe when it runs (`sharding_engine`). ---
 
 
 def _one_engine_shards(draft: Draft) -> None:

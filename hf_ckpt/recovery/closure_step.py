@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.auto.largest_batch import batch_of
+from hf_ckpt.auto.largest_batch_in_data import batch_of
 from hf_ckpt.recovery.accumulation_window import (
     Buffers,
     Gradients,

@@ -22,7 +22,7 @@ from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Part, is_out_of_memory, release_memory
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch import Batch
+    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
 
 logger = logging.getLogger(__name__)

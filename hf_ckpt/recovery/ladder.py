@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.checks import check_exact
-from hf_ckpt.patch.tileable import random_modules, tiled_modules
+from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial, resolve
 from hf_ckpt.policy.policy import Mode, Policy
@@ -23,7 +23,7 @@ from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch import Batch
+    from hf_ckpt.auto.largest_batch_in_data import Batch
 
 _QUARTERS = 4
 """Steps in which layers are set to full."""

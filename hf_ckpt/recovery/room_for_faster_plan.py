@@ -16,7 +16,7 @@ from hf_ckpt.recovery.out_of_memory import MUCH
 from hf_ckpt.trainer.device_peak import DevicePeak
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch import Batch
+    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
 
 

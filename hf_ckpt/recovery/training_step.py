@@ -28,7 +28,7 @@ from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
 
 if TYPE_CHECKING:
-    from hf_ckpt.auto.largest_batch import Batch
+    from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
 
 

@@ -28,8 +28,9 @@ import numpy as np
 
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Storage, Stream, Tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
+BLOCK_BYTES = 512
+"""Every block is a multiple of this."""
 _MIB = 2**20 // BLOCK_BYTES
 """Sizes and addresses are counted in blocks of 512 bytes."""
 _LARGEST_SMALL = _MIB

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.rank_tape import (
+from hf_ckpt.simulation.fsdp_tape import (
     EMBEDDINGS,
     HAS_UNITS_AT_THE_ENDS,
     HEAD,

@@ -18,7 +18,7 @@ from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import proof_memory
-from hf_ckpt.simulation.caching_allocator import Held, held_within, reserved_bytes
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
@@ -38,7 +38,7 @@ from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, 
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker, no_costs, parameters_and_buffers
+from hf_ckpt.simulation.tracker import Tracker, no_costs, parameters_and_buffers
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hf_ckpt import markup
+from hf_ckpt import html_svg
 from hf_ckpt.errors import did_you_mean
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.units import format_bytes
@@ -203,9 +203,9 @@ class StepMemory:
         if self.time.total:
             head += f"; a step takes {self.time.total:.3g} s as predicted"
         rows = [(str(category), format_bytes(size)) for category, size in self.by_category.items() if size]
-        return markup.notebook(
-            markup.paragraph(f"{head}."),
-            markup.table(rows, header=("at the peak", "bytes")),
+        return html_svg.notebook(
+            html_svg.paragraph(f"{head}."),
+            html_svg.table(rows, header=("at the peak", "bytes")),
             self.picture(),
         )
 
@@ -215,8 +215,8 @@ class StepMemory:
         columns = {str(category): found[category] for category in COLOURS if category in found}
         colours = {str(category): colour for category, colour in COLOURS.items() if category in found}
         seconds = self.timeline.seconds
-        drawn = markup.areas(seconds, columns, colours, label="memory over the step", over=self._over())
-        return markup.element("div", drawn, class_="wide", style="overflow-x:auto") + markup.legend(colours)
+        drawn = html_svg.areas(seconds, columns, colours, label="memory over the step", over=self._over())
+        return html_svg.element("div", drawn, class_="wide", style="overflow-x:auto") + html_svg.legend(colours)
 
     def _over(self) -> str:
         """Return what the picture's width stands for."""

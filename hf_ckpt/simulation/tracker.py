@@ -30,8 +30,6 @@ from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Tr
 
 CostFunction = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
-BLOCK_BYTES = 512
-"""CUDA's caching allocator rounds every block up to a multiple of this."""
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
 _name_of: Callable[[Any], str] = cache(str)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from hf_ckpt.patch.apply import Applied
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.policy.revolve import reruns

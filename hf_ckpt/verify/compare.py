@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_ckpt.patch.tileable import random_modules, tiled_modules
+from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.policy.options import HeadMode, Tiles
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.tiling import Tiling, run_tiled

@@ -20,8 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.columns import with_label
-from hf_ckpt.loading.dataset import packing_collator, padding_collator
+from hf_ckpt.loading.dataset import padding_collator
 from hf_ckpt.loading.examples import IGNORED
+from hf_ckpt.loading.packing import packing_collator
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
@@ -42,7 +43,7 @@ from hf_ckpt.verify.localize import (
 from hf_ckpt.verify.record import Record
 from hf_ckpt.verify.reduce_model import reduce_recipe
 from hf_ckpt.verify.report import Check, Report
-from hf_ckpt.verify.saved import check_resume, check_saved
+from hf_ckpt.verify.saved_checks import check_resume, check_saved
 from hf_ckpt.verify.state_checks import check_counts, check_in_force
 from hf_ckpt.verify.trial import MAX_ACCUMULATION, TrialInputs, run_trial
 

@@ -40,9 +40,9 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto import largest_multimodal_batch
-from hf_ckpt.auto.largest_batch import describe_batch
-from hf_ckpt.auto.largest_multimodal_batch import collated_batches
+from hf_ckpt.auto import largest_multimodal_batch_in_data
+from hf_ckpt.auto.largest_batch_in_data import describe_batch
+from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode
@@ -414,10 +414,10 @@ def test_looking_at_examples_is_cut_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = examples(KINDS["qwen2_5_vl"], MIXED)
-    monkeypatch.setattr(largest_multimodal_batch, "MAX_EXAMPLES", 4)
+    monkeypatch.setattr(largest_multimodal_batch_in_data, "MAX_EXAMPLES", 4)
     assert batches(data)[0] == (2, 36, 48)
     assert "Looked at 4 of 8 examples for the largest batch; a larger one is planned for before it runs." in caplog.text
-    monkeypatch.setattr(largest_multimodal_batch, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(largest_multimodal_batch_in_data, "MAX_SECONDS", 0.0)
     assert batches(data, rows=1) == [(1, 20, 16)]
 
 
@@ -428,11 +428,11 @@ def test_images_in_files_are_ranked_by_their_headers(tmp_path: Path) -> None:
     for file, size in zip(files, sizes, strict=True):
         image_class.new("RGB", size).save(file)
     contents = [{"bytes": None, "path": file} for file in files]
-    assert [largest_multimodal_batch._size(each) for each in contents] == [64, 16, 256]
-    assert largest_multimodal_batch._size(image_class.new("RGB", (5, 3))) == 15
-    assert largest_multimodal_batch._size({"bytes": b"RIFF1234", "path": None}) == 8
-    assert largest_multimodal_batch._size([{"role": "user", "content": "four"}]) == 8
-    assert largest_multimodal_batch._size({"array": np.zeros(7), "sampling_rate": 16000}) == 8
+    assert [largest_multimodal_batch_in_data._size(each) for each in contents] == [64, 16, 256]
+    assert largest_multimodal_batch_in_data._size(image_class.new("RGB", (5, 3))) == 15
+    assert largest_multimodal_batch_in_data._size({"bytes": b"RIFF1234", "path": None}) == 8
+    assert largest_multimodal_batch_in_data._size([{"role": "user", "content": "four"}]) == 8
+    assert largest_multimodal_batch_in_data._size({"array": np.zeros(7), "sampling_rate": 16000}) == 8
 
 
 def test_stream_is_planned_as_batches_come_and_anew_for_more_images(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.loading.engine import describe, gathers_in_forward, ready_to_generate
+from hf_ckpt.loading.sharding_engine import describe, gathers_in_forward, ready_to_generate
 from tests.distributed import runs
 from tests.distributed.runs import KINDS, engine_arguments, engine_of, fresh_accelerate, make_trainer, whole
 

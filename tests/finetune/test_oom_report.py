@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt import load_recipe
-from hf_ckpt.auto.largest_batch import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.finetune import train
 from hf_ckpt.finetune.oom_report import Figures, OutOfMemoryRun, Part, RunWatch, explanation

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.dataset import check_packing, packing_collator
+from hf_ckpt.loading.packing import check_packing, packing_collator
 
 pytestmark = pytest.mark.core
 

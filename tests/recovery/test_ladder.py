@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_ckpt import HFCkptCallback, Plan, apply
-from hf_ckpt.auto.largest_batch import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy

@@ -22,7 +22,7 @@ from torch import nn
 import hf_ckpt
 from hf_ckpt.patch.layer_settings import set_forward
 from hf_ckpt.patch.stack_patch import StackPatch
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.structure.layers import find_layers
 from tests import exactness, zoo

@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from hf_ckpt import find_layers
-from hf_ckpt.patch.tileable import tiled_modules
+from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from tests import exactness, zoo
 

@@ -14,7 +14,7 @@ from peft import LoraModel
 from safetensors.torch import load_file, save_file
 
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify import compare, processes, run, saved, state_checks
+from hf_ckpt.verify import compare, processes, run, saved_checks, state_checks
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, StateChange, UserHook
 from hf_ckpt.verify.report import Check, Report
@@ -224,12 +224,12 @@ def test_hook_is_judged_by_what_it_leaves_behind(trials: Trials) -> None:
 
 def test_adapter_file_without_a_tensor_fails(proven: tuple[TrialInputs, Trials, Record], trials: Trials) -> None:
     inputs = proven[0]
-    assert next(saved.check_saved(inputs, trials)).verdict == "pass"
+    assert next(saved_checks.check_saved(inputs, trials)).verdict == "pass"
     file = trials.planned.saved / "adapter_model.safetensors"
     tensors = load_file(file)
     name = sorted(tensors)[0]
     save_file({key: value for key, value in tensors.items() if key != name}, file)
-    lacking = list(saved.check_saved(inputs, trials))
+    lacking = list(saved_checks.check_saved(inputs, trials))
     assert [(check.name, check.verdict) for check in lacking] == [
         ("adapter file", "fail"),
         ("reload", "skip"),
@@ -241,7 +241,7 @@ def test_adapter_file_without_a_tensor_fails(proven: tuple[TrialInputs, Trials, 
 def test_adapter_file_under_other_keys_fails(proven: tuple[TrialInputs, Trials, Record], trials: Trials) -> None:
     file = trials.planned.saved / "adapter_model.safetensors"
     save_file({f"wrapper.{key}": value for key, value in load_file(file).items()}, file)
-    found = next(saved.check_saved(proven[0], trials))
+    found = next(saved_checks.check_saved(proven[0], trials))
     assert found.verdict == "fail"
     assert "Its keys are not those of a run without the plan" in found.detail
 
@@ -251,7 +251,7 @@ def test_other_logits_after_loading_fail(proven: tuple[TrialInputs, Trials, Reco
         assert record.logits is not None
         record.logits[0, 0, 0] += 1e-3
 
-    reload = list(saved.check_saved(proven[0], changed(trials, other)))[1]
+    reload = list(saved_checks.check_saved(proven[0], changed(trials, other)))[1]
     assert (reload.name, reload.verdict) == ("reload", "fail")
     assert reload.figures["max_error"] == pytest.approx(1e-3, rel=0.01)
 
@@ -260,7 +260,7 @@ def test_merge_that_does_nothing_fails(
     proven: tuple[TrialInputs, Trials, Record], trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self: self.unload())
-    merge = list(saved.check_saved(proven[0], trials))[2]
+    merge = list(saved_checks.check_saved(proven[0], trials))[2]
     assert (merge.name, merge.verdict) == ("merge", "fail")
     assert merge.figures["relative_error"] == pytest.approx(merge.figures["relative_effect_of_adapter"])
 
@@ -269,13 +269,13 @@ def test_resumed_run_with_another_loss_or_weight_fails(
     proven: tuple[TrialInputs, Trials, Record], trials: Trials
 ) -> None:
     resumed = proven[2]
-    assert saved.check_resume(trials, resumed, 1).verdict == "pass"
+    assert saved_checks.check_resume(trials, resumed, 1).verdict == "pass"
     other = copy.deepcopy(resumed)
     other.micro_batches[-1].loss += 1e-7
-    assert saved.check_resume(trials, other, 1).verdict == "fail"
+    assert saved_checks.check_resume(trials, other, 1).verdict == "fail"
     other = copy.deepcopy(resumed)
     first(other.trained)
-    assert "1 of 28 trained parameters differ" in saved.check_resume(trials, other, 1).detail
+    assert "1 of 28 trained parameters differ" in saved_checks.check_resume(trials, other, 1).detail
 
 
 def test_check_of_several_processes_fails_where_one_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.regions.execution_state import Function, keeps_activations, refuse_transforms
+from hf_ckpt.regions.head.chunking import Chunking
 from hf_ckpt.regions.head.deferred_logits import DeferredLogits, defer
-from hf_ckpt.regions.head.head_call import COMPUTE_NOW, Chunking, HeadCall, LogitsState
+from hf_ckpt.regions.head.head_call import COMPUTE_NOW, HeadCall, LogitsState
 from hf_ckpt.regions.recompute import original_forward
 
 __all__ = ["Chunking", "DeferredLogits", "check_reached", "run_head"]

@@ -1,4 +1,4 @@
-"""A deferred call of the head: how many tokens run at a time, and what the logits are computed from.
+"""A deferred call of the head: what the logits are computed from.
 
 That is the call itself, and what the model has done to its logits since. Rows are positions of the batch; columns are
 the vocabulary. All that is stored here works on each row alone.
@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,54 +18,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import AutocastState
-
-if TYPE_CHECKING:
-    from hf_ckpt.regions.value_proof import RegionProof
-
-_CHUNK_BYTES = 256 * 2**20
-"""Logits of a chunk in float32, where the hidden states of the batch are no larger than twice that. A chunk needs about
-three times as much in backward: its probabilities, and gradients twice."""
-
-_MIN_CHUNKS = 8
-"""Also for a short batch, so that its logits become small as well."""
+from hf_ckpt.regions.head.chunking import Chunking
 
 COMPUTE_NOW = "_hf_ckpt_at_once"
 """Keyword of the head's forward: compute these rows now. It goes through the hooks around the head, so that they gather
 its weight, and belongs to one call, whatever thread runs that."""
-
-
-@dataclass(eq=False)
-class Chunking:
-    """How the head of one model runs. Lives on the head, and is copied with it."""
-
-    tokens: int | None = None
-    """Length of a chunk; None chooses by the size of the logits."""
-    outer: nn.Module | None = None
-    """The module that stands in the head's place with the hooks that gather its weight, such as FSDP1's wrapper."""
-    is_called: bool = False
-    """Whether the model has called its head. If it has not after a training forward, nothing is chunked."""
-    has_warned: bool = False
-    """Whether the user has been warned of logits that were computed as a whole."""
-    proof: RegionProof | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What has happened so far happened to the original.
-        return {**self.__dict__, "is_called": False, "has_warned": False}
-
-    def lengths(self, num_rows: int, num_columns: int, hidden_bytes: int) -> list[int]:
-        """Return the number of rows of each chunk: equal except for the last one, which may be shorter.
-
-        `hidden_bytes` is the size of the hidden states [T, H]. At long context what is small compared to them is small
-        compared to all that a layer needs; more chunks than about four times the vocabulary over the hidden size would
-        only cost time, here and in a simulation.
-        """
-        tokens = self.tokens
-        if tokens is None:
-            max_bytes = max(_CHUNK_BYTES, hidden_bytes // 2)
-            num_chunks = max(-(-num_rows * num_columns * 4 // max_bytes), _MIN_CHUNKS)
-            tokens = max(1, -(-num_rows // num_chunks))
-        # No row at all is one chunk, whose loss is that of no tokens.
-        return [min(tokens, num_rows - start) for start in range(0, max(num_rows, 1), tokens)]
 
 
 class HeadCall:

@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.cuda import attention, autocast
 from hf_ckpt.simulation.cuda.attention import attention_to_build, restore_attention
@@ -39,7 +40,7 @@ from hf_ckpt.simulation.shared_tensors import is_shared
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
-from hf_ckpt.simulation.tracker import BLOCK_BYTES, Tracker
+from hf_ckpt.simulation.tracker import Tracker
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 

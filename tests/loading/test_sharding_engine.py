@@ -14,7 +14,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_ckpt import RecipeError, load_recipe
-from hf_ckpt.loading.engine import (
+from hf_ckpt.loading.sharding_engine import (
     Engine,
     asked_engine,
     check_engine_runs,

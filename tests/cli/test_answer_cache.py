@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_ckpt.cli import answers
+from hf_ckpt.cli import answer_cache
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.recipe import load_recipe
@@ -30,7 +30,7 @@ SHIPPED = ROOT / "recipes" / "llama7b_lora.yaml"
 @pytest.fixture(autouse=True)
 def _few_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hash the package's own sources alone, where a test is not about them."""
-    monkeypatch.setattr(answers, "_SOURCES", ("hf_ckpt",))
+    monkeypatch.setattr(answer_cache, "_SOURCES", ("hf_ckpt",))
     monkeypatch.setenv("HF_CKPT_CACHE", str(tmp_path / "cache"))
 
 
@@ -41,7 +41,7 @@ def options_with(**given: Any) -> argparse.Namespace:
 
 def key_of(path: Path, *overrides: str, command: str = "estimate", **given: Any) -> str | None:
     environment = given.pop("environment", {})
-    return answers.answer_key(command, load_recipe(path, overrides), options_with(**given), environment)
+    return answer_cache.answer_key(command, load_recipe(path, overrides), options_with(**given), environment)
 
 
 # --- What the key takes to make. ---
@@ -50,10 +50,10 @@ def key_of(path: Path, *overrides: str, command: str = "estimate", **given: Any)
 def test_key_is_made_without_heavy_imports() -> None:
     code = """
 import argparse, os, sys
-from hf_ckpt.cli import answers
+from hf_ckpt.cli import answer_cache
 from hf_ckpt.recipe.recipe import load_recipe
 options = argparse.Namespace(device=["rtx4090"], accelerate_config=None)
-print(answers.answer_key("estimate", load_recipe("recipes/llama7b_lora.yaml"), options, os.environ))
+print(answer_cache.answer_key("estimate", load_recipe("recipes/llama7b_lora.yaml"), options, os.environ))
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy", "peft", "httpx"}))
 """
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -141,22 +141,22 @@ def test_modelling_file_edited_by_hand_changes_the_key(tmp_path: Path, monkeypat
     copy = tmp_path / "transformers"
     shutil.copytree(Path(spec.origin).parent / "models" / "llama", copy / "models" / "llama")
     recipe = load_recipe(SHIPPED)
-    monkeypatch.setattr(answers, "_SOURCES", ("transformers",))
+    monkeypatch.setattr(answer_cache, "_SOURCES", ("transformers",))
     edited = ModuleSpec("transformers", None, origin=str(copy / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: edited)
-    first = answers.answer_key("estimate", recipe, options_with(), {})
+    first = answer_cache.answer_key("estimate", recipe, options_with(), {})
     path = copy / "models" / "llama" / "modeling_llama.py"
     found = path.stat()
     # As many bytes, and as old: content counts.
     path.write_text(path.read_text(encoding="utf-8").replace("hidden_states", "hidden_statez", 1), encoding="utf-8")
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert path.stat().st_size == found.st_size
-    assert answers.answer_key("estimate", recipe, options_with(), {}) not in (None, first)
+    assert answer_cache.answer_key("estimate", recipe, options_with(), {}) not in (None, first)
 
 
 def test_our_sources_and_those_of_the_libraries_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert {"hf_ckpt", "transformers", "peft", "accelerate", "bitsandbytes"} <= set(answers._SOURCES)
+    assert {"hf_ckpt", "transformers", "peft", "accelerate", "bitsandbytes"} <= set(answer_cache._SOURCES)
 
 
 # --- Files that are named. ---
@@ -233,7 +233,7 @@ def test_recipe_of_the_base_counts(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(answers.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(answer_cache.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
@@ -291,7 +291,7 @@ def test_processors_count_for_an_answer_about_them(
     use_cpu: bool, device: str | None, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipes.write(tmp_path, training={"use_cpu": use_cpu})
-    monkeypatch.setattr(answers, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(answer_cache, "may_have_gpu", lambda: False)
     first = key_of(recipe, device=device)
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     assert (key_of(recipe, device=device) != first) is counts
@@ -299,10 +299,10 @@ def test_processors_count_for_an_answer_about_them(
 
 def test_answer_about_this_machines_gpu_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small_recipes.write(tmp_path)
-    monkeypatch.setattr(answers, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(answer_cache, "may_have_gpu", lambda: True)
     assert key_of(recipe, device=None) is None
     assert key_of(recipe) is not None
-    monkeypatch.setattr(answers, "may_have_gpu", lambda: False)
+    monkeypatch.setattr(answer_cache, "may_have_gpu", lambda: False)
     assert key_of(recipe, device=None) is not None
 
 
@@ -316,7 +316,7 @@ def test_file_that_cannot_be_read_leaves_no_key(tmp_path: Path) -> None:
 
 
 def ask(recipe: Path, made: Any, **given: Any) -> tuple[dict[str, Any], bool]:
-    return answers.remembered("estimate", load_recipe(recipe), options_with(**given), made)
+    return answer_cache.remembered("estimate", load_recipe(recipe), options_with(**given), made)
 
 
 def never() -> dict[str, Any]:

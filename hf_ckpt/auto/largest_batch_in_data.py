@@ -1,7 +1,7 @@
 """A micro-batch: of text, by its sizes, else by all of its tensors. And the largest one of text that can come.
 
 That looks at lengths, and never draws a batch: drawing from the data loader would move its random state, and the run
-would see other batches than without a plan. `largest_multimodal_batch` finds it where there is more than text.
+would see other batches than without a plan. `largest_multimodal_batch_in_data` finds it where there is more than text.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hf_ckpt
 from hf_ckpt import UnsupportedError, find_layers
-from hf_ckpt.patch.tileable import random_modules, tiled_modules
+from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.structure.layers import Layer
 from tests import exactness, plain_models, traces
 

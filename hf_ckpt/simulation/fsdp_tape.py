@@ -32,12 +32,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from hf_ckpt.regions.selective.save_rules import OperatorRole
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import role_of_operator
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind
-from hf_ckpt.simulation.tracker import BLOCK_BYTES
 
 UnitKey = tuple[int, int] | str | None
 """Number of the stack and `layer_idx`; `EMBEDDINGS`, `HEAD`; None for the rest of the model."""

@@ -1,4 +1,4 @@
-"""What the commands of `hf-ckpt` share: exit codes, a recipe and its overrides as arguments, and what is said where.
+"""What the commands of `hf-ckpt` share: a recipe and its overrides as arguments, and what is said where.
 
 Torch and transformers are not loaded here: wrong words and wrong recipes are refused before that.
 """
@@ -9,9 +9,7 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +25,6 @@ if TYPE_CHECKING:
     from hf_ckpt.estimate.subject import Subject
     from hf_ckpt.policy.allowances import Exact
 
-HOLDS, FAILS, WRONG_INPUT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
-"""Exit codes: all is well; a check failed, or nothing fits; wrong input; Ctrl-C; nobody reads what is printed."""
-STOPPED = "Stopped by Ctrl-C."
 _CONFIGS = "accelerate"
 
 
@@ -104,24 +99,6 @@ def quiet() -> Iterator[None]:
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-@contextlib.contextmanager
-def leaving_at_ctrl_c() -> Iterator[None]:
-    """Leave at once on Ctrl-C: during transformers' imports it comes out as another error."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(*_: object) -> None:
-        say(f"\n{STOPPED}")
-        os._exit(INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def say(text: str) -> None:
