@@ -111,15 +111,20 @@ finetune: $(if $(wildcard .venv/.installed),.venv/.installed,.venv/.finetune)
 test-fast test test-distributed test-browser check test-oldest: export HF_HUB_OFFLINE = 1
 test-fast test test-distributed test-browser check test-oldest: export TOKENIZERS_PARALLELISM = false
 
-# What is about prose and benchmarks rather than about the package.
+# What is about prose and benchmarks rather than about the package. Where `make` is asked for `test` and `check`, one run of
+# pytest does both: to import, each of its processes takes as long as for a hundred tests.
 CHECKS = tests/docs tests/benchmarks
+both = $(and $(filter test,$(MAKECMDGOALS)),$(filter check,$(MAKECMDGOALS)))
 
 test-fast: .venv/.installed
 	.venv/bin/python -m pytest -m 'not slow' $(addprefix --ignore ,$(CHECKS) tests/distributed tests/gpu) $(PYTEST_ARGS)
 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
-test: lint types
-	.venv/bin/python -m pytest -m 'not browser' $(addprefix --ignore ,$(CHECKS)) $(PYTEST_ARGS)
+# mypy, which has one thread, runs next to them.
+test: lint
+	.venv/bin/mypy & types=$$!; \
+	    .venv/bin/python -m pytest -m 'not browser' $(if $(both),,$(addprefix --ignore ,$(CHECKS))) $(PYTEST_ARGS); \
+	    tests=$$?; wait $$types && exit $$tests
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
 # --standalone: on a port that is free.
@@ -131,8 +136,8 @@ test-browser: .venv/.installed
 test-distributed: .venv/.installed
 	$(two_processes) $(DISTRIBUTED_ARGS)
 
-check: lint types
-	.venv/bin/python -m pytest $(CHECKS) $(PYTEST_ARGS)
+check: lint $(if $(both),,types)
+	$(if $(both),,.venv/bin/python -m pytest $(CHECKS) $(PYTEST_ARGS))
 
 # Only files that have such tests: to import the others takes each process as long as a hundred tests.
 test-oldest: .venv-oldest/.installed

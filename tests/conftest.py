@@ -73,7 +73,12 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device, and those marked `browser` where there is no chromium."""
+    """Run files with tests marked `slow` first, so that no process is left with one of them in the end.
+
+    Skip tests marked `gpu` where there is no CUDA device, and those marked `browser` where there is no chromium.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if item.get_closest_marker("browser") and not any(map(shutil.which, CHROMIUM)):
             item.add_marker(pytest.mark.skip(reason="needs an installed chromium"))
