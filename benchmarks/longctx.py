@@ -44,7 +44,7 @@ from benchmarks.runner import RESULTS, add_device, add_out, main
 from hf_ckpt import HFCkptCallback, Plan
 from hf_ckpt.estimate.fitting_sizes import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device

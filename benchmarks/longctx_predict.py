@@ -26,7 +26,7 @@ from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_out, main
 from hf_ckpt.estimate.fitting_sizes import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.planner.largest_that_fits import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device

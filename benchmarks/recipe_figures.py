@@ -29,7 +29,7 @@ from benchmarks.runner import RESULTS, main
 from hf_ckpt.cli.main import main as hf_ckpt
 from hf_ckpt.estimate.fitting_sizes import leanest_plans
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import is_auto
+from hf_ckpt.estimate.step_of_recipe import is_auto
 from hf_ckpt.estimate.tables import format_seconds, versions
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes

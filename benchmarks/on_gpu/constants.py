@@ -18,7 +18,7 @@ from benchmarks.on_gpu.identity import ROOT
 from benchmarks.on_gpu.probe import CALIBRATION_S, MIB, NUM_REPETITIONS
 from benchmarks.predict import device_of
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.recipe.recipe import load_recipe
 from hf_ckpt.simulation.devices import DEVICES, MEASURED, RATES, Device, find_device, with_measured
 from hf_ckpt.simulation.op_costs import attention_efficiency

@@ -15,15 +15,6 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes, unknown_bytes
-from hf_ckpt.auto.coverage import (
-    Coverage,
-    check_call,
-    check_not_compiled,
-    check_run,
-    evaluates,
-    new_models_check,
-    refuse,
-)
 from hf_ckpt.auto.largest_batch_in_data import (
     Batch,
     is_packing,
@@ -35,6 +26,15 @@ from hf_ckpt.auto.largest_batch_in_data import (
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
+from hf_ckpt.auto.simulation_coverage import (
+    Coverage,
+    check_call,
+    check_not_compiled,
+    check_run,
+    evaluates,
+    new_models_check,
+    refuse,
+)
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.distributed import fsdp, store

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.auto.coverage import check_no_tensors_inside
 from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch, forward_names, knows_labels, reads_text
+from hf_ckpt.auto.simulation_coverage import check_no_tensors_inside
 from hf_ckpt.simulation.random_states import random_states_kept
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.coverage import Coverage, InputCheck, refuse
 from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch
+from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.planner.advice import inexact_parts

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_ckpt.auto.coverage import losses_of_its_own, refuse
 from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
+from hf_ckpt.auto.simulation_coverage import losses_of_its_own, refuse
 from hf_ckpt.auto.trl_kernels import use_cuda_kernels
 from hf_ckpt.simulation.constant_folding import has_values
 from hf_ckpt.simulation.fake_model import meta_copy

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
-from hf_ckpt.auto.coverage import refuse
 from hf_ckpt.auto.largest_batch_in_data import Batch, without_adapter
+from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_kernels import with_globals
 from hf_ckpt.simulation.step import Sharding, Step

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.coverage import refuse
 from hf_ckpt.auto.largest_batch_in_data import Batch
+from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_generation import generation_loss
 from hf_ckpt.simulation.fake_model import meta_copy

@@ -33,7 +33,7 @@ from hf_ckpt.recipe.optional_packages import require
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
     from hf_ckpt.estimate.page import Page
-    from hf_ckpt.estimate.subject import Subject
+    from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.recipe.recipe import Recipe
     from hf_ckpt.simulation.devices import Device
 
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
     # Need YAML, as the recipe did.
     from hf_ckpt.cli.answer_cache import remembered
-    from hf_ckpt.loading.config_places import check_config
+    from hf_ckpt.loading.config_files import check_config
 
     # Last, as the hub may take seconds to answer.
     check_config(recipe)
@@ -140,9 +140,9 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     progress.say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import fitting_sizes
-        from hf_ckpt.estimate.documents import as_json
+        from hf_ckpt.estimate.json_documents import as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
-        from hf_ckpt.estimate.subject import subject_of
+        from hf_ckpt.estimate.step_of_recipe import subject_of
 
         devices = devices_for(recipe, options.device or ())
         subject = with_exact(subject_of(recipe, launch_of(options)), options)
@@ -179,7 +179,7 @@ def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
     """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.documents import as_json, row_as_json
+    from hf_ckpt.estimate.json_documents import as_json, row_as_json
 
     names = estimates.QUICK if options.quick else ()
     progress.total = estimates.num_rows(subject, devices, names)

@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from hf_ckpt.loading.config_places import check_config
+    from hf_ckpt.loading.config_files import check_config
 
     recipe = read_recipe_or_model(options)
     check_config(recipe)

@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
 from hf_ckpt.estimate.predict import devices_for
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.estimate.subject import describe_batch, subject_of
+from hf_ckpt.estimate.step_of_recipe import describe_batch, subject_of
 from hf_ckpt.estimate.tables import columns
 from hf_ckpt.loading.model import find_config
 from hf_ckpt.patch.tileable_modules import tiled_modules

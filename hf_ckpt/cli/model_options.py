@@ -93,7 +93,7 @@ def _is_model(name: str) -> bool:
 
 def model_of(name: str) -> str:
     """Return the id or the folder of a model for a recipe; what is a recipe itself, or no such folder, is refused."""
-    from hf_ckpt.loading.config_places import is_path
+    from hf_ckpt.loading.config_files import is_path
 
     if _is_recipe(Path(name)):
         raise RecipeError(f"{name} is a recipe. Name a model: its id on the hub, or its folder.")

@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         _check_amount(_amount(recipe, budget))
     # Need YAML, as the recipe did.
     from hf_ckpt.cli.answer_cache import remembered
-    from hf_ckpt.loading.config_places import check_config
+    from hf_ckpt.loading.config_files import check_config
 
     # Last, as the hub may take seconds to answer.
     check_config(recipe)
@@ -106,7 +106,7 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
     say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import recipe_plan
-        from hf_ckpt.estimate.subject import subject_of
+        from hf_ckpt.estimate.step_of_recipe import subject_of
 
         device, assumed = recipe_plan.device_for(recipe, options.device, _amount(recipe, budget))
         subject = with_exact(subject_of(recipe, launch_of(options)), options)

@@ -22,7 +22,7 @@ from hf_ckpt.recipe import shipped
 from hf_ckpt.simulation.devices import find_device
 
 if TYPE_CHECKING:
-    from hf_ckpt.estimate.subject import Subject
+    from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.policy.allowances import Exact
 
 _CONFIGS = "accelerate"

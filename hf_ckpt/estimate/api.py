@@ -14,7 +14,7 @@ from hf_ckpt.estimate.estimate import budget_of
 from hf_ckpt.estimate.fitting_sizes import longest_row, longest_row_of_all
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
-from hf_ckpt.estimate.subject import Subject, is_auto, subject_of, subject_of_model
+from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of, subject_of_model
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
 from hf_ckpt.policy.options import POLICY_OPTIONS
 from hf_ckpt.policy.plan import Plan

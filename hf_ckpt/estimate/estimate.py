@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError
 from hf_ckpt.estimate.predict import Predictor, Reserved, room_on
-from hf_ckpt.estimate.subject import Subject, is_auto
+from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.policy import AUTO, Mode

@@ -30,7 +30,7 @@ from hf_ckpt.loading.rewards import is_model
 from hf_ckpt.loading.trainer import make_trainer, trainer_class
 from hf_ckpt.loading.training_args import arguments_class, implied
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.trainers import REWARDS
+from hf_ckpt.recipe.trainer_kinds import REWARDS
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.units import format_bytes

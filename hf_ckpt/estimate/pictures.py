@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Say
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject, describe_batch
+from hf_ckpt.estimate.step_of_recipe import Subject, describe_batch
 from hf_ckpt.planner.chain import FULL, NONE, Chain
 from hf_ckpt.planner.pareto import frontier
 from hf_ckpt.policy.policy import AUTO

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from hf_ckpt.auto.replan import cannot_prepare
-from hf_ckpt.estimate.subject import Subject, evaluation_step_of, is_auto
+from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of, is_auto
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.search import Planned, StepPlanner

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.estimate.documents import device_as_json, memory_as_json
+from hf_ckpt.estimate.json_documents import device_as_json, memory_as_json
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject, random_base, random_model, subject_of
+from hf_ckpt.estimate.step_of_recipe import Subject, random_base, random_model, subject_of
 from hf_ckpt.estimate.tables import columns, facts, facts_of, format_seconds
 from hf_ckpt.loading.model import find_config
 from hf_ckpt.loading.tokenizer import load_tokenizer

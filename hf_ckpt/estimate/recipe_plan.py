@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import BudgetError, HFCkptError, RecipeError, UnsupportedError
-from hf_ckpt.estimate.documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.estimate import FIXED, budget_of, planned_on
+from hf_ckpt.estimate.json_documents import device_as_json, exactness_as_json, memory_as_json, verdict_as_json
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
-from hf_ckpt.estimate.subject import Subject, subject_of
+from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.policy.plan import Plan

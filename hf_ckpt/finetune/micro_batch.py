@@ -17,7 +17,7 @@ from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.loading.dataset import PreparedData
 from hf_ckpt.loading.sharding_engine import Engine, asked_engine
 from hf_ckpt.planner.search import StepPlanner

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject, subject_of
+from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
 from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.planner.largest_that_fits import largest
 from hf_ckpt.policy.plan import Plan

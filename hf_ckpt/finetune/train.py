@@ -58,7 +58,7 @@ from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
-from hf_ckpt.recipe.trainers import DEFAULT_COMPLETION
+from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION
 from hf_ckpt.trainer.saved_files import SavedFiles, check_can_be_saved, writes_shards_only
 
 _CACHE_DIR = Path(HF_HOME) / "hf_ckpt" / "tokenizers"

@@ -20,7 +20,7 @@ from hf_ckpt.loading.images import check_number_of_images
 from hf_ckpt.loading.sources import NAME, RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
-from hf_ckpt.recipe.trainers import Columns, TrainerKind
+from hf_ckpt.recipe.trainer_kinds import Columns, TrainerKind
 
 _LONGEST_SHOWN = 200
 _MANY = 0.5

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.loading.config_places import is_path, is_reachable, not_to_be_had, shaping_recipes
+from hf_ckpt.loading.config_files import is_path, is_reachable, not_to_be_had, shaping_recipes
 from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
@@ -32,7 +32,7 @@ from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, Values
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
-from hf_ckpt.recipe.trainers import TrainerKind
+from hf_ckpt.recipe.trainer_kinds import TrainerKind
 from hf_ckpt.regions.offload.disk import check_path
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.

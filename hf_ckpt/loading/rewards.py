@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import RecipeError, did_you_mean
-from hf_ckpt.recipe.trainers import REWARDS
+from hf_ckpt.recipe.trainer_kinds import REWARDS
 
 _OF_TRL: dict[str, dict[str, Any]] = {
     "accuracy_reward": {},

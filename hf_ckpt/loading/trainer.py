@@ -14,7 +14,7 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.model import adapter_config, base_model, build_model
 from hf_ckpt.loading.rewards import is_model
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recipe.trainers import REWARDS
+from hf_ckpt.recipe.trainer_kinds import REWARDS
 
 _FEW_PARAMETERS = 1 << 22
 """A model with fewer of them is tiny: its operators take microseconds."""

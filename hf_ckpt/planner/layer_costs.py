@@ -22,8 +22,8 @@ from typing import Any
 from hf_ckpt.errors import HFCkptError, UnsupportedError
 from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
+from hf_ckpt.planner.costs_from_tape import LayerKey, StepReading
 from hf_ckpt.planner.save_lists import save_list_options
-from hf_ckpt.planner.step_reading import LayerKey, StepReading
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, Allowed
 from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan

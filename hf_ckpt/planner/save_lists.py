@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_ckpt.planner.chain import Cost
-from hf_ckpt.planner.step_reading import LayerKey, StepReading
+from hf_ckpt.planner.costs_from_tape import LayerKey, StepReading
 from hf_ckpt.policy.plan import LayerPlan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.selective.save_rules import ATTENTION_OUTPUT, OperatorRole, is_narrow

@@ -14,7 +14,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "gradio": "ui",
 }
-"""The extra that brings a package. trl's is refused when a recipe is read (`hf_ckpt.recipe.trainers`)."""
+"""The extra that brings a package. trl's is refused when a recipe is read (`hf_ckpt.recipe.trainer_kinds`)."""
 _OF_ALL_THAT_TRAIN = "finetune"
 
 

@@ -20,8 +20,8 @@ from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document,
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
 from hf_ckpt.recipe.schema import TRAINER, Draft, check_keys
+from hf_ckpt.recipe.trainer_kinds import REWARDS, TrainerKind, kind_of
 from hf_ckpt.recipe.trainer_rules import written_rewards
-from hf_ckpt.recipe.trainers import REWARDS, TrainerKind, kind_of
 
 Values = Mapping[str, Any]
 

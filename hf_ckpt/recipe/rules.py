@@ -22,8 +22,8 @@ from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import resolve_path
 from hf_ckpt.recipe.field_types import show
 from hf_ckpt.recipe.schema import Draft, training_keys
+from hf_ckpt.recipe.trainer_kinds import TEXT
 from hf_ckpt.recipe.trainer_rules import TRAINER_RULES
-from hf_ckpt.recipe.trainers import TEXT
 from hf_ckpt.units import parse_budget
 
 

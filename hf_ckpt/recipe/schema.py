@@ -15,7 +15,7 @@ from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
-from hf_ckpt.recipe.trainers import (
+from hf_ckpt.recipe.trainer_kinds import (
     INSTALL_TRL,
     NOT_POSSIBLE,
     OLDEST_TRL,

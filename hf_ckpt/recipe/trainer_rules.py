@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH, Draft
-from hf_ckpt.recipe.trainers import DEFAULT_COMPLETION, IMAGES, REWARDS, TEXT
+from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION, IMAGES, REWARDS, TEXT
 
 _SAID_ELSEWHERE = {
     "max_length": "data.max_length",

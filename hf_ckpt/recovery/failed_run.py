@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import describe_inputs
-from hf_ckpt.recovery.batch_examples import describe_examples
+from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
 from hf_ckpt.recovery.training_step import TrainingSteps

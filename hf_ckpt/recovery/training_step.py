@@ -21,9 +21,9 @@ from hf_ckpt.recovery.accumulation_window import (
     one_of_each_device,
 )
 from hf_ckpt.recovery.attribute_snapshots import Attributes
-from hf_ckpt.recovery.batch_examples import describe_examples
 from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
+from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
 

@@ -24,7 +24,7 @@ from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
-from hf_ckpt.simulation.launch_queue import queue_operators
+from hf_ckpt.simulation.host_and_link_time import queue_operators
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions

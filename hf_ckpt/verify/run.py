@@ -27,7 +27,7 @@ from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_reads_text
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.shipped import shown
-from hf_ckpt.recipe.trainers import TrainerKind
+from hf_ckpt.recipe.trainer_kinds import TrainerKind
 from hf_ckpt.units import counted
 from hf_ckpt.verify import compare, processes, state_checks
 from hf_ckpt.verify.compare import HALF_TOLERANCE, Trials, first_module_changed_by_plan

@@ -25,9 +25,9 @@ import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
 from hf_ckpt.auto import budgets
 from hf_ckpt.auto.budgets import AllocatorState, _usable
-from hf_ckpt.auto.coverage import Coverage
 from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
 from hf_ckpt.auto.replan import _rounded_up
+from hf_ckpt.auto.simulation_coverage import Coverage
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed

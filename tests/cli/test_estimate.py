@@ -18,7 +18,7 @@ from hf_ckpt import Plan
 from hf_ckpt.cli.main import main
 from hf_ckpt.estimate import estimate as estimates
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Row
-from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from tests import small_recipes, steps_by_hand

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, IntervalStrategy, TrainingArgumen
 from transformers.distributed import DistributedConfig
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.coverage import check_run
+from hf_ckpt.auto.simulation_coverage import check_run
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.simulation.devices import CPU

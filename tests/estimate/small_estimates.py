@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt import load_recipe
-from hf_ckpt.estimate import documents, tables
+from hf_ckpt.estimate import json_documents, tables
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Row
-from hf_ckpt.estimate.subject import Subject, subject_of
+from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device, find_device
 from hf_ckpt.simulation.reserve import reserve
@@ -37,7 +37,7 @@ def silent(text: str) -> None:
 
 def table(found: Estimate, **options: bool) -> str:
     """What is printed of an estimate: no line is wider than 80 columns, but for that of a long path."""
-    text = tables.table(json.loads(json.dumps(documents.as_json(found))), **options)
+    text = tables.table(json.loads(json.dumps(json_documents.as_json(found))), **options)
     assert max(len(line) for line in text.splitlines() if ".yaml" not in line) <= 80, text
     return text
 

@@ -8,7 +8,7 @@ import pytest
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, RecipeError, load_recipe
-from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.policy.plan import LayerPlan, StackPlan
 from hf_ckpt.policy.policy import Mode
 from tests import small_recipes

@@ -16,7 +16,7 @@ from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.auto.live_step import zero_of
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe, sharding_of
-from hf_ckpt.estimate.subject import Subject, describe_batch, step_of, subject_of
+from hf_ckpt.estimate.step_of_recipe import Subject, describe_batch, step_of, subject_of
 from hf_ckpt.simulation.step import Sharding, Zero
 from tests import small_recipes
 

@@ -9,7 +9,7 @@ import pytest
 
 from hf_ckpt import load_recipe
 from hf_ckpt.cli.inspect_report import ledger, outside
-from hf_ckpt.estimate import documents, tables
+from hf_ckpt.estimate import json_documents, tables
 from hf_ckpt.estimate.estimate import FIXED, QUICK, RECIPE, Estimate, Fit, Row, estimate, fit_of, growing, num_rows
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for
 from hf_ckpt.policy.policy import AUTO
@@ -72,7 +72,7 @@ def test_estimate_grows_from_the_verdict_row_by_row(found: Estimate) -> None:
     assert num_rows(found.subject, [CARD], QUICK) == 4
     assert num_rows(found.subject, [CARD]) == len(found.rows)
     # All that is said of the recipe is there from the first row on.
-    first, last = (documents.as_json(step) for step in (steps[0], steps[-1]))
+    first, last = (json_documents.as_json(step) for step in (steps[0], steps[-1]))
     assert first["verdicts"] == last["verdicts"]
     assert tables.opening(first) == tables.opening(last)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import RecipeError, load_recipe
-from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.sharding_engine import check_engine_suits
 from hf_ckpt.loading.training_args import training_arguments

@@ -9,7 +9,7 @@ import pytest
 
 from hf_ckpt import load_recipe
 from hf_ckpt.estimate.predict import written
-from hf_ckpt.estimate.subject import Subject
+from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.simulation.step import Step
 from tests import small_recipes
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from hf_ckpt import BudgetError, RecipeError, load_recipe
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.subject import Subject, evaluation_step_of, subject_of
+from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of, subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.measure.track_real_step import follow_trainer

@@ -13,7 +13,7 @@ import torch
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import profiled_recipe
 from hf_ckpt.estimate.profiled_recipe import measure
-from hf_ckpt.estimate.subject import random_base, subject_of
+from hf_ckpt.estimate.step_of_recipe import random_base, subject_of
 from hf_ckpt.measure.calibrate import calibrate
 from hf_ckpt.recipe.recipe import load_recipe
 from tests import small_recipes

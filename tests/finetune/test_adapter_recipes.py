@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ckpt import RecipeError, load_recipe
 from hf_ckpt.cli.main import main
-from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.model import build_model, rehearse
 from tests import small_recipes

@@ -131,7 +131,7 @@ def test_reward_model_is_merged_and_scores(tmp_path: Path) -> None:
 
 def test_built_in_data_serves_every_trainer(tmp_path: Path) -> None:
     from hf_ckpt.loading.columns import load_columns
-    from hf_ckpt.recipe.trainers import TRAINERS
+    from hf_ckpt.recipe.trainer_kinds import TRAINERS
 
     for kind in TRAINERS.values():
         if not kind.is_text:

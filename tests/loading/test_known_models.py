@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_ckpt import RecipeError
-from hf_ckpt.estimate.subject import subject_of
+from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.loading.known_models import FOLDER, documents, known_configs
 from hf_ckpt.loading.model import find_config, known_config
 from hf_ckpt.recipe.for_model import Training

@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, Trainer
 
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
-from hf_ckpt.loading import config_places
+from hf_ckpt.loading import config_files
 from hf_ckpt.loading import model as model_config
 from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.loading.model import build_model
@@ -330,11 +330,11 @@ def test_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch,
         asked.append(request.full_url)
         raise OSError("no route")
 
-    monkeypatch.setattr(config_places.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(config_places.urllib.request, "urlopen", nobody)
+    monkeypatch.setattr(config_files.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(config_files.urllib.request, "urlopen", nobody)
     recipe = replace(recipe_of(tmp_path, llama()), model={"name_or_path": "meta-llama/Llama-2-7b-hf"})
     assert model_config.find_config(recipe).config.num_hidden_layers == 32
-    assert asked == [config_places.constants.ENDPOINT]
+    assert asked == [config_files.constants.ENDPOINT]
 
 
 def test_every_hub_model_of_the_recipes_is_known() -> None:

@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.coverage import check_run
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, further_inputs
+from hf_ckpt.auto.simulation_coverage import check_run
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.policy.policy import Mode

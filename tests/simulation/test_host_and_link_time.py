@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.simulation.devices import Device, find_device
-from hf_ckpt.simulation.launch_queue import LaunchQueue
+from hf_ckpt.simulation.host_and_link_time import LaunchQueue
 
 pytestmark = pytest.mark.core
 
