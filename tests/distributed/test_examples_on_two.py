@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.runs import fresh_accelerate
-from tests.recovery.test_batch_examples import asked, named
+from tests.recovery.test_failed_examples import asked, named
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
