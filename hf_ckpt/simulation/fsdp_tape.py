@@ -15,8 +15,9 @@ Note [What engines hold].
   are added when all of them are there. In host order, as `torch.cuda.memory_allocated`
   counts: what is freed while another stream reads it is counted no more, though its memory is not yet of use.
 - FSDP2: accelerate makes units of the embeddings and of the head as well, which stays gathered from its forward on;
-  tied, the two are one, and stay all the time. What is gathered arrives in one buffer and is copied out of it; in
-  forward the buffer is held until the next unit's is filled. In backward the next unit is gathered before one's
+  tied, the two are one, and stay all the time. What is gathered arrives in one buffer, which the copy-in stream makes,
+  and is copied out of it into weight after weight, which the compute stream makes when the unit runs; in forward the
+  buffer is held until the next unit's is copied out. In backward the next unit is gathered before one's
   gradients, from the head's backward on, and the buffer of gradients is held until the next one is needed.
 """
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 import accelerate
@@ -110,8 +112,11 @@ class RankTape:
         self._order = self._units_in_order()
         self._last = max(event.place.micro_batch for event in tape.events)
         self._running: Running | None = None
-        self._gathered: dict[UnitKey, Storage] = {}
-        self._in_buffer = set[UnitKey]()
+        self._backward_place = Place(Phase.BACKWARD)
+        """Of the last event of a backward."""
+        self._gathered: dict[UnitKey, list[Storage]] = {}
+        self._arrived: dict[UnitKey, Storage] = {}
+        """What was gathered and is not copied out, under FSDP2."""
         self._buffer: Storage | None = None
         self._gradients: dict[UnitKey, list[tuple[Storage, Storage]]] = {}
         self._gradient_shapes = set[tuple[int, ...]]()
@@ -217,6 +222,8 @@ class RankTape:
                 self._added.setdefault(self._running[1] if self._running else None, []).append(event.storage)
                 continue
             yield from self._one_rank_events(event)
+            if place.phase is Phase.BACKWARD:
+                self._backward_place = place
         yield from self._leave(self._running, place)
         yield from self._end_backward(place)
 
@@ -263,9 +270,10 @@ class RankTape:
             if place.phase is Phase.BACKWARD:
                 yield from self._start_backward(place)
         elif place.phase is Phase.OPTIMIZER:
-            yield from self._leave(self._running, place)
+            # Still of the backward: the optimizer makes its state out of what that has left.
+            yield from self._leave(self._running, self._backward_place)
             self._running = None
-            yield from self._end_backward(place)
+            yield from self._end_backward(self._backward_place)
         elif _is_last_forward(event.mark, self._order):
             yield from self._leave(self._running, place)
             self._running = None
@@ -319,15 +327,18 @@ class RankTape:
             yield from self._free_added(key, place)
 
     def _free_gathered(self, key: UnitKey, place: Place) -> Iterator[Event]:
-        self._in_buffer.discard(key)
+        yield from self._free(self._arrived.pop(key, None), place)
         if key in self._gathered:
-            yield from self._free(self._gathered.pop(key), place)
+            for storage in self._gathered.pop(key):
+                yield from self._free(storage, place)
             yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
     def _end_backward(self, place: Place) -> Iterator[Event]:
         yield from self._free_buffer(place)
-        for key in list(self._gathered):
-            yield from self._free(self._gathered.pop(key), place)
+        for storage in chain(self._arrived.values(), *self._gathered.values()):
+            yield from self._free(storage, place)
+        self._arrived.clear()
+        self._gathered.clear()
         for key in list(self._gradients):
             yield from self._reduce_gradients(key, place)
         for key in list(self._added):
@@ -342,12 +353,14 @@ class RankTape:
     def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit that runs now. FSDP2 copies it out of a buffer, and holds that while a forward runs."""
         yield from self._gather(key, place)
-        if self._engine != "fsdp2" or key not in self._in_buffer:
+        if key not in self._arrived:
             return
-        self._in_buffer.discard(key)
         yield from self._free_buffer(place)
-        self._buffer = replace(self._gathered[key], made=place)
-        yield Event(place, MemoryChange.ALLOCATE, self._buffer)
+        self._buffer = self._arrived.pop(key)
+        of_unit = (weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
+        self._gathered[key] = [Storage(num_bytes, place, category=Category.GATHERED) for num_bytes in of_unit]
+        for storage in self._gathered[key]:
+            yield Event(place, MemoryChange.ALLOCATE, storage)
         if place.phase is not Phase.FORWARD:
             yield from self._free_buffer(place)
 
@@ -357,29 +370,36 @@ class RankTape:
 
     def _gather(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit's weights, where they are not whole."""
-        if not self._shards_weights or key in self._gathered:
+        if not self._shards_weights or key in self._gathered or key in self._arrived:
             return
         num_bytes = self._bytes_of(key)
         if not num_bytes:
             return
-        self._in_buffer.add(key)
         cast = self._cast_share(key, place)
         if cast is not None:
             yield Event(place, MemoryChange.ALLOCATE, cast)
-        storage = self._gathered[key] = Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
+        is_copied = self._engine == "fsdp2"
+        stream = Stream.COPY_IN if is_copied else Stream.GATHER
+        storage = Storage(num_bytes, place, category=Category.GATHERED, stream=stream)
+        if is_copied:
+            self._arrived[key] = storage
+        else:
+            self._gathered[key] = [storage]
         yield Event(place, MemoryChange.ALLOCATE, storage)
         yield self._collective(TransferKind.GATHER, num_bytes, place)
         yield from self._free(cast, place)
 
     def _cast_share(self, key: UnitKey, place: Place) -> Storage | None:
-        """Return the copy of a unit's share that FSDP1 sends, where it keeps another dtype, until all ranks have it."""
-        if self._engine != "fsdp1" or self._has_adapter_units:
+        """Return the copy of a share that FSDP sends where it keeps another dtype; FSDP1 until all ranks have it."""
+        if self._has_adapter_units:
             return None
         kept = (weight for weight in self._weights.values() if weight.unit == key)
         num_bytes = self._share(sum(each.compute_bytes for each in kept if each.num_bytes != each.compute_bytes))
         if not num_bytes:
             return None
-        return Storage(num_bytes, place, category=Category.GATHERED, stream=Stream.CAST, is_sent=True)
+        is_sent = self._engine == "fsdp1"
+        stream = Stream.CAST if is_sent else Stream.COPY_IN
+        return Storage(num_bytes, place, category=Category.GATHERED, stream=stream, is_sent=is_sent)
 
     def _bytes_of(self, key: UnitKey) -> int:
         return sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)

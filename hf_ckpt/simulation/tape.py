@@ -26,6 +26,8 @@ class Stream(StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     """Of weights that an engine gathers."""
+    COPY_IN = "copy in"
+    """Of what FSDP2 gathers, until it is copied into the weights, which are of `COMPUTE`."""
     CAST = "cast"
     """Of shares of weights that an engine casts before it gathers them."""
     REDUCE = "reduce"

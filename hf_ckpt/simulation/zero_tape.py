@@ -216,9 +216,10 @@ class ZeroTape(RankTape):
 
     def _before_event(self, place: Place) -> Iterator[Event]:
         if place.phase is Phase.OPTIMIZER and self._stepping is None:
-            yield from self._leave(self._running, place)
+            # Still of the backward: the optimizer makes its state out of what that has left.
+            yield from self._leave(self._running, self._backward_place)
             self._running = None
-            yield from self._end_backward(place)
+            yield from self._end_backward(self._backward_place)
             yield from self._begin_step(place)
         elif place.phase is not Phase.OPTIMIZER and self._stepping is not None:
             yield from self._end_step(place)

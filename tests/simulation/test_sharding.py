@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -19,12 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.policy.revolve import replays, segment_starts
+from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.sharding import weights_of
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
 from hf_ckpt.simulation.step import Sharding, Step, Zero
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-from hf_ckpt.simulation.tape import TransferKind
+from hf_ckpt.simulation.tape import MemoryChange, Stream, TransferKind
 from hf_ckpt.structure.layers import find_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations")]
@@ -146,7 +148,47 @@ def test_units_that_are_whole_in_forward(engine: str, num_layers: int, num_ends:
     phases = [place.phase for place in timeline.places]
     forward = timeline.bytes_by_category[Category.GATHERED][: phases.index(Phase.BACKWARD)]
     expected = num_layers * largest_layer(model()) + num_ends * END_BYTES
+    if engine == "fsdp2":
+        # What it is copied out into has a block for each weight.
+        layer = find_layers(model())[0].layers[0].module
+        expected += sum(-weight.nbytes % BLOCK_BYTES for weight in layer.parameters())
     assert max(forward) == pytest.approx(expected, abs=ROUNDING)
+
+
+def test_fsdp2_gathers_into_a_buffer_of_one_stream_and_copies_into_weights_of_another() -> None:
+    """As torch has it: the allocator serves neither out of what the other has left."""
+    step = Step(
+        batch_size=2, seq_length=32, autocast="bfloat16", sharding=Sharding(engine="fsdp2", world_size=WORLD_SIZE)
+    )
+    tape = StepSimulator(model(), step, DEVICE).trace(None).tape
+    made = [event.storage for event in tape.events if event.change is MemoryChange.ALLOCATE and event.storage]
+    layer = [weight.numel() * 2 for weight in find_layers(model())[0].layers[0].module.parameters()]
+    shares = sum(layer) // WORLD_SIZE
+    gathered = Counter((each.stream, each.num_bytes) for each in made if each.category is Category.GATHERED)
+    # In forward and in backward of each of the layers.
+    num_times = 2 * CONFIG.num_hidden_layers
+    assert gathered[Stream.COPY_IN, in_blocks(sum(layer))] == num_times
+    # A rank's share is cast before it is sent.
+    assert gathered[Stream.COPY_IN, in_blocks(shares)] == num_times
+    for num_bytes_of_weight, number in Counter(map(in_blocks, layer)).items():
+        assert gathered[Stream.COMPUTE, num_bytes_of_weight] >= num_times * number
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_all_that_was_gathered_is_gone_when_the_optimizer_makes_its_state(engine: str) -> None:
+    step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine=engine, world_size=WORLD_SIZE))
+    events = StepSimulator(model(), step, DEVICE).trace(None).tape.events
+    in_optimizer = [event for event in events if event.place.phase is Phase.OPTIMIZER]
+    gathered = [each.storage for each in in_optimizer if each.storage and each.storage.category is Category.GATHERED]
+    assert gathered == []
+    sent = [each for each in events if each.transfer is not None and each.transfer.kind is TransferKind.REDUCE]
+    # Of each layer, and of the units around them.
+    assert len(sent) == CONFIG.num_hidden_layers + (3 if engine == "fsdp2" else 1)
+    assert {each.place.phase for each in sent} == {Phase.BACKWARD}
+
+
+def in_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
