@@ -42,7 +42,7 @@ from benchmarks.predict import StepGauge, reserved_bytes
 from benchmarks.result_files import carry_out
 from benchmarks.runner import RESULTS, add_device, add_out, main
 from hf_ckpt import HFCkptCallback, Plan
-from hf_ckpt.estimate.fitting_sizes import LENGTH_UNIT, leanest_plans, with_length
+from hf_ckpt.estimate.max_length_and_batch import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.measure.track_real_step import follow_trainer

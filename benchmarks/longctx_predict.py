@@ -24,10 +24,10 @@ from benchmarks.environment import describe
 from benchmarks.longctx_cases import GIB, recipe_of, subject
 from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_out, main
-from hf_ckpt.estimate.fitting_sizes import LENGTH_UNIT, leanest_plans, with_length
+from hf_ckpt.estimate.max_length_and_batch import LENGTH_UNIT, leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
-from hf_ckpt.planner.largest_that_fits import Limit
+from hf_ckpt.planner.integer_search import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.step_memory import Phase, StepMemory

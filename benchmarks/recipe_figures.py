@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.recipe_headers import needs_of, on_hardware, plans_on_cards, with_cards, with_needs
 from benchmarks.runner import RESULTS, main
 from hf_ckpt.cli.main import main as hf_ckpt
-from hf_ckpt.estimate.fitting_sizes import leanest_plans
+from hf_ckpt.estimate.max_length_and_batch import leanest_plans
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import is_auto
 from hf_ckpt.estimate.tables import format_seconds, versions

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of, own_budget, planned_on
-from hf_ckpt.estimate.fitting_sizes import longest_row, longest_row_of_all
 from hf_ckpt.estimate.launch_sharding import Launch
+from hf_ckpt.estimate.max_length_and_batch import longest_row, longest_row_of_all
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of
 from hf_ckpt.estimate.tables import format_seconds

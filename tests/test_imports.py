@@ -185,7 +185,11 @@ def test_what_the_base_installs_is_enough_for_all_commands_that_do_not_train() -
         for found in (*imported_modules(node, "hf_ckpt.cli"), *submodules_of(node))
     }
     loaded = loaded_by(imported)
-    assert {"hf_ckpt.estimate.fitting_sizes", "hf_ckpt.cli.inspect_report", "hf_ckpt.loading.model"} <= loaded
+    assert {
+        "hf_ckpt.estimate.max_length_and_batch",
+        "hf_ckpt.cli.inspect_report",
+        "hf_ckpt.loading.model",
+    } <= loaded
     paths = {str(Path(*name.split(".")).with_suffix(".py")) for name in loaded}
     needed = [
         f.where for f in imports() if f.runs_on_import and f.root == "datasets" and f.where.split(":")[0] in paths

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.published.torchtitan import sent_in_float32
-from hf_ckpt.simulation.fsdp_tape import RankTape
+from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 
 
 class Mpt(nn.Module):

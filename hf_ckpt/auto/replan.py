@@ -29,7 +29,7 @@ from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.planner.advice import inexact_parts
-from hf_ckpt.planner.largest_that_fits import largest
+from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan

@@ -139,7 +139,7 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     """Return what is answered. An estimate's rows are printed as they come, unless all is to be JSON."""
     progress.say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
-        from hf_ckpt.estimate import fitting_sizes
+        from hf_ckpt.estimate import max_length_and_batch
         from hf_ckpt.estimate.json_documents import as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
         from hf_ckpt.estimate.step_of_recipe import subject_of
@@ -149,10 +149,10 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     with quiet():
         if options.grid:
             predictor = Predictor(subject, devices[0])
-            return fitting_sizes.grids_as_json(fitting_sizes.grids(predictor, progress.say), predictor)
+            return max_length_and_batch.grids_as_json(max_length_and_batch.grids(predictor, progress.say), predictor)
         if options.max_length or options.max_batch:
-            sizes = fitting_sizes.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
-            return fitting_sizes.sizes_as_json(sizes)
+            sizes = max_length_and_batch.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
+            return max_length_and_batch.sizes_as_json(sizes)
         drawn.append(_grown(subject, devices, options, progress))
         return as_json(drawn[0])
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of
-from hf_ckpt.estimate.fitting_sizes import longest_row, longest_row_of_all
 from hf_ckpt.estimate.launch_config import Launch
+from hf_ckpt.estimate.max_length_and_batch import longest_row, longest_row_of_all
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of, subject_of_model
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by

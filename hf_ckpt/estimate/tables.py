@@ -322,7 +322,7 @@ def _host(document: Document) -> Iterator[str]:
 
 
 def sizes_table(document: Document) -> str:
-    """Return the sizes that fit, as text. `document`: of `fitting_sizes.sizes_as_json`."""
+    """Return the sizes that fit, as text. `document`: of `sizes_as_json`."""
     is_length = document["unit"] == "tokens"
     header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "peak", "budget")
     body, is_bound = [], False
@@ -345,7 +345,7 @@ _GRID_MARKS = {"yes": "", "perhaps": " ?", "no": " x"}
 
 
 def grid_table(document: Document) -> str:
-    """Return grids as text; what does not fit on the device is marked. `document`: of `fitting_sizes.grids_as_json`."""
+    """Return grids as text; what does not fit on the device is marked. `document`: of `grids_as_json`."""
     parts = []
     for grid in document["grids"]:
         # By row length, in the order of micro-batches.

@@ -15,9 +15,10 @@ from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError, did_you_mean
+from hf_ckpt.loading.built_in_data import NAME
 from hf_ckpt.loading.dataset import check_chat_template
 from hf_ckpt.loading.images import check_number_of_images
-from hf_ckpt.loading.sources import NAME, RawSplits, load_splits
+from hf_ckpt.loading.sources import RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.trainer_kinds import Columns, TrainerKind

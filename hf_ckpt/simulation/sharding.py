@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.fsdp_tape import (
+from hf_ckpt.simulation.ddp_fsdp_tape import (
     EMBEDDINGS,
     HAS_UNITS_AT_THE_ENDS,
     HEAD,
@@ -21,6 +20,7 @@ from hf_ckpt.simulation.fsdp_tape import (
     UnitKey,
     Weight,
 )
+from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.tape import Tape
 from hf_ckpt.simulation.zero_tape import ZeroTape

@@ -12,8 +12,8 @@ import torch
 from benchmarks import longctx, runner
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
-from hf_ckpt.estimate.fitting_sizes import LENGTH_UNIT
-from hf_ckpt.planner.largest_that_fits import Limit
+from hf_ckpt.estimate.max_length_and_batch import LENGTH_UNIT
+from hf_ckpt.planner.integer_search import Limit
 from hf_ckpt.simulation.devices import CPU
 
 MIB = 2**20

@@ -51,7 +51,7 @@ from benchmarks.published.summary import (
     time_ratio,
     time_summaries,
 )
-from hf_ckpt.simulation.fsdp_tape import RankTape
+from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.step_memory import Category
 
 RESULT = json.loads(page.RESULT.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from benchmarks.longctx_cases import GIB, recipe_of, subject
 from benchmarks.longctx_predict import Predictor, with_synchronous_offload
 from benchmarks.longctx_table import TABLES, names_in, with_tables
 from benchmarks.runner import RESULTS
-from hf_ckpt.estimate.fitting_sizes import with_length
+from hf_ckpt.estimate.max_length_and_batch import with_length
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.step_memory import Category, Phase, Place, StepMemory, Timeline
 

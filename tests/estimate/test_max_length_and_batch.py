@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ckpt.estimate import fitting_sizes, tables
+from hf_ckpt.estimate import max_length_and_batch, tables
 from hf_ckpt.estimate.estimate import RECIPE
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.policy.policy import AUTO
@@ -22,17 +22,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations"
 def test_longest_row_fits_and_the_next_one_does_not(tmp_path: Path) -> None:
     subject = replace(small_subject(tmp_path), longest=4096)
     # Of two rows.
-    limit = fitting_sizes.longest_row(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703)
+    limit = max_length_and_batch.longest_row(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703)
     assert (limit.number, limit.peak_bytes, limit.is_bound) == (640, MIB + 2 * 1024 * 640, False)
 
 
 @pytest.mark.usefixtures("linear")
 def test_row_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "model.config.max_position_embeddings=256")
-    limit = fitting_sizes.longest_row(Predictor(subject, CARD), None, CARD.memory_bytes)
+    limit = max_length_and_batch.longest_row(Predictor(subject, CARD), None, CARD.memory_bytes)
     assert (limit.number, limit.is_bound) == (256, True)
-    found = fitting_sizes.fitting_sizes(subject, [CARD], is_length=True, say=silent)
-    text = tables.sizes_table(fitting_sizes.sizes_as_json(found))
+    found = max_length_and_batch.fitting_sizes(subject, [CARD], is_length=True, say=silent)
+    text = tables.sizes_table(max_length_and_batch.sizes_as_json(found))
     assert " 256 tokens* " in text
     assert text.endswith("\n*: all that the model has positions for")
 
@@ -40,38 +40,38 @@ def test_row_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("linear")
 def test_largest_batch_is_found_for_each_plan(tmp_path: Path) -> None:
     device = card(MIB + 64 * 1024 * 40)
-    found = fitting_sizes.fitting_sizes(small_subject(tmp_path), [device], is_length=False, say=silent)
+    found = max_length_and_batch.fitting_sizes(small_subject(tmp_path), [device], is_length=False, say=silent)
     assert {row.plan: row.limit.number for row in found.rows} == {RECIPE: 80, "none": 40, "full": 160}
-    lines = tables.sizes_table(fitting_sizes.sizes_as_json(found)).splitlines()
+    lines = tables.sizes_table(max_length_and_batch.sizes_as_json(found)).splitlines()
     assert [line.split()[:4] for line in lines[-3:]] == [
         ["small", "recipe", "80", "rows"],
         ["small", "none", "40", "rows"],
         ["small", "full", "160", "rows"],
     ]
-    assert fitting_sizes.sizes_as_json(found)["rows"][0]["number"] == 80
+    assert max_length_and_batch.sizes_as_json(found)["rows"][0]["number"] == 80
 
 
 @pytest.mark.usefixtures("linear")
 def test_largest_batch_under_auto_is_that_of_what_needs_least(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "checkpointing={policy: auto, exact: true}")
-    found = fitting_sizes.fitting_sizes(subject, [card(MIB + 64 * 1024 * 40)], is_length=False, say=silent)
+    found = max_length_and_batch.fitting_sizes(subject, [card(MIB + 64 * 1024 * 40)], is_length=False, say=silent)
     assert {row.plan: row.limit.number for row in found.rows} == {AUTO: 160, "none": 40, "full": 160}
 
 
 @pytest.mark.usefixtures("linear")
 def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
-    found = fitting_sizes.fitting_sizes(small_subject(tmp_path), [card(1024)], is_length=True, say=silent)
+    found = max_length_and_batch.fitting_sizes(small_subject(tmp_path), [card(1024)], is_length=True, say=silent)
     assert {row.limit.number for row in found.rows} == {0}
-    assert "none" in tables.sizes_table(fitting_sizes.sizes_as_json(found)).splitlines()[-1].split()
+    assert "none" in tables.sizes_table(max_length_and_batch.sizes_as_json(found)).splitlines()[-1].split()
 
 
 @pytest.mark.usefixtures("linear")
 def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None:
     predictor = Predictor(replace(small_subject(tmp_path), longest=128), card(MIB + 128 * 1024))
-    none, own = fitting_sizes.grids(predictor, silent)
+    none, own = max_length_and_batch.grids(predictor, silent)
     assert (none.lengths, none.rows) == ((16, 32, 64, 128), (1, 2, 4))
     assert (none.peaks[64, 2], own.peaks[64, 2]) == (MIB + 128 * 1024, MIB + 64 * 1024)
-    document = fitting_sizes.grids_as_json([none, own], predictor)
+    document = max_length_and_batch.grids_as_json([none, own], predictor)
     assert tables.grid_table(document).splitlines() == [
         "Peak without checkpointing",
         "  tokens    1 row     2 rows     4 rows",
