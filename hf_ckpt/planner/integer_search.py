@@ -1,4 +1,4 @@
-"""The largest number that fits: of tokens in a row, of rows in a micro-batch. Found with few simulations."""
+"""The largest integer with which a peak fits a budget, found with few simulations. Knows neither tokens nor rows."""
 
 from __future__ import annotations
 

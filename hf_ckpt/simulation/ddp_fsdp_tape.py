@@ -195,6 +195,14 @@ class RankTape:
         stepped = sum(weight.numel for weight in self._trained) * self._master_bytes
         return stepped / computed if computed and self._keeps_masters else 1.0
 
+    @cached_property
+    def _by_unit(self) -> dict[UnitKey, list[Weight]]:
+        """Return the weights of each unit, in their order."""
+        found: dict[UnitKey, list[Weight]] = {}
+        for weight in self._weights.values():
+            found.setdefault(weight.unit, []).append(weight)
+        return found
+
     @property
     def _shards_weights(self) -> bool:
         return self._engine in ("fsdp1", "fsdp2")
@@ -357,8 +365,9 @@ class RankTape:
             return
         yield from self._free_buffer(place)
         self._buffer = self._arrived.pop(key)
-        of_unit = (weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
-        self._gathered[key] = [Storage(num_bytes, place, category=Category.GATHERED) for num_bytes in of_unit]
+        self._gathered[key] = [
+            Storage(weight.compute_bytes, place, category=Category.GATHERED) for weight in self._by_unit[key]
+        ]
         for storage in self._gathered[key]:
             yield Event(place, MemoryChange.ALLOCATE, storage)
         if place.phase is not Phase.FORWARD:
@@ -393,7 +402,7 @@ class RankTape:
         """Return the copy of a share that FSDP sends where it keeps another dtype; FSDP1 until all ranks have it."""
         if self._has_adapter_units:
             return None
-        kept = (weight for weight in self._weights.values() if weight.unit == key)
+        kept = self._by_unit.get(key, ())
         num_bytes = self._share(sum(each.compute_bytes for each in kept if each.num_bytes != each.compute_bytes))
         if not num_bytes:
             return None
@@ -402,7 +411,7 @@ class RankTape:
         return Storage(num_bytes, place, category=Category.GATHERED, stream=stream, is_sent=is_sent)
 
     def _bytes_of(self, key: UnitKey) -> int:
-        return sum(weight.compute_bytes for weight in self._weights.values() if weight.unit == key)
+        return sum(weight.compute_bytes for weight in self._by_unit.get(key, ()))
 
     def _reduce_gradients(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Reduce a unit's gradients over the ranks: from now on a rank has its share of them."""

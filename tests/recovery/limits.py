@@ -114,7 +114,7 @@ class Limit(TorchDispatchMode):
                 self._made_bytes += storage.nbytes() - replaced
                 asked += storage.nbytes()
         # Those that have gone are looked for only where that can matter: there are thousands of them.
-        if self._made_bytes <= min(self.peak_bytes, self._made_bytes if self.num_bytes is None else self.num_bytes):
+        if self._made_bytes <= (self.peak_bytes if self.num_bytes is None else min(self.peak_bytes, self.num_bytes)):
             return output
         alive = self.alive_bytes()
         self.peak_bytes = max(self.peak_bytes, alive)
