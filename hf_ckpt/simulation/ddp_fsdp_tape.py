@@ -365,9 +365,7 @@ class RankTape:
             return
         yield from self._free_buffer(place)
         self._buffer = self._arrived.pop(key)
-        self._gathered[key] = [
-            Storage(weight.compute_bytes, place, category=Category.GATHERED) for weight in self._by_unit[key]
-        ]
+        self._gathered[key] = [Storage(each.compute_bytes, category=Category.GATHERED) for each in self._by_unit[key]]
         for storage in self._gathered[key]:
             yield Event(place, MemoryChange.ALLOCATE, storage)
         if place.phase is not Phase.FORWARD:
@@ -384,12 +382,12 @@ class RankTape:
         num_bytes = self._bytes_of(key)
         if not num_bytes:
             return
-        cast = self._cast_share(key, place)
+        cast = self._cast_share(key)
         if cast is not None:
             yield Event(place, MemoryChange.ALLOCATE, cast)
         is_copied = self._engine == "fsdp2"
         stream = Stream.COPY_IN if is_copied else Stream.GATHER
-        storage = Storage(num_bytes, place, category=Category.GATHERED, stream=stream)
+        storage = Storage(num_bytes, category=Category.GATHERED, stream=stream)
         if is_copied:
             self._arrived[key] = storage
         else:
@@ -398,7 +396,7 @@ class RankTape:
         yield self._collective(TransferKind.GATHER, num_bytes, place)
         yield from self._free(cast, place)
 
-    def _cast_share(self, key: UnitKey, place: Place) -> Storage | None:
+    def _cast_share(self, key: UnitKey) -> Storage | None:
         """Return the copy of a share that FSDP sends where it keeps another dtype; FSDP1 until all ranks have it."""
         if self._has_adapter_units:
             return None
@@ -408,7 +406,7 @@ class RankTape:
             return None
         is_sent = self._engine == "fsdp1"
         stream = Stream.CAST if is_sent else Stream.COPY_IN
-        return Storage(num_bytes, place, category=Category.GATHERED, stream=stream, is_sent=is_sent)
+        return Storage(num_bytes, category=Category.GATHERED, stream=stream, is_sent=is_sent)
 
     def _bytes_of(self, key: UnitKey) -> int:
         return sum(weight.compute_bytes for weight in self._by_unit.get(key, ()))
@@ -424,7 +422,7 @@ class RankTape:
         copying = 2 * num_bytes / (self._device.memory_bandwidth * self._device.bandwidth_efficiency)
         yield Event(place, seconds=copying)
         yield from self._free(self._reduced, place)
-        self._reduced = Storage(num_bytes, place, category=Category.GATHERED, is_sent=self._engine == "fsdp1")
+        self._reduced = Storage(num_bytes, category=Category.GATHERED, is_sent=self._engine == "fsdp1")
         yield Event(place, MemoryChange.ALLOCATE, self._reduced)
         for whole, shard in gradients:
             yield Event(place, MemoryChange.FREE, whole)

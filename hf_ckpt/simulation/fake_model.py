@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.patch.stack_patch import FLAG
 from hf_ckpt.simulation import quantized, shared_tensors
-from hf_ckpt.simulation.operator_memo import fake_empty, fake_parameter
+from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
 from hf_ckpt.structure.layers import Layer, Stack
 
 
@@ -81,8 +81,7 @@ def fake_copy(
     hold: in their place stands what looks like the copy of the module that they are mapped to, but has no parameters,
     buffers or submodules of its own, and is not to be run.
     """
-    # A constant that a module has cached is real, and harmless.
-    entered = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    entered = mode or fake_mode()
 
     def fake(tensor: Tensor) -> Tensor:
         dtype = dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype

@@ -59,6 +59,14 @@ def _fake_of(made: Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTe
     return fake
 
 
+def fake_mode() -> FakeTensorMode:
+    """Return a mode for fake tensors. A constant that a module has cached is real in it, and harmless."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # What is remembered here need not be remembered there as well, which takes longer than to find it out.
+    mode.cache_enabled = False
+    return mode
+
+
 def fake_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: FakeTensorMode) -> FakeTensor:
     """Return what `torch.empty_strided` makes on the CPU where the mode is entered, which takes ten times as long."""
     return _Made(tuple(shape), tuple(stride), 0, dtype, _CPU).make((), mode)

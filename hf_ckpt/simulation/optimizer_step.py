@@ -6,8 +6,9 @@ Parameters, gradients and state are fake; nothing of the model runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.simulation.operator_memo import fake_empty, fake_parameter
-from hf_ckpt.simulation.optimizers import host_tensors, make_optimizer, state_tensors
+from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
+from hf_ckpt.simulation.optimizers import copy_state, host_tensors, make_optimizer, makes_state_by_looks, state_tensors
 from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.shared_tensors import local_part
@@ -60,15 +61,17 @@ def simulate_optimizer(
     Raises what `make_optimizer` raises.
     """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     fakes = {parameter: fake_parameter(_fake(parameter, step, mode)) for _, parameter in trainable}
     with random_states_kept(), mode, tracker:
         with tracker.before_step():
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]
-            _set_gradients(with_gradient)
-            _run_step(optimizer)
+            embeddings = {fakes[each] for each in _embeddings(model) if each in fakes}
+            _let_make_state(optimizer, with_gradient, embeddings, mode)
             _check_state(optimizer)
+        tracker.record_existing((("", parameter) for parameter in fakes.values()), Category.PARAMETERS)
+        tracker.record_existing((("", _gradient(parameter)) for parameter in with_gradient), Category.GRADIENTS)
         tracker.record_existing(
             _state_of(optimizer, {fakes[parameter]: name for name, parameter in trainable}), Category.OPTIMIZER
         )
@@ -118,9 +121,48 @@ def _fake(parameter: nn.Parameter, step: Step, mode: FakeTensorMode) -> FakeTens
     return fake_empty(held.shape, held.stride(), dtype, mode)
 
 
-def _set_gradients(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+def _embeddings(model: nn.Module) -> Iterator[nn.Parameter]:
+    yield from (cast(nn.Parameter, module.weight) for module in model.modules() if isinstance(module, nn.Embedding))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "it was set before the first step"
+    return parameter.grad
+
+
+# --- The first step, in which the state is made. ---
+
+
+def _let_make_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    embeddings: Collection[nn.Parameter],
+    mode: FakeTensorMode,
+) -> None:
+    """Give parameters a gradient each, and let the optimizer step with one of those that get the same state."""
+    alike = _alike(optimizer, parameters, embeddings)
+    for first, *_ in alike:
+        first.grad = torch.zeros_like(first)
+    _run_step(optimizer)
+    if len(alike) < len(parameters):
+        for first, *others in alike:
+            for parameter in others:
+                parameter.grad = fake_empty(parameter.shape, _gradient(first).stride(), parameter.dtype, mode)
+        copy_state(optimizer, {each: first for first, *others in alike for each in (first, *others)}, mode)
+
+
+def _alike(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], embeddings: Collection[nn.Parameter]
+) -> Collection[list[nn.Parameter]]:
+    """Return the parameters in groups of those that get the same state; bitsandbytes gives embeddings another."""
+    if optimizer.state or not makes_state_by_looks(optimizer):
+        return [[parameter] for parameter in parameters]
+    groups = {each: number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+    alike = dict[Hashable, list[nn.Parameter]]()
+    for each in parameters:
+        looks = groups.get(each), each.shape, each.stride(), each.dtype, each in embeddings
+        alike.setdefault(looks, []).append(each)
+    return alike.values()
 
 
 def _state_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Adafactor, Trainer, TrainingArguments
@@ -22,6 +22,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_ckpt.errors import UnsupportedError, did_you_mean
 from hf_ckpt.simulation.fake_model import EmptyCopies
+from hf_ckpt.simulation.operator_memo import fake_empty
 from hf_ckpt.simulation.step import GivenOptimizer, Step
 
 _OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -35,6 +36,7 @@ SUPPORTED = _OF_TORCH + _OF_BITSANDBYTES
 """The optimizers that can be simulated, in the words of `TrainingArguments.optim`."""
 
 _CHOOSES_FOREACH = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+_MAKE_STATE_BY_LOOKS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 _NUMEL_PAGED = 1e5
 """bitsandbytes pages the state of parameters with at least so many elements."""
 
@@ -143,12 +145,17 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, Tenso
     seen: set[int] = set()
     for parameter, state in optimizer.state.items():
         yield from ((parameter, tensor) for tensor in _tensors_in(state, seen))
+    yield from ((None, tensor) for tensor in _own_tensors(optimizer, seen))
+
+
+def _own_tensors(optimizer: torch.optim.Optimizer, seen: set[int]) -> Iterator[Tensor]:
+    """Yield what an optimizer keeps for all parameters together."""
     own = {
         name: value
         for name, value in vars(innermost_optimizer(optimizer)).items()
         if name not in ("state", "param_groups")
     }
-    yield from ((None, tensor) for tensor in _tensors_in(own, seen) if not isinstance(tensor, nn.Parameter))
+    yield from (tensor for tensor in _tensors_in(own, seen) if not isinstance(tensor, nn.Parameter))
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -165,6 +172,45 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(each, seen)
     elif not isinstance(value, type | nn.Module | torch.optim.Optimizer):
         yield from _tensors_in(getattr(value, "__dict__", None), seen)
+
+
+def makes_state_by_looks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it makes the state of a parameter from its shape, strides, dtype and group alone, in the first step.
+
+    Embeddings may have another one.
+    """
+    kind = type(optimizer)
+    return kind in _MAKE_STATE_BY_LOOKS or kind.__module__.startswith("bitsandbytes.optim.")
+
+
+def copy_state(
+    optimizer: torch.optim.Optimizer, like: Mapping[nn.Parameter, nn.Parameter], mode: FakeTensorMode
+) -> None:
+    """Give each parameter a state like that of another one, in the order in which a first step would."""
+    made, was_on_host = dict(optimizer.state), {id(each) for each in host_tensors(optimizer)}
+    shared = {id(each) for each in _own_tensors(optimizer, set(was_on_host))}
+    on_host: list[Tensor] = []
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in shared:
+            return value
+        if value.dim() == 0 and not isinstance(value, FakeTensor):
+            # The number of steps, which is read.
+            return value.clone()
+        found = fake_empty(value.shape, value.stride(), value.dtype, mode)
+        if id(value) in was_on_host:
+            on_host.append(found)
+        return found
+
+    optimizer.state.clear()
+    with _disable_current_modes():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in like:
+                    of_other = made[like[parameter]]
+                    optimizer.state[parameter] = {name: copied(value) for name, value in of_other.items()}
+    if on_host:
+        cast(Any, optimizer)._hf_ckpt_on_host[:] = on_host
 
 
 def innermost_optimizer(optimizer: Any) -> Any:
@@ -249,16 +295,24 @@ def _make_bitsandbytes(
     optimizer._cpu_paged_warned = True
     if is_cuda and optimizer.is_paged:
         optimizer._hf_ckpt_on_host = []
-        optimizer.get_state_buffer = partial(_state_buffer, optimizer._hf_ckpt_on_host, optimizer.get_state_buffer)
+        # AdEMAMix makes two tensors in one.
+        for name, leading in (("get_state_buffer", ()), ("_get_state_double_buffer", (2,))):
+            if hasattr(optimizer, name):
+                made = partial(_state_buffer, optimizer._hf_ckpt_on_host, getattr(optimizer, name), leading)
+                setattr(optimizer, name, made)
     return cast(torch.optim.Optimizer, optimizer)
 
 
 def _state_buffer(
-    on_host: list[Tensor], on_device: Callable[..., Tensor], parameter: Tensor, dtype: torch.dtype = torch.float32
+    on_host: list[Tensor],
+    on_device: Callable[..., Tensor],
+    leading: tuple[int, ...],
+    parameter: Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     if parameter.numel() < _NUMEL_PAGED or not isinstance(parameter, FakeTensor):
         return on_device(parameter, dtype=dtype)
     with no_dispatch():
-        shape = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        shape = torch.empty((*leading, *parameter.shape), dtype=dtype, device="meta")
         on_host.append(FakeTensor(parameter.fake_mode, shape, torch.device("cpu")))
     return on_host[-1]

@@ -40,8 +40,6 @@ class Storage:
 
     num_bytes: int
     """On the device, rounded as its allocator does."""
-    made: Place | None = None
-    """Where in the step; None for what existed before it."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     category: Category | None = None

@@ -333,21 +333,20 @@ class _Expansion:
                 of_place = None if storage.category is Category.GRADIENTS else place
                 look = (of_place, storage.num_bytes, storage.shape, storage.dtype)
                 self._looks[number] = known.setdefault(look, len(known))
-        storages, looks, everywhere = self._storages, self._looks, self._places.all
+        storages, looks = self._storages, self._looks
         numbers = {id(storage): number for number, storage in enumerate(storages)}
         for layer, representative in stack.representatives.items():
             slots = np.flatnonzero(made[representative] >= 0)
             originals = made[representative, slots]
             shift = layer - representative
-            places = self._places.moved(self._traced.place[rows[originals]], path, shift).tolist()
             copies: list[int] = []
-            for original, place in zip(originals.tolist(), places, strict=True):
+            for original in originals.tolist():
                 like, number = storages[original], len(storages)
                 if like.parameter:
                     copy = self._copied_gradient(like, path, shift)
                     number = numbers.get(id(copy), number)
                 else:
-                    copy = Storage(like.num_bytes, everywhere[place], like.shape, like.dtype, like.category, like.why)
+                    copy = Storage(like.num_bytes, like.shape, like.dtype, like.category, like.why)
                 if number == len(storages):
                     storages.append(copy)
                     looks.append(looks[original])

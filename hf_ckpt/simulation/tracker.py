@@ -101,7 +101,7 @@ class Tracker(SimulationMode):
             tensor = local_part(tensor)
             storage = self._storage_of(tensor)
             if storage is None:
-                storage = self._start_tracking(tensor, None)
+                storage = self._start_tracking(tensor)
                 self.tape.before.append(storage)
             storage.category, storage.parameter = category, name
 
@@ -138,7 +138,7 @@ class Tracker(SimulationMode):
         copied = self.tape.copied_gradients
         if any(name not in copied for name in names):
             found = self._storage_like(like, like.dtype)
-            looks = found.num_bytes, self._setup_place, found.shape, found.dtype, Category.GRADIENTS
+            looks = found.num_bytes, found.shape, found.dtype, Category.GRADIENTS
             copied.update({name: Storage(*looks, parameter=name) for name in names if name not in copied})
 
     def free_copied_gradients(self) -> None:
@@ -148,7 +148,7 @@ class Tracker(SimulationMode):
 
     def _storage_like(self, tensor: Tensor, dtype: torch.dtype) -> Storage:
         num_bytes = self._rounded(_bytes_of(tuple(tensor.shape), tensor.stride(), dtype))
-        return Storage(num_bytes, None, tuple(tensor.shape), str(dtype).removeprefix("torch."))
+        return Storage(num_bytes, tuple(tensor.shape), str(dtype).removeprefix("torch."))
 
     def start_micro_batch(self, number: int) -> None:
         """Set the micro-batch that the following events belong to."""
@@ -228,7 +228,7 @@ class Tracker(SimulationMode):
 
     def _record_block(self, num_bytes: int) -> Storage:
         place = self._current_place()
-        storage = Storage(self._rounded(num_bytes), place, category=Category.TEMPORARY)
+        storage = Storage(self._rounded(num_bytes), category=Category.TEMPORARY)
         self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
@@ -312,7 +312,7 @@ class Tracker(SimulationMode):
                 # It has no memory of its own.
                 continue
             if self._storage_of(tensor) is None and not is_without_memory(tensor):
-                storage = self._start_tracking(tensor, place)
+                storage = self._start_tracking(tensor)
                 storage.category = Category.REFERENCE if self.is_reference else None
                 made.add(id(storage))
                 if storage.num_bytes:
@@ -369,10 +369,10 @@ class Tracker(SimulationMode):
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _start_tracking(self, tensor: Tensor, place: Place | None) -> Storage:
+    def _start_tracking(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
         num_bytes = self._rounded(storage.nbytes())
-        followed = Storage(num_bytes, place, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        followed = Storage(num_bytes, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         key = storage._cdata
         # Called when C++ frees the storage: Python's object of a storage lives as long as the storage.
         self._alive[key] = (weakref.ref(storage, lambda _: self._record_free(key)), followed)

@@ -82,7 +82,7 @@ class ZeroTape(RankTape):
         if self._engine != "zero3":
             return
         self._room = Storage(self._share_elements * self._element_bytes, category=Category.GRADIENTS)
-        self._bucket = self._new_bucket(None)
+        self._bucket = self._new_bucket()
         self._persistent = Storage(self._persistent_bytes, category=Category.GATHERED)
         yield from (each for each in (self._room, self._bucket, self._persistent) if each.num_bytes)
 
@@ -181,7 +181,7 @@ class ZeroTape(RankTape):
             weight = self._weights[name]
             if name in self._whole_weights or self._is_persistent(weight):
                 continue
-            storage = Storage(weight.compute_bytes, place, category=Category.GATHERED, stream=Stream.GATHER)
+            storage = Storage(weight.compute_bytes, category=Category.GATHERED, stream=Stream.GATHER)
             self._whole_weights[name] = storage
             self._num_live += weight.numel
             gathered += weight.compute_bytes
@@ -233,14 +233,14 @@ class ZeroTape(RankTape):
 
     def _open_bucket(self, place: Place) -> Iterator[Event]:
         if self._bucket is None:
-            self._bucket = self._new_bucket(place)
+            self._bucket = self._new_bucket()
             yield Event(place, MemoryChange.ALLOCATE, self._bucket)
 
     def _make_room(self, place: Place) -> Iterator[Event]:
         """Make room for the gradients of a micro-batch that ZeRO-2 keeps."""
         if self._engine != "zero2" or (self._room is not None and not place.micro_batch) or self._more_room is not None:
             return
-        room = self._new_room(self._elements_of_room(), place)
+        room = self._new_room(self._elements_of_room())
         if self._room is None:
             self._room = room
         else:
@@ -253,9 +253,9 @@ class ZeroTape(RankTape):
             yield from self._free(storage, place)
         self._bucket = self._more_room = None
 
-    def _new_bucket(self, place: Place | None) -> Storage:
+    def _new_bucket(self) -> Storage:
         num_elements = self._zero.num_buckets * self._zero.reduce_bucket_size
-        return Storage(num_elements * self._element_bytes, place, category=Category.GATHERED)
+        return Storage(num_elements * self._element_bytes, category=Category.GATHERED)
 
     def _one_rank_events(self, event: Event) -> Iterator[Event]:
         storage, place = event.storage, event.place
@@ -286,8 +286,8 @@ class ZeroTape(RankTape):
     def _num_in_bucket(self) -> int:
         return sum(self._weights[name].numel for name in self._in_bucket)
 
-    def _new_room(self, num_elements: int, place: Place) -> Storage:
-        return Storage(num_elements * self._element_bytes, place, category=Category.GRADIENTS)
+    def _new_room(self, num_elements: int) -> Storage:
+        return Storage(num_elements * self._element_bytes, category=Category.GRADIENTS)
 
     def _send(self, place: Place) -> Iterator[Event]:
         """Reduce what the bucket holds over the ranks."""
@@ -296,7 +296,7 @@ class ZeroTape(RankTape):
         num_bytes = self._num_in_bucket * self._element_bytes
         ranks = {rank for name in self._in_bucket for rank in self._ranks[name]}
         if len(self._in_bucket if self._engine == "zero3" else ranks) > 1:
-            row = Storage(num_bytes, place, category=Category.TEMPORARY)
+            row = Storage(num_bytes, category=Category.TEMPORARY)
             yield Event(place, MemoryChange.ALLOCATE, row)
             yield Event(place, MemoryChange.FREE, row)
         sent = self._collective(TransferKind.REDUCE, num_bytes, place)
@@ -327,10 +327,10 @@ class ZeroTape(RankTape):
         for gradient in self._unreduced.values():
             yield Event(place, MemoryChange.FREE, gradient)
         if self._engine == "zero1":
-            self._room = self._new_room(self._share_elements, place)
+            self._room = self._new_room(self._share_elements)
             yield Event(place, MemoryChange.ALLOCATE, self._room)
         yield from self._free(self._persistent, place)
-        row = self._new_room(self._stepped_at_once, place)
+        row = self._new_room(self._stepped_at_once)
         yield Event(place, MemoryChange.ALLOCATE, row)
         self._stepping = row
         if self._master_bytes != self._element_bytes:
@@ -359,4 +359,4 @@ class ZeroTape(RankTape):
             stepped = sum(weight.compute_bytes for weight in self._trained)
             yield self._collective(TransferKind.GATHER, stepped, self._step_place)
         if self._persistent is not None:
-            yield Event(place, MemoryChange.ALLOCATE, replace(self._persistent, made=place))
+            yield Event(place, MemoryChange.ALLOCATE, replace(self._persistent))

@@ -90,9 +90,9 @@ class RankTracker(Tracker):
 
     def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was filled or emptied in place: weights that are gathered, or no longer."""
-        reference, found = self._alive.get(storage._cdata, (self._reference(storage), Storage(0, None)))
+        reference, found = self._alive.get(storage._cdata, (self._reference(storage), Storage(0)))
         place = self._current_place("resize_")
-        resized = Storage(storage.nbytes(), place, category=Category.GATHERED)
+        resized = Storage(storage.nbytes(), category=Category.GATHERED)
         self._alive[storage._cdata] = reference, resized
         for each, change in ((found, MemoryChange.FREE), (resized, MemoryChange.ALLOCATE)):
             if each.num_bytes:

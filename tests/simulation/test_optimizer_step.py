@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_ckpt.simulation import simulator
+from hf_ckpt.simulation import optimizer_step, simulator
+from hf_ckpt.simulation.constant_folding import fold
 from hf_ckpt.simulation.devices import CPU
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
+from hf_ckpt.simulation.optimizers import SUPPORTED
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import MemoryChange
+from hf_ckpt.simulation.tape import MemoryChange, Storage
 from hf_ckpt.simulation.tracker import Tracker
 from tests import zoo
 
@@ -51,6 +54,38 @@ def test_what_the_step_allocates_is_freed_in_it() -> None:
     assert made
     assert set(map(id, made)) == set(map(id, freed))
     assert {event.place.phase for event in events} == {Phase.OPTIMIZER}
+
+
+def of_equal_layers(*, is_cuda: bool, optim: str, copies: bool) -> OptimizerStep:
+    """Simulate the optimizer of a model with equal layers, an embedding like a layer, biases, and two dtypes."""
+    with torch.device("meta"):
+        layers = [nn.Linear(320, 400) for _ in range(4)]
+        made = nn.Sequential(nn.Embedding(400, 320), *layers, nn.Linear(320, 400, dtype=torch.bfloat16))
+    names = frozenset(name for name, _ in made.named_parameters() if name != "2.weight")
+    looks = mock.patch.object(optimizer_step, "makes_state_by_looks", return_value=False)
+    tracker = Tracker(run=fold)
+    with nullcontext() if copies else looks:
+        return simulate_optimizer(made, replace(STEP, optim=optim), names, tracker, is_cuda=is_cuda)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize(
+    ("optim", "is_cuda"),
+    # A CPU has no memory that CUDA manages; AdEMAMix asks for it all the same.
+    [(optim, is_cuda) for optim in SUPPORTED for is_cuda in (True, False) if is_cuda or "paged_ademamix" not in optim],
+)
+def test_state_copied_from_a_parameter_of_equal_looks_is_what_the_optimizer_makes(optim: str, is_cuda: bool) -> None:
+    traced, copied = (of_equal_layers(is_cuda=is_cuda, optim=optim, copies=given) for given in (False, True))
+    assert sorted(map(shown, copied.state)) == sorted(map(shown, traced.state))
+    assert copied.host_bytes == traced.host_bytes
+    assert copied.state or copied.host_bytes or optim == "sgd"
+    assert [(each.change, each.seconds, shown(each.storage)) for each in copied.events] == [
+        (each.change, each.seconds, shown(each.storage)) for each in traced.events
+    ]
+
+
+def shown(storage: Storage | None) -> tuple[object, ...]:
+    return () if storage is None else (storage.parameter, storage.num_bytes, storage.shape, storage.dtype)
 
 
 def test_copies_have_storages_of_their_own() -> None:

@@ -124,6 +124,11 @@ def test_paged_state_of_large_parameters_lies_on_the_host_on_cuda_alone() -> Non
     assert sizes == {False: [], True: [400 * 300 * 4, 400 * 300 * 4]}
 
 
+def test_paged_ademamix_has_two_averages_in_one_tensor_on_the_host() -> None:
+    _, optimizer = simulated(nn.Linear(400, 300), Step(optim="paged_ademamix_32bit"), is_cuda=True)
+    assert [tuple(each.shape) for each in host_tensors(optimizer)] == [(2, 300, 400), (300, 400)]
+
+
 def test_on_cuda_torchs_optimizers_work_on_all_tensors_of_a_group_together() -> None:
     chosen = {}
     for optim in ("adamw_torch", "sgd", "adagrad", "rmsprop", "adamw_torch_fused", "adafactor"):

@@ -24,7 +24,7 @@ def begins(layer: int) -> Event:
 
 
 def makes(layer: int, num_bytes: int = 8) -> Event:
-    storage = Storage(num_bytes, place(layer, "aten.mm"), (num_bytes,), "int8", Category.TEMPORARY)
+    storage = Storage(num_bytes, (num_bytes,), "int8", Category.TEMPORARY)
     return Event(place(layer, "aten.mm"), MemoryChange.ALLOCATE, storage)
 
 
