@@ -180,8 +180,8 @@ class StepSimulator:
             UnsupportedError: the model's forward needs values, or its optimizer cannot be simulated.
             PolicyError: the policy does not suit the model.
         """
-        plan = None if policy is None else self.plan_of(parse(policy))
         with no_cycles_collected():
+            plan = None if policy is None else self.plan_of(parse(policy))
             traced = self.trace(plan, traces_all=traces_all, explains=explains, changed_by=changed_by)
             return read_tape(
                 traced.tape,
