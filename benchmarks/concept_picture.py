@@ -180,11 +180,15 @@ def _change(event: Event) -> int:
 def _spans(events: Sequence[tuple[int, Event]]) -> Iterator[Span]:
     alive: Counter[tuple[int, Category]] = Counter()
     open_since: dict[int, tuple[tuple[Category, bool], int]] = {}
+    made_in: dict[int, int | None] = {}
     for done, event in events:
         storage = event.storage
-        if storage is None or storage.made is None or storage.category not in (Category.SAVED, Category.RECOMPUTED):
+        if storage is None or storage.category not in (Category.SAVED, Category.RECOMPUTED):
             continue
-        row = 0 if storage.made.layer_idx is None else storage.made.layer_idx + 1
+        if event.change is MemoryChange.ALLOCATE:
+            made_in[id(storage)] = event.place.layer_idx
+        layer_idx = made_in[id(storage)]
+        row = 0 if layer_idx is None else layer_idx + 1
         alive[row, storage.category] += _change(event)
         state = _state(alive[row, Category.SAVED], alive[row, Category.RECOMPUTED])
         found, start = open_since.get(row, (None, 0))

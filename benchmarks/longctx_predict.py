@@ -30,7 +30,7 @@ from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.planner.integer_search import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.step_memory import Phase, StepMemory
+from hf_ckpt.simulation.step_memory import Phase, Place, StepMemory
 from hf_ckpt.simulation.tape import MemoryChange, Storage, Tape, assign_categories
 from hf_ckpt.units import format_bytes
 
@@ -261,13 +261,13 @@ def ledger(predictor: Predictor, plan: Plan, length: int) -> dict[str, Any]:
     alive = _alive_at_peak(tape)
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
-    for storage in alive:
-        key = str(storage.category), _made_by(storage), f"{storage.dtype} {list(storage.shape)}".strip()
+    for storage, place in alive:
+        key = str(storage.category), _made_by(storage, place), f"{storage.dtype} {list(storage.shape)}".strip()
         counts[key] += 1
         sizes[key] += storage.num_bytes
     return {
         "length": length,
-        "peak_bytes": sum(storage.num_bytes for storage in alive),
+        "peak_bytes": sum(storage.num_bytes for storage, _ in alive),
         "storages": [
             {"num_bytes": size, "count": counts[key], "category": key[0], "made_by": key[1], "each": key[2]}
             for key, size in sorted(sizes.items(), key=lambda item: -item[1])
@@ -275,15 +275,16 @@ def ledger(predictor: Predictor, plan: Plan, length: int) -> dict[str, Any]:
     }
 
 
-def _alive_at_peak(tape: Tape) -> list[Storage]:
-    alive = {id(storage): storage for storage in tape.before}
+def _alive_at_peak(tape: Tape) -> list[tuple[Storage, Place | None]]:
+    """Return what is alive at the peak, and where each was made; None for what was there before the step."""
+    alive: dict[int, tuple[Storage, Place | None]] = {id(storage): (storage, None) for storage in tape.before}
     now = most = sum(storage.num_bytes for storage in tape.before)
     at_peak = dict(alive)
     for event in tape.events:
         if event.storage is None:
             continue
         if event.change is MemoryChange.ALLOCATE:
-            alive[id(event.storage)] = event.storage
+            alive[id(event.storage)] = event.storage, event.place
             now += event.storage.num_bytes
         else:
             del alive[id(event.storage)]
@@ -293,11 +294,10 @@ def _alive_at_peak(tape: Tape) -> list[Storage]:
     return list(at_peak.values())
 
 
-def _made_by(storage: Storage) -> str:
+def _made_by(storage: Storage, place: Place | None) -> str:
     """Return what made a storage, without the number of the layer: the parameter that it is, or an operator."""
-    if storage.parameter or storage.made is None:
+    if storage.parameter or place is None:
         return _NUMBER.sub(".#.", storage.parameter.removeprefix(_ABOVE))
-    place = storage.made
     module = _NUMBER.sub(".#.", f"{place.module}.").removeprefix(_ABOVE).strip(".")
     return f"{place.operator.removesuffix('.default')}, {place.phase}, {module}".rstrip(", ")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from hf_ckpt import html_svg
 from hf_ckpt.errors import did_you_mean
@@ -69,9 +70,8 @@ class Phase(StrEnum):
     """Clipping of gradients and the step of the optimizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the step something happened.
+class Place(NamedTuple):
+    """Where in the step something happened. A tuple: there are tens of thousands of them.
 
     Args:
         phase: which part of the step.

@@ -339,7 +339,7 @@ class ZeroTape(RankTape):
             yield Event(place, MemoryChange.FREE, row)
         if self._engine != "zero3":
             yield from self._free(self._room, place)
-        self._step_place = replace(place, operator="")
+        self._step_place = place._replace(operator="")
         yield Event(self._step_place, seconds=self._seconds_around_step)
 
     @property

@@ -93,7 +93,7 @@ def events(step: TracedStep) -> list[tuple[object, ...]]:
         storage, look = event.storage, tuple[object, ...]()
         if storage is not None:
             number = numbers.setdefault(id(storage), len(numbers))
-            look = (number, storage.num_bytes, storage.made, storage.shape, storage.dtype, storage.category)
+            look = (number, storage.num_bytes, storage.shape, storage.dtype, storage.category)
             look = *look, storage.why, storage.parameter
         found.append(
             (
