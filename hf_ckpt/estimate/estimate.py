@@ -196,7 +196,13 @@ def _fixed(predictor: Predictor, devices: Sequence[Device], say: Say, names: Seq
 
 
 def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
-    """Return the planner's choice for a device; it chooses by the times of the predictor's device."""
+    """Return the planner's choice for a device; it chooses by the times of the predictor's device.
+
+    Where the weights have no room, the other rows tell how much would do: to search for the least takes long.
+    """
+    room, weights = budget_of(predictor.subject, device), predictor.weights_and_gradients()
+    if weights > max(room, device.memory_bytes if own_budget(predictor.subject) is None else 0):
+        return Row(AUTO, None, _no_room_for(weights, room), device)
     say(_first_verdict(predictor, device))
     try:
         planned, _ = planned_on(predictor, device, say)
@@ -204,6 +210,14 @@ def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
         return Row(AUTO, None, str(error), device)
     reserved = predictor.reserved(planned.plan, [device], with_expandable=True)
     return Row(AUTO, planned.memory, device=device, exactness=planned.exactness, reserved=reserved)
+
+
+def _no_room_for(weights_bytes: int, budget_bytes: int) -> str:
+    return (
+        f"No plan fits memory_budget={format_bytes(budget_bytes)}: weights and gradients alone take "
+        f"{format_bytes(weights_bytes)} under any plan. Use fewer or smaller weights, more devices that share them, or "
+        "a larger device."
+    )
 
 
 def _first_verdict(predictor: Predictor, device: Device) -> str:

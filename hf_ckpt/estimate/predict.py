@@ -26,7 +26,7 @@ from hf_ckpt.simulation.devices import CPU, Device, find_device, this_device
 from hf_ckpt.simulation.reserve import context
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ class Predictor:
         """Return what a step needs, with what comes before it: the subject's own, or another one."""
         simulator = self._simulator.with_step(step or self.subject.step)
         return _with_preparation(simulator.memory(plan), simulator.prepare())
+
+    def weights_and_gradients(self) -> int:
+        """Return the bytes that are there whatever the plan: weights and all gradients, as the optimizer finds them."""
+        timeline = self._simulator.memory(None).timeline
+        moment = next((at for at, place in enumerate(timeline.places) if place.phase is Phase.OPTIMIZER), None)
+        found = timeline.bytes_by_category
+        return 0 if moment is None else sum(found[each][moment] for each in _LASTING if each in found)
 
     def reserved(
         self, plan: Plan | None, devices: Sequence[Device], *, with_expandable: bool = False
@@ -117,6 +124,9 @@ class Predictor:
     @cached_property
     def _planner(self) -> StepPlanner:
         return StepPlanner(self._simulator, allowed=self.subject.allowed)
+
+
+_LASTING = (Category.PARAMETERS, Category.GRADIENTS, Category.REFERENCE)
 
 
 def _with_preparation(memory: StepMemory, before: StepMemory | None) -> StepMemory:

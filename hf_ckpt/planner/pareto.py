@@ -26,6 +26,7 @@ would count in the forward of a layer that has the peak. Without casts there is 
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +82,18 @@ class _ParetoChoices:
         self._fronts = fronts_of(self._blocks)
         # Peaks below the fixed one are no different from it, and the last of them is the fastest.
         peaks = np.maximum(self._fronts[0].num_bytes + self._base, chain.fixed_peak_bytes)
-        self.peaks: Numbers = peaks[np.append(peaks[1:] != peaks[:-1], True)]
+        is_last = np.append(peaks[1:] != peaks[:-1], True)
+        self.peaks: Numbers = peaks[is_last]
+        self._ticks: Numbers = self._fronts[0].ticks[is_last]
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Return what no choice within the budget is faster than; infinite where none is within it."""
+        place = int(np.searchsorted(self.peaks, budget_bytes, side="right")) - 1
+        if place < 0:
+            return math.inf
+        # Times of layers are rounded to a tick.
+        ticks = int(self._ticks[place]) - self._blocks.num_layers - 1
+        return self._chain.other_seconds + ticks / self._blocks.num_ticks
 
     def choices(self, budget_bytes: int) -> Iterator[Choice]:
         """Yield the choices within a budget, the fastest and largest first."""
@@ -120,6 +132,10 @@ class ChainPlanner:
     def may_fit(self, budget_bytes: float) -> bool:
         """Whether a choice may be within the budget: where casts take nothing, one is. Far quicker than to choose."""
         return bool(self._with(0).peaks[0] <= budget_bytes)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Return what no choice within the budget is faster than. Far quicker than to choose, and no choice itself."""
+        return self._with(0).least_seconds(budget_bytes)
 
     @cached_property
     def _smallest(self) -> Choice:

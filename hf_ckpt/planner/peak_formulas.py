@@ -410,7 +410,7 @@ class BlockCosts:
     """
 
     def __init__(self, chain: Chain, cast_bytes: int = 0) -> None:
-        num_ticks = _ticks_of_a_second(chain)
+        num_ticks = self.num_ticks = _ticks_of_a_second(chain)
         casts = [min(cast_bytes, most) for most in _most_casts(chain)]
         gradients = gradients_at(chain)
         self.num_layers = len(chain.layers)

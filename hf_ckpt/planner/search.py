@@ -350,8 +350,8 @@ class _Search:
                 self._planners.append(planner)
 
     def _may_help(self, found: Planned | None, *, tiles: bool, head: bool) -> bool:
-        best = self._chains.best_case(tiles=tiles, head=head)
-        return self._promise(best) < _seconds_of(found) * _WORTH
+        best, limit = self._chains.best_case(tiles=tiles, head=head), _seconds_of(found) * _WORTH
+        return best.least_seconds(int(self._budget * (1 + _WRONG_BY))) < limit and self._promise(best) < limit
 
     def _promise(self, planner: ChainPlanner) -> float:
         """Return the time of what a planner would choose; infinite where nothing fits."""

@@ -5,10 +5,10 @@ Bytes are of one rank. GiB is 2**30.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_ckpt import html_svg
 from hf_ckpt.errors import did_you_mean
@@ -117,6 +117,22 @@ class HeldTensor:
     shape: tuple[int, ...]
     dtype: str
     why: str = ""
+
+
+class TuplesOnDemand(Mapping[Category, tuple[int, ...]]):
+    """Arrays of integers, by category, as tuples that are made where they are asked for: of most steps nobody asks."""
+
+    def __init__(self, arrays: Mapping[Category, Any]) -> None:
+        self._arrays = arrays
+
+    def __getitem__(self, category: Category) -> tuple[int, ...]:
+        return tuple(self._arrays[category].tolist())
+
+    def __iter__(self) -> Iterator[Category]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
 
 
 @dataclass(frozen=True, slots=True)

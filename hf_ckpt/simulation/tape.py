@@ -17,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.simulation.step_memory import Category, HeldTensor, Phase, Place, StepMemory, StepTime, Timeline
+from hf_ckpt.simulation.step_memory import (
+    Category,
+    HeldTensor,
+    Phase,
+    Place,
+    StepMemory,
+    StepTime,
+    Timeline,
+    TuplesOnDemand,
+)
 
 
 class Stream(StrEnum):
@@ -153,8 +162,9 @@ class Places:
         self.all: list[Place] = []
         """By number."""
         self._numbers: dict[Place, int] = {}
-        self._phases: list[int] = []
-        self._micro_batches: list[int] = []
+        self._phases = np.empty(0, dtype=np.int8)
+        self._micro_batches = np.empty(0, dtype=np.int64)
+        """Both by number, as far as they were asked for."""
         self._moved: dict[tuple[str, int], IntColumn] = {}
 
     def numbers_of(self, places: list[Place]) -> IntColumn:
@@ -171,18 +181,25 @@ class Places:
         if number is None:
             number = self._numbers[place] = len(self.all)
             self.all.append(place)
-            self._phases.append(_PHASES.index(place.phase))
-            self._micro_batches.append(place.micro_batch)
         return number
 
     def is_in(self, numbers: IntColumn, *phases: Phase) -> NDArray[np.bool_]:
         """Return, for each place, whether it lies in one of the phases."""
-        is_wanted = np.isin(np.array(self._phases, dtype=np.int8), [_PHASES.index(phase) for phase in phases])
+        self._read_new()
+        is_wanted = np.isin(self._phases, [_PHASES.index(phase) for phase in phases])
         return is_wanted[numbers]
 
     def micro_batches(self, numbers: IntColumn) -> IntColumn:
         """Return the micro-batch of each place."""
-        return np.array(self._micro_batches, dtype=np.int64)[numbers]
+        self._read_new()
+        return self._micro_batches[numbers]
+
+    def _read_new(self) -> None:
+        new = self.all[len(self._phases) :]
+        if new:
+            phases = np.array([_PHASES.index(place.phase) for place in new], dtype=np.int8)
+            self._phases = np.concatenate([self._phases, phases])
+            self._micro_batches = np.concatenate([self._micro_batches, [place.micro_batch for place in new]])
 
     def moved(self, numbers: IntColumn, path: str, shift: int) -> IntColumn:
         """Return the same places in the layer `shift` further on in the stack at `path`."""
@@ -191,16 +208,12 @@ class Places:
             moved = np.concatenate([moved, np.full(len(self.all) - len(moved), -1)])
         modules: dict[str, str] = {}
         for number in np.unique(numbers[moved[numbers] < 0]).tolist():
-            place = self.all[number]
+            place, number_there = self.all[number], number
             if place.stack == path and place.layer_idx is not None:
-                module = modules.get(place.module)
-                if module is None:
-                    module = modules[place.module] = moved_path(place.module, path, shift)
-                # `dataclasses.replace` takes twice as long.
-                where = path, place.layer_idx + shift, place.part, module
+                if place.module not in modules:
+                    modules[place.module] = moved_path(place.module, path, shift)
+                where = path, place.layer_idx + shift, place.part, modules[place.module]
                 number_there = self._number(Place(place.phase, place.micro_batch, *where, place.operator))
-            else:
-                number_there = number
             moved[number] = number_there
         self._moved[path, shift] = moved
         return moved[numbers]
@@ -409,7 +422,7 @@ def read_tape(
     seconds = np.cumsum(columns.seconds)
     timeline = Timeline(
         places,
-        {category: _as_tuple(column) for category, column in by_category.items()},
+        TuplesOnDemand(by_category),
         tuple(seconds[changes].tolist()) if len(seconds) and seconds[-1] > 0 else (),
     )
     return StepMemory(
@@ -425,12 +438,6 @@ def read_tape(
         num_flops=_num_flops(columns, repeats),
         host_bytes=host_bytes,
     )
-
-
-def _as_tuple(column: IntColumn) -> tuple[int, ...]:
-    """Return a column as a tuple; that of weights and of the optimizer's state has one number throughout."""
-    is_constant = len(column) and (column == column[0]).all()
-    return (int(column[0]),) * len(column) if is_constant else tuple(column.tolist())
 
 
 def _bytes_after(

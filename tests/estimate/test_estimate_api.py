@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,28 @@ def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp
     assert (row.refusal, fit_of(row.memory.peak_bytes, fits, row.reserved)) == ("", Fit.YES)
     with pytest.raises(BudgetError, match="No plan fits"):
         planned_on(predictor, replace(fits, memory_bytes=fits.memory_bytes - MIB), silent)
+
+
+def test_where_weights_have_no_room_it_is_said_and_no_plan_is_searched_for(tmp_path: Path) -> None:
+    subject = small_subject(tmp_path)
+    predictor = Predictor(subject, CARD)
+    weights = predictor.weights_and_gradients()
+    resident = sum(each.numel() * each.element_size() for each in subject.model.parameters())
+    assert resident < weights < min(row.memory.peak_bytes for row in estimate(subject, [CARD], silent).rows)
+    told: list[str] = []
+    *_, row = estimate(subject, [replace(CARD, memory_bytes=weights - 1)], told.append, ["none"]).rows
+    assert row.memory is None
+    assert re.search(r"memory_budget=.*: weights and gradients alone take .* under any plan\. Use fewer", row.refusal)
+    assert not any("Planning" in line for line in told)
+    # With a little more the least is searched for, and said.
+    *_, row = estimate(subject, [replace(CARD, memory_bytes=weights)], silent, ["none"]).rows
+    assert "Lowest predicted peak is" in row.refusal
+
+
+def test_own_budget_below_the_weights_is_told_so_too(tmp_path: Path) -> None:
+    subject = small_subject(tmp_path, "checkpointing.policy=auto", "checkpointing.memory_budget=10KiB")
+    row, *_ = estimate(subject, [CARD], silent, ["none"]).rows
+    assert row.refusal.startswith("No plan fits memory_budget=10.0 KiB: weights and gradients alone take ")
 
 
 def test_own_budget_is_never_widened(tmp_path: Path) -> None:

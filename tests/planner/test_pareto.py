@@ -47,10 +47,13 @@ def test_every_budget_gives_what_brute_force_finds(first_seed: int) -> None:
         assert planner.peaks[0] == smallest
         for budget in range(smallest, max(choice.peak_bytes for choice in found) + 1):
             best = planner.choose(budget)
+            assert planner.least_seconds(budget) == pytest.approx(best.seconds, abs=1e-9)
+            assert planner.least_seconds(budget) <= best.seconds
             rank = (best.seconds, best.peak_bytes, num_changes(chain, blocks_of(chain, best.entries)))
             assert rank == min(rank for rank in ranks if rank[1] <= budget), (seed, budget)
         with pytest.raises(BudgetError):
             planner.choose(smallest - 1)
+        assert math.isinf(planner.least_seconds(smallest - 1))
 
 
 @pytest.mark.parametrize("seed", range(100, 103))
@@ -225,6 +228,7 @@ def test_with_casts_choices_fit_and_are_hardly_ever_slower_than_the_best(spread:
             assert best.peak_bytes <= budget
             fastest = min(choice.seconds for choice in found if choice.peak_bytes <= budget)
             assert best.seconds < fastest * 1.005
+            assert planner.least_seconds(budget) <= fastest
             num_asked += 1
             # Sums of equal times differ in their last bit.
             num_slower += best.seconds > fastest + 1e-12
