@@ -124,9 +124,12 @@ class TuplesOnDemand(Mapping[Category, tuple[int, ...]]):
 
     def __init__(self, arrays: Mapping[Category, Any]) -> None:
         self._arrays = arrays
+        self._made: dict[Category, tuple[int, ...]] = {}
 
     def __getitem__(self, category: Category) -> tuple[int, ...]:
-        return tuple(self._arrays[category].tolist())
+        if category not in self._made:
+            self._made[category] = tuple(self._arrays[category].tolist())
+        return self._made[category]
 
     def __iter__(self) -> Iterator[Category]:
         return iter(self._arrays)
