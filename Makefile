@@ -74,10 +74,10 @@ define install
 	    '(Debian, Ubuntu: apt install python3 python3-venv) or name it: make PYTHON=/path/to/python3.12'; exit 1; }
 	@echo 'Setting up $(1) with the versions of $(2): a few minutes, once.'
 	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(cpu_torch) $(1)/bin/python -m pip install $(if $(CI),--quiet) --log $(1)/pip.log --constraint $(2) --editable '.[$(3)]'
+	@# --no-compile: Python compiles what it imports, a tenth of what there is.
+	$(cpu_torch) $(1)/bin/python -m pip install --no-compile $(if $(CI),--quiet) --log $(1)/pip.log --constraint $(2) \
+	    --editable '.[$(3)]'
 	@awk $(sum_of_downloads) $(1)/pip.log; rm $(1)/pip.log
-	@# As pip compiles what it installs; the package itself stays where it is.
-	$(1)/bin/python -m compileall -q hf_ckpt
 	@du -sm $(1) | awk '{ print $$2 " takes " $$1 " MB." }'
 	@touch $@
 endef
