@@ -98,7 +98,6 @@ class PreparedData:
     """Turns a list of examples into a batch: padded to the longest, `input_ids`, `labels` and `attention_mask` [B, S];
     or packed, `input_ids`, `labels` and `position_ids` [1, S]."""
     counts: Counts  # Of the training rows.
-    evaluation_counts: Counts | None  # Of the evaluation rows, or None.
     warnings: tuple[str, ...] = ()  # What is probably not meant so, a sentence or two each.
 
 
@@ -113,13 +112,13 @@ def prepare(section: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> P
     raw = load_splits(section)
     encoder = _encoder(raw.train.column_names, section, tokenizer)
     train, counts = _tokenise(raw.train, "training", section, encoder)
-    evaluation, evaluation_counts = None, None
+    evaluation = None
     if raw.evaluation is not None:
         of_evaluation = _encoder(raw.evaluation.column_names, section, tokenizer)
-        evaluation, evaluation_counts = _tokenise(raw.evaluation, "evaluation", section, of_evaluation)
+        evaluation, _ = _tokenise(raw.evaluation, "evaluation", section, of_evaluation)
     collator = packing_collator() if section.get("packing", False) else padding_collator(tokenizer)
     warnings = (*_of_length(counts, encoder), *_of_template(raw.train, encoder))
-    return PreparedData(train, evaluation, collator, counts, evaluation_counts, warnings)
+    return PreparedData(train, evaluation, collator, counts, warnings)
 
 
 def describe_example(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -63,13 +63,13 @@ def test_data_sets_hold_tokens_and_labels_only(section_of: Any) -> None:
     assert prepared.train.column_names == ["input_ids", "labels"]
     assert prepared.evaluation is not None
     assert prepared.evaluation.to_list() == prepared.train.select([0]).to_list()
-    assert prepared.evaluation_counts is not None
-    assert prepared.evaluation_counts.num_loss_tokens == 3
+    (labels,) = prepared.evaluation["labels"]
+    assert sum(label != -100 for label in labels) == 3
 
 
 def test_evaluation_is_absent_when_the_recipe_names_none(section_of: Any) -> None:
     prepared = prepare(section_of(PAIRS), byte_tokenizer())
-    assert (prepared.evaluation, prepared.evaluation_counts) == (None, None)
+    assert prepared.evaluation is None
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
