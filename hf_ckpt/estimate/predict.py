@@ -127,6 +127,7 @@ class Predictor:
 
 
 _LASTING = (Category.PARAMETERS, Category.GRADIENTS, Category.REFERENCE)
+"""What no plan changes; a smaller optimizer is advised, so that its state does not count."""
 
 
 def _with_preparation(memory: StepMemory, before: StepMemory | None) -> StepMemory:
