@@ -18,8 +18,8 @@ from hf_ckpt.estimate.step_of_recipe import describe_batch, subject_of
 from hf_ckpt.estimate.tables import columns
 from hf_ckpt.loading.model import find_config
 from hf_ckpt.patch.tileable_modules import tiled_modules
-from hf_ckpt.policy.plan import resolve
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step_memory import HeldTensor, StepMemory
 from hf_ckpt.structure.layers import Layer, Stack, find_layers

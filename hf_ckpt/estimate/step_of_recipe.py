@@ -34,7 +34,8 @@ from hf_ckpt.patch.apply import check_plan
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.policy.allowances import Allowed, allowed_in
 from hf_ckpt.policy.options import HeadMode
-from hf_ckpt.policy.plan import Plan, parse, resolve
+from hf_ckpt.policy.plan import Plan, parse
+from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH

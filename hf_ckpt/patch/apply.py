@@ -35,8 +35,9 @@ from hf_ckpt.policy.options import (
     select,
     takes,
 )
-from hf_ckpt.policy.plan import Plan, parse, resolve
+from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.tiling import Tiling

@@ -23,8 +23,9 @@ from hf_ckpt.planner.pareto import ChainPlanner, smallest_peak
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
 from hf_ckpt.policy.options import HeadMode, Offload
-from hf_ckpt.policy.plan import LayerPlan, Plan, binomial
+from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.resolve_rules import binomial
 from hf_ckpt.policy.revolve import most_runs
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import StepMemory

@@ -15,8 +15,9 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.policy.options import HeadMode
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial, resolve
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.resolve_rules import binomial, resolve
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.structure.layers import Layer, Stack

@@ -19,8 +19,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_ckpt.policy.options import TO_DISK, Offload, Tiles
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, binomial
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import REVOLVE, Mode
+from hf_ckpt.policy.resolve_rules import binomial
 from hf_ckpt.recipe.recipe import Values
 from hf_ckpt.structure.layers import Layer, Stack
 

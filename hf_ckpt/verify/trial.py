@@ -43,7 +43,8 @@ from hf_ckpt.loading.trainer import build_trained_model, make_trainer, trainer_c
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import HeadMode
-from hf_ckpt.policy.plan import Plan, parse, resolve
+from hf_ckpt.policy.plan import Plan, parse
+from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING, Checkpointing
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.structure.layers import Stack, find_layers

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.policy.plan import Plan, resolve
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import Policy
+from hf_ckpt.policy.resolve_rules import resolve
 
 BOTH = frozenset({"attention", "ffn"})
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hf_ckpt.errors import PolicyError
-from hf_ckpt.policy.plan import LayerPlan, Plan, resolve
+from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
+from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.policy.revolve import most_runs, num_forwards, replays, reruns, segment_starts
 from tests.policy.stack_shapes import decoder
 
