@@ -1,7 +1,4 @@
-"""A policy resolved for one model: one entry per layer. Pure data, JSON both ways.
-
-Knows the shape of a model (stacks of layers with a type and parts), never the model.
-"""
+"""A policy resolved for one model: one entry per layer. Pure data, JSON both ways."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from hf_ckpt import html_svg
 from hf_ckpt.errors import PolicyError
@@ -44,42 +41,6 @@ MODE_COLOURS: Mapping[Mode, str] = {
     Mode.SELECTIVE_ATTENTION: "#0072B2",
 }
 """Of layers, where a plan is drawn."""
-
-
-class LayerShape(Protocol):
-    """What resolving needs to know of one layer."""
-
-    @property
-    def layer_type(self) -> str | None:
-        """The model's own word for the layer's type, if it has one."""
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """Which of `attention` and `ffn` the layer has."""
-
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether the layer, or anything before it, has a trainable parameter."""
-
-    @property
-    def computes_attention(self) -> bool:
-        """Whether the layer has an attention whose output can be kept."""
-
-
-class StackShape(Protocol):
-    """What resolving needs to know of one stack of layers."""
-
-    @property
-    def path(self) -> str:
-        """Dotted path of the list of layers."""
-
-    @property
-    def roles(self) -> frozenset[str]:
-        """Of `STACK_NAMES`, those that fit."""
-
-    @property
-    def layers(self) -> Sequence[LayerShape]:
-        """The layers, by `layer_idx`."""
 
 
 @dataclass(frozen=True)

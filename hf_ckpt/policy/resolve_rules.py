@@ -1,4 +1,7 @@
-"""Which layers the rules of a policy reach, and what each layer gets: a policy and the shape of a model make a plan."""
+"""Which layers the rules of a policy reach, and what each layer gets: a policy and the shape of a model make a plan.
+
+Knows the shape of a model (stacks of layers with a type and parts), never the model.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,48 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from hf_ckpt.errors import PolicyError, did_you_mean
-from hf_ckpt.policy.plan import LayerPlan, LayerShape, Plan, StackPlan, StackShape
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import STACK_NAMES, Mode, Policy, Rule, slice_of
 from hf_ckpt.policy.revolve import segment_starts
+
+
+class LayerShape(Protocol):
+    """What resolving needs to know of one layer."""
+
+    @property
+    def layer_type(self) -> str | None:
+        """The model's own word for the layer's type, if it has one."""
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Which of `attention` and `ffn` the layer has."""
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the layer, or anything before it, has a trainable parameter."""
+
+    @property
+    def computes_attention(self) -> bool:
+        """Whether the layer has an attention whose output can be kept."""
+
+
+class StackShape(Protocol):
+    """What resolving needs to know of one stack of layers."""
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the list of layers."""
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Of `STACK_NAMES`, those that fit."""
+
+    @property
+    def layers(self) -> Sequence[LayerShape]:
+        """The layers, by `layer_idx`."""
 
 
 def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> Plan:
