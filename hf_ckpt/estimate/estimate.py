@@ -198,9 +198,9 @@ def _fixed(predictor: Predictor, devices: Sequence[Device], say: Say, names: Seq
 def _auto(predictor: Predictor, device: Device, say: Say) -> Row:
     """Return the planner's choice for a device; it chooses by the times of the predictor's device.
 
-    Where a card has no room for the weights, the other rows tell how much would do: to search for the least takes long.
+    Where the weights alone exceed a card, no plan is searched for: the other rows tell what would do.
     """
-    if own_budget(predictor.subject) is None and (weights := predictor.weights_and_gradients()) > device.memory_bytes:
+    if own_budget(predictor.subject) is None and (weights := predictor.weights_and_gradients) > device.memory_bytes:
         return Row(AUTO, None, _no_room_for(weights, budget_of(predictor.subject, device)), device)
     say(_first_verdict(predictor, device))
     try:

@@ -60,8 +60,9 @@ class Predictor:
         simulator = self._simulator.with_step(step or self.subject.step)
         return _with_preparation(simulator.memory(plan), simulator.prepare())
 
+    @cached_property
     def weights_and_gradients(self) -> int:
-        """Return the bytes that are there whatever the plan: weights and all gradients, as the optimizer finds them."""
+        """The bytes that are there whatever the plan: weights and all gradients, as the optimizer finds them."""
         timeline = self._simulator.memory(None).timeline
         moment = next((at for at, place in enumerate(timeline.places) if place.phase is Phase.OPTIMIZER), None)
         found = timeline.bytes_by_category

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
-from hf_ckpt.simulation.optimizers import copy_state, host_tensors, make_optimizer, makes_state_by_looks, state_tensors
+from hf_ckpt.simulation.optimizers import (
+    copy_state,
+    host_tensors,
+    make_optimizer,
+    makes_state_by_looks,
+    state_tensors,
+    trained_embeddings,
+)
 from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharding import compute_dtype
 from hf_ckpt.simulation.shared_tensors import local_part
@@ -67,7 +73,7 @@ def simulate_optimizer(
         with tracker.before_step():
             optimizer = make_optimizer(model, step, is_cuda=is_cuda, fake_of=fakes.__getitem__)
             with_gradient = [fakes[parameter] for name, parameter in trainable if name in names]
-            embeddings = {fakes[each] for each in _embeddings(model) if each in fakes}
+            embeddings = {*trained_embeddings(model, fakes.__getitem__)}
             _let_make_state(optimizer, with_gradient, embeddings, mode)
             _check_state(optimizer)
         tracker.record_existing((("", parameter) for parameter in fakes.values()), Category.PARAMETERS)
@@ -119,10 +125,6 @@ def _fake(parameter: nn.Parameter, step: Step, mode: FakeTensorMode) -> FakeTens
     # Of shared ones what this rank holds: optimizers work on that.
     dtype, held = compute_dtype(step, parameter), local_part(parameter)
     return fake_empty(held.shape, held.stride(), dtype, mode)
-
-
-def _embeddings(model: nn.Module) -> Iterator[nn.Parameter]:
-    yield from (cast(nn.Parameter, module.weight) for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -64,7 +64,7 @@ def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: Fake
     _check_shards(optimizer_class, step)
     groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
     if step.optim in _OF_BITSANDBYTES:
-        return _make_bitsandbytes(_trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
+        return _make_bitsandbytes(trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
     if is_cuda and optimizer_class in _CHOOSES_FOREACH and not kwargs.get("fused"):
         # torch reads the device of the parameters, and these are fake CPU tensors.
         kwargs["foreach"] = True
@@ -263,7 +263,8 @@ def _groups(model: nn.Module, weight_decay: float, fake_of: FakeOf) -> list[dict
 # --- bitsandbytes. ---
 
 
-def _trained_embeddings(model: nn.Module, fake_of: FakeOf) -> list[nn.Parameter]:
+def trained_embeddings(model: nn.Module, fake_of: FakeOf) -> list[nn.Parameter]:
+    """Return the fake weights of embeddings, which bitsandbytes gives a state of its own."""
     embeddings = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
     return [fake_of(cast(nn.Parameter, weight)) for weight in embeddings if weight.requires_grad]
 

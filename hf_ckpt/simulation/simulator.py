@@ -432,6 +432,7 @@ class StepSimulator:
         key = replace(step, gradient_accumulation_steps=min(step.gradient_accumulation_steps, MICRO_BATCHES)), names
         if key not in self._known.optimizers:
             tracker, is_cuda = self._tracker(has_costs=True), self.device.is_cuda
+            # Nothing in it is replaced, and a function mode would see each device that it asks for.
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self._known.optimizers[key] = simulate_optimizer(self.model, step, names, tracker, is_cuda=is_cuda)
         return self._known.optimizers[key]

@@ -106,7 +106,7 @@ def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp
 def test_where_weights_have_no_room_it_is_said_and_no_plan_is_searched_for(tmp_path: Path) -> None:
     subject = small_subject(tmp_path)
     predictor = Predictor(subject, CARD)
-    weights = predictor.weights_and_gradients()
+    weights = predictor.weights_and_gradients
     resident = sum(each.numel() * each.element_size() for each in subject.model.parameters())
     assert resident < weights < min(row.memory.peak_bytes for row in estimate(subject, [CARD], silent).rows)
     told: list[str] = []
