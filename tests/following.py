@@ -58,6 +58,7 @@ class Run:
         bf16: autocast.
         accumulation: micro-batches.
         batch_size: rows of one.
+        length: of a row, in tokens.
         rows: `full`, `padded` or `packed`.
         more: further arguments of the Trainer.
     """
@@ -73,6 +74,7 @@ class Run:
     bf16: bool = False
     accumulation: int = 1
     batch_size: int = 2
+    length: int = LENGTH
     rows: str = "full"
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ class Run:
         optimizer = {key: value for key, value in self.more.items() if key.startswith("optim_")}
         return Step(
             batch_size=self.batch_size,
-            seq_length=LENGTH,
+            seq_length=self.length,
             is_padded=self.rows == "padded",
             is_packed=self.rows == "packed",
             autocast="bfloat16" if self.bf16 else None,
@@ -123,16 +125,16 @@ class Run:
         """Return the rows of three steps."""
         count = 3 * self.batch_size * self.accumulation
         generator = torch.Generator().manual_seed(0)
-        return [self._row(tokens) for tokens in torch.randint(3, VOCAB, (count, LENGTH), generator=generator)]
+        return [self._row(tokens) for tokens in torch.randint(3, VOCAB, (count, self.length), generator=generator)]
 
     def _row(self, tokens: Tensor) -> dict[str, Tensor]:
         row = {"input_ids": tokens, "labels": tokens.clone()}
         if self.rows == "padded":
             row["attention_mask"] = torch.ones_like(tokens)
-            row["attention_mask"][-LENGTH // 4 :] = 0
-            row["labels"][-LENGTH // 4 :] = -100
+            row["attention_mask"][-self.length // 4 :] = 0
+            row["labels"][-self.length // 4 :] = -100
         if self.rows == "packed":
-            row["position_ids"] = torch.arange(LENGTH) % (LENGTH // 2)
+            row["position_ids"] = torch.arange(self.length) % (self.length // 2)
         return row
 
     def trainer(self, folder: Path, model: nn.Module) -> Trainer:

@@ -168,6 +168,16 @@ def gradients_zeroed_in_place(model: nn.Module, point: StepPoint) -> Iterator[No
 
 
 @contextmanager
+def softmax_keeps_input(model: nn.Module, point: StepPoint) -> Iterator[None]:
+    """Keep what a softmax reads for its backward, which torch does before 1.11, and needs its output alone.
+
+    https://github.com/pytorch/pytorch/issues/49600
+    """
+    with mock.patch.object(functional, "softmax", _softmax):
+        yield
+
+
+@contextmanager
 def gradients_of_skipped_step(model: nn.Module, point: StepPoint) -> Iterator[None]:
     """Keep the first rank's gradients of an early step for good, as ZeRO-1 and 2 of DeepSpeed 0.9 do with float16.
 
@@ -244,6 +254,7 @@ CHANGES: Mapping[str, Change] = {
     "gpt_bigcode_cache": gpt_bigcode_cache,
     "kept_outputs": kept_outputs,
     "gradients_zeroed_in_place": gradients_zeroed_in_place,
+    "softmax_keeps_input": softmax_keeps_input,
     "gradients_of_skipped_step": gradients_of_skipped_step,
     "fast_rotary": fast_rotary,
     "torchtitan_heads": torchtitan_heads,
@@ -353,6 +364,24 @@ def _loss_of_copies(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -
     targets = labels[..., 1:].contiguous()
     shifted = shifted.view(-1, vocab_size)
     return functional.cross_entropy(shifted, targets.view(-1))
+
+
+def _softmax(scores: Tensor, dim: int, **_: Any) -> Tensor:
+    # Autocast's copy is what is kept.
+    return cast(Tensor, _Softmax.apply(scores.float() if torch.is_autocast_enabled() else scores, dim))
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dim: int) -> Tensor:
+        ctx.dim, found = dim, torch.softmax(scores, dim)
+        ctx.save_for_backward(scores, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        scores, found = ctx.saved_tensors
+        return torch._softmax_backward_data(gradient, found, ctx.dim, scores.dtype), None
 
 
 class _Float32Linear(nn.Linear):

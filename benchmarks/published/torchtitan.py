@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from benchmarks.published.points import StepPoint
-from hf_ckpt.simulation import ddp_fsdp_tape, sharding
+from hf_ckpt.simulation import ddp_fsdp_tape, sharded_weights
 from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.tape import Storage
 
@@ -66,7 +66,7 @@ def _repeats(*args: Any) -> bool:
 def torchtitan_fsdp2() -> Iterator[None]:
     """Shard layers and the whole model, no embeddings and no head apart; reduce gradients in float32."""
     with ExitStack() as entered:
-        for module in (ddp_fsdp_tape, sharding):
+        for module in (ddp_fsdp_tape, sharded_weights):
             entered.enter_context(mock.patch.object(module, "HAS_UNITS_AT_THE_ENDS", False))
         entered.enter_context(mock.patch.object(RankTape, "_sent_bytes", sent_in_float32))
         yield

@@ -190,6 +190,7 @@ def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:
             world_size=world_size,
             reshards_after_forward=reshards,
             prefetches_in_backward=fsdp1.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
+            broadcasts_weights=bool(getattr(plugin, "sync_module_states", False)),
         )
     if has_shared(model):
         return Sharding(engine="tp", world_size=world_size)

@@ -117,7 +117,14 @@ def _fsdp(config: Mapping[str, Any], world_size: int, *, default_version: str, w
         world_size=world_size,
         reshards_after_forward=strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE"),
         prefetches_in_backward=_prefetches_in_backward(config, where),
+        # accelerate does where it loads the weights on rank 0 alone.
+        broadcasts_weights=_is_on(config.get("sync_module_states", True))
+        or _is_on(config.get("cpu_ram_efficient_loading")),
     )
+
+
+def _is_on(written: Any) -> bool:
+    return str(written).lower() in ("true", "1")
 
 
 def _prefetches_in_backward(config: Mapping[str, Any], where: str) -> bool:

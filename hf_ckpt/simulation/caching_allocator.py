@@ -26,6 +26,7 @@ from itertools import chain
 
 import numpy as np
 
+from hf_ckpt.simulation import fsdp1_wrapping
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Storage, Stream, Tape
 
@@ -97,17 +98,15 @@ def _steps(tape: Tape, allocator: CachingAllocator) -> Iterator[None]:
     columns = tape.columns
     numbers = {id(storage): number for number, storage in enumerate(columns.storages)}
     blocks: list[Block | None] = [None] * len(columns.storages)
-    for storage in tape.before:
-        if storage.category is not Category.OPTIMIZER and storage.num_bytes:
-            block = _block_before(allocator, storage)
-            if id(storage) in numbers:
-                blocks[numbers[id(storage)]] = block
+    for storage, block in _blocks_before(allocator, tape.before):
+        if id(storage) in numbers:
+            blocks[numbers[id(storage)]] = block
     storages = _Storages(allocator, columns, blocks)
     changes, optimizer_begins = _changes(columns)
     storages.play(changes[:optimizer_begins])
     if optimizer_begins < len(changes):
         for storage in tape.before:
-            if storage.category is Category.OPTIMIZER:
+            if storage.category is Category.OPTIMIZER and storage.num_bytes:
                 allocator.allocate(storage.num_bytes)
     storages.play(changes[optimizer_begins:])
     while True:
@@ -155,19 +154,15 @@ class _Storages:
         self._still_read.clear()
 
 
-def _block_before(allocator: CachingAllocator, storage: Storage) -> Block:
-    """Return the block of what is there before the step, and what making it has left free.
-
-    FSDP1 moves the weights of a unit to the device, copies them into one tensor, frees them, and copies a share of it.
-    """
-    whole = [allocator.allocate(num_bytes) for num_bytes in storage.flattened if num_bytes]
-    flat = allocator.allocate(sum(storage.flattened)) if whole else None
-    for each in whole:
-        allocator.free(each)
-    block = allocator.allocate(storage.num_bytes, storage.stream)
-    if flat is not None:
-        allocator.free(flat)
-    return block
+def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> Iterator[tuple[Storage, Block]]:
+    """Yield what is there before the first step, and the block that it lies in."""
+    there = [each for each in storages if each.num_bytes and each.category is not Category.OPTIMIZER]
+    units = [(each, each.flat_parameter) for each in there if each.flat_parameter is not None]
+    for each in there:
+        if each.flat_parameter is None:
+            yield each, allocator.allocate(each.num_bytes, each.stream)
+    made = fsdp1_wrapping.shares(allocator, [unit for _, unit in units])
+    yield from zip((storage for storage, _ in units), made, strict=True)
 
 
 def _lag_of(stream: Stream, is_sent: bool) -> int:

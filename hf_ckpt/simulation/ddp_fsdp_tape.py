@@ -23,58 +23,35 @@ Note [What engines hold].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
 
-import accelerate
-import torch
-from torch.torch_version import TorchVersion
-
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import role_of_operator
+from hf_ckpt.simulation.sharded_weights import (
+    EMBEDDINGS,
+    HAS_UNITS_AT_THE_ENDS,
+    HEAD,
+    MASTER_DTYPE,
+    UnitKey,
+    Weight,
+    flat_parameter,
+    numel_on_last_rank,
+)
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind
 
-UnitKey = tuple[int, int] | str | None
-"""Number of the stack and `layer_idx`; `EMBEDDINGS`, `HEAD`; None for the rest of the model."""
-
-EMBEDDINGS, HEAD = "embeddings", "head"
-
 Running = tuple[Phase, UnitKey, int]
 """What runs: forward or backward, unit, micro-batch."""
 
-MASTER_DTYPE = torch.float32
-"""In which weights are kept and stepped."""
-
 ADD = "aten.add_.Tensor"
 """Adds a gradient to that of earlier micro-batches."""
-
-# Before accelerate 1.14 they are part of the root, which has the last layer gathered when the loss runs backward.
-HAS_UNITS_AT_THE_ENDS = TorchVersion(accelerate.__version__) >= "1.14"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter."""
-
-    unit: UnitKey
-    """The layer that it belongs to."""
-    numel: int
-    """Of its storage: a 4-bit weight is packed."""
-    num_bytes: int
-    """Whole, in the dtype that it is stored in."""
-    compute_bytes: int
-    """Whole, in the dtype that it is gathered in."""
-    shard_bytes: int
-    """Of one rank."""
-    is_trained: bool
-    """Whether it gets a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +75,7 @@ class RankTape:
         segments: Mapping[tuple[str, int], InSegment] | None = None,
     ) -> None:
         self._whole = tape
+        self._step = step
         self._segments = segments or {}
         self._rerun: InSegment | None = None
         self._weights = weights
@@ -106,7 +84,9 @@ class RankTape:
         self._master_bytes = MASTER_DTYPE.itemsize
         self._reshards = step.sharding.reshards_after_forward
         self._prefetches_in_backward = step.sharding.prefetches_in_backward
-        self._has_adapter_units = self._engine == "fsdp1" and _has_adapters(weights.values())
+        self._has_adapter_units = self._engine == "fsdp1" and any(
+            isinstance(weight.unit, str) for weight in weights.values()
+        )
         self._device = device
         self._rounding = BLOCK_BYTES if device.is_cuda else 1
         self._order = self._units_in_order()
@@ -127,6 +107,9 @@ class RankTape:
         self._gathers_to_recompute = step.sharding.gathers_to_recompute
         self._small_units = self._find_small_units()
         self._module = ""
+        self._adapter: Running | None = None
+        self._first_adapters: dict[UnitKey, str] = {}
+        """The first of each layer to run forward."""
 
     def tape(self) -> Tape:
         tape = Tape(list(self._before()), list(self._events()))
@@ -150,12 +133,9 @@ class RankTape:
             else:
                 yield self._state(storage, weight)
         # Layers are wrapped first, and then what is around them.
-        for unit in sorted(flat, key=lambda unit: not isinstance(unit, tuple)):
-            yield Storage(
-                sum(weight.shard_bytes for weight in flat[unit]),
-                category=Category.PARAMETERS,
-                flattened=tuple(weight.num_bytes for weight in flat[unit]),
-            )
+        for unit in sorted(flat, key=lambda unit: unit is None):
+            unit_of_fsdp1 = flat_parameter(flat[unit], self._step)
+            yield Storage(unit_of_fsdp1.share_bytes, category=Category.PARAMETERS, flat_parameter=unit_of_fsdp1)
         yield from self._held_by_engine()
 
     def _held_by_engine(self) -> Iterator[Storage]:
@@ -176,7 +156,12 @@ class RankTape:
         """Return a rank's part of the optimizer's tensor: a share of what is as large as the parameter."""
         if self._engine == "ddp" or prod(storage.shape) <= 1:
             return storage
-        return replace(storage, num_bytes=self._share(self._stepped_bytes(storage)))
+        stepped = self._stepped_bytes(storage)
+        unit = self._by_unit[weight.unit]
+        if self._has_flat_weights and prod(storage.shape) == weight.numel and all(each.is_trained for each in unit):
+            held = stepped * numel_on_last_rank(weight, unit, self._world_size) // weight.numel
+            return replace(storage, num_bytes=held)
+        return replace(storage, num_bytes=self._share(stepped))
 
     def _stepped_bytes(self, storage: Storage) -> int:
         """Return what a tensor of the optimizer takes in the dtype of the stored weights: float32 where kept so."""
@@ -303,7 +288,7 @@ class RankTape:
         if phase is Phase.BACKWARD and self._gathers_to_recompute:
             yield from self._pass(self._bytes_of(key), place)
         yield from self._use(key, place)
-        if phase is Phase.BACKWARD and self._prefetches_in_backward and not self._has_adapter_units:
+        if phase is Phase.BACKWARD and self._prefetches_in_backward and key not in self._first_adapters:
             yield from self._gather(self._unit_before(key), place)
 
     def _is_added_gradient(self, event: Event) -> bool:
@@ -325,6 +310,8 @@ class RankTape:
         """Free the unit that ran, and reduce its gradients."""
         if running is None:
             return
+        adapter, self._adapter = self._adapter, None
+        yield from self._leave(adapter, place)
         phase, key, micro_batch = running
         yield from self._free_buffer(place)
         if phase is Phase.BACKWARD or self._reshards:
@@ -398,8 +385,6 @@ class RankTape:
 
     def _cast_share(self, key: UnitKey) -> Storage | None:
         """Return the copy of a share that FSDP sends where it keeps another dtype; FSDP1 until all ranks have it."""
-        if self._has_adapter_units:
-            return None
         kept = self._by_unit.get(key, ())
         num_bytes = self._share(sum(each.compute_bytes for each in kept if each.num_bytes != each.compute_bytes))
         if not num_bytes:
@@ -446,22 +431,35 @@ class RankTape:
     def _visit(self, event: Event) -> Iterator[Event]:
         """Gather and let go of a unit within a layer, where it runs, and in backward where its gradient is made.
 
-        Its bytes came with the layer's. See Note [The host under FSDP and ZeRO-3].
+        Under ZeRO-3 its bytes came with the layer's. See Note [The host under FSDP and ZeRO-3].
         """
-        place, storage = event.place, event.storage
+        place = event.place
         module = place.module
         if place.phase not in (Phase.FORWARD, Phase.RECOMPUTATION):
-            if (
-                storage is None
-                or event.change is not MemoryChange.ALLOCATE
-                or storage.category is not Category.GRADIENTS
-            ):
+            module = _parameter_of_gradient(event).rpartition(".")[0]
+            if not module and self._adapter is None:
                 return
-            module = storage.parameter.rpartition(".")[0]
-        if module != self._module:
-            self._module = module
-            if module in self._small_units:
-                yield from self._pass(0, place)
+        if module == self._module or event.change is MemoryChange.FREE:
+            return
+        self._module = module
+        if not self._has_adapter_units:
+            yield from self._pass(0, place) if module in self._small_units else ()
+        elif self._running is not None:
+            yield from self._change_adapter(module, self._running, place)
+
+    def _change_adapter(self, module: str, running: Running, place: Place) -> Iterator[Event]:
+        """Leave an adapter, a unit of FSDP1, or go to one. In backward the layer before is next to a layer's first."""
+        adapter, self._adapter = self._adapter, None
+        yield from self._leave(adapter, place)
+        if module not in self._small_units:
+            return
+        phase, layer, micro_batch = running
+        self._adapter = phase, module, micro_batch
+        yield from self._use(module, place)
+        if phase is Phase.FORWARD:
+            self._first_adapters.setdefault(layer, module)
+        elif self._prefetches_in_backward and place.phase is phase and module == self._first_adapters.get(layer):
+            yield from self._gather(self._unit_before(layer), place)
 
     def _pass(self, num_bytes: int, place: Place) -> Iterator[Event]:
         """Gather bytes, and let go of them."""
@@ -470,10 +468,7 @@ class RankTape:
 
     def _is_gradient_of_embeddings(self, event: Event) -> bool:
         """Whether the gradient of the embeddings is made: their backward comes when the layers' is done."""
-        storage = event.storage
-        if event.change is not MemoryChange.ALLOCATE or storage is None or storage.category is not Category.GRADIENTS:
-            return False
-        weight = self._weights.get(storage.parameter)
+        weight = self._weights.get(_parameter_of_gradient(event))
         return weight is not None and weight.unit == EMBEDDINGS
 
     def _event(self, event: Event) -> Event:
@@ -511,13 +506,11 @@ class RankTape:
 
     def _find_small_units(self) -> frozenset[str]:
         """Return the modules within layers that the host gathers one by one: adapters (FSDP1), or all (ZeRO-3)."""
-        if self._engine != "zero3" and not self._has_adapter_units:
-            return frozenset()
-        return frozenset(
-            name.rpartition(".")[0]
-            for name, weight in self._weights.items()
-            if isinstance(weight.unit, tuple) and (weight.is_trained or self._engine == "zero3")
+        within_layers = (
+            name.rpartition(".")[0] for name, weight in self._weights.items() if isinstance(weight.unit, tuple)
         )
+        adapters = (weight.unit for weight in self._weights.values() if isinstance(weight.unit, str))
+        return frozenset(within_layers if self._engine == "zero3" else adapters if self._has_adapter_units else ())
 
     def _units_in_order(self) -> list[UnitKey]:
         marks = (event.mark for event in self._whole.events)
@@ -531,10 +524,12 @@ class RankTape:
         return units[units.index(key) - 1]
 
 
-def _has_adapters(weights: Iterable[Weight]) -> bool:
-    """Whether a layer has both frozen weights and trained ones."""
-    found = {(weight.unit, weight.is_trained) for weight in weights}
-    return any((unit, not is_trained) in found for unit, is_trained in found if isinstance(unit, tuple))
+def _parameter_of_gradient(event: Event) -> str:
+    """Return the path of the parameter whose gradient is made, empty where none is."""
+    storage = event.storage
+    if event.change is not MemoryChange.ALLOCATE or storage is None or storage.category is not Category.GRADIENTS:
+        return ""
+    return storage.parameter
 
 
 def _join(shards: Sequence[Storage]) -> None:

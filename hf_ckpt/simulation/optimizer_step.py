@@ -30,7 +30,7 @@ from hf_ckpt.simulation.optimizers import (
     trained_embeddings,
 )
 from hf_ckpt.simulation.random_states import random_states_kept
-from hf_ckpt.simulation.sharding import compute_dtype
+from hf_ckpt.simulation.sharded_weights import compute_dtype
 from hf_ckpt.simulation.shared_tensors import local_part
 from hf_ckpt.simulation.step import MICRO_BATCHES, Step
 from hf_ckpt.simulation.step_memory import Category, Phase

@@ -7,31 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.simulation.ddp_fsdp_tape import (
-    EMBEDDINGS,
-    HAS_UNITS_AT_THE_ENDS,
-    HEAD,
-    MASTER_DTYPE,
-    InSegment,
-    RankTape,
-    UnitKey,
-    Weight,
-)
+from hf_ckpt.simulation.ddp_fsdp_tape import InSegment, RankTape
 from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.sharded_weights import MASTER_DTYPE, weights_of
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.tape import Tape
 from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack
-
-
-def compute_dtype(step: Step, tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which an engine passes a parameter to the computation."""
-    engine, dtype = step.sharding.engine, step.autocast
-    gathers_in_half = engine.startswith(("fsdp", "zero")) and dtype is not None and tensor.is_floating_point()
-    return getattr(torch, dtype) if gathers_in_half and dtype is not None else tensor.dtype
 
 
 def let_adapters_cast(model: nn.Module, step: Step) -> None:
@@ -48,44 +33,6 @@ def let_adapters_cast(model: nn.Module, step: Step) -> None:
 
 def _cast_as_shares(cast: Callable[[Any, torch.dtype], Any], inputs: Any, dtype: torch.dtype) -> Any:
     return cast(inputs, MASTER_DTYPE)
-
-
-def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[str, Weight]:
-    """Return the parameters of a model by name. The model is whole, in the dtypes that it was loaded in."""
-    has_ends = step.sharding.engine == "zero3" or (step.sharding.engine == "fsdp2" and HAS_UNITS_AT_THE_ENDS)
-    units = _units_at_the_ends(model) if has_ends else {}
-    for number, stack in enumerate(stacks):
-        for layer in stack.layers:
-            units |= dict.fromkeys(layer.outer.parameters(), (number, layer.layer_idx))
-    weights = {}
-    for name, parameter in model.named_parameters():
-        stored = parameter.element_size()
-        computed = compute_dtype(step, parameter).itemsize
-        if step.sharding.engine.startswith("fsdp") and step.autocast is not None and parameter.requires_grad:
-            stored = MASTER_DTYPE.itemsize
-        elif step.sharding.engine.startswith("zero"):
-            stored = computed
-        shape, world_size = tuple(parameter.shape) or (1,), step.sharding.world_size
-        rows = -(-shape[0] // world_size) if step.sharding.engine == "fsdp2" else shape[0] / world_size
-        numel = parameter.numel()
-        weights[name] = Weight(
-            units.get(parameter),
-            numel,
-            numel * stored,
-            numel * computed,
-            -int(-(rows * (numel // max(1, shape[0])) * stored) // 1),
-            parameter.requires_grad,
-        )
-    return weights
-
-
-def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
-    """Return the units of the embeddings and of the head, where they are not tied."""
-    embeddings, head = (getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output"))
-    if head is not None and head.weight is getattr(embeddings, "weight", None):
-        return {}
-    ends = ((embeddings, EMBEDDINGS), (head, HEAD))
-    return {parameter: key for module, key in ends if module is not None for parameter in module.parameters()}
 
 
 def one_rank_tape(

@@ -31,7 +31,8 @@ from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
 from hf_ckpt.simulation.random_states import random_states_kept
-from hf_ckpt.simulation.sharding import compute_dtype, let_adapters_cast, one_rank_tape
+from hf_ckpt.simulation.sharded_weights import compute_dtype
+from hf_ckpt.simulation.sharding import let_adapters_cast, one_rank_tape
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
 from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, run_evaluation_batch, run_step
@@ -106,8 +107,7 @@ class StepSimulator:
 
         For a training that goes on: steps that were traced take hundreds of megabytes.
         """
-        known = self._known
-        shared = replace(known, memories={}, prepared={}, traces={}, stacks=self.stacks)
+        shared = replace(self._known, memories={}, prepared={}, traces={}, stacks=self.stacks)
         return replace(self, step=step, _known=shared)
 
     def plan_of(self, policy: Policy | Plan) -> Plan:

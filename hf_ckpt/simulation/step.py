@@ -55,6 +55,8 @@ class Sharding:
     gathers_to_recompute: bool = False
     """Whether a layer is gathered once more to run again: where the checkpoint lies around FSDP1's unit, as that of
     transformers does. It takes time, and no memory."""
+    broadcasts_weights: bool = True
+    """Whether rank 0 sends its weights to the others while FSDP1 makes its units (`sync_module_states`)."""
     zero: Zero = Zero()
     """Of ZeRO only."""
 

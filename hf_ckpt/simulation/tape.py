@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.simulation.fsdp1_wrapping import FlatParameter
 from hf_ckpt.simulation.step_memory import (
     Category,
     HeldTensor,
@@ -60,8 +61,8 @@ class Storage:
     stream: Stream = Stream.COMPUTE
     is_sent: bool = False
     """Whether another stream still reads it when it is freed."""
-    flattened: tuple[int, ...] = ()
-    """Bytes of the weights, each whole, that were copied into one tensor on the device to cut this share out of it."""
+    flat_parameter: FlatParameter | None = None
+    """What it is the share of, under FSDP1."""
 
 
 class MemoryChange(StrEnum):

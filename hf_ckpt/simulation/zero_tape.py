@@ -28,8 +28,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from hf_ckpt.simulation.ddp_fsdp_tape import ADD, EMBEDDINGS, HEAD, RankTape, Running, UnitKey, Weight
+from hf_ckpt.simulation.ddp_fsdp_tape import ADD, RankTape, Running
 from hf_ckpt.simulation.devices import Device
+from hf_ckpt.simulation.sharded_weights import EMBEDDINGS, HEAD, UnitKey, Weight
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape, Transfer, TransferKind

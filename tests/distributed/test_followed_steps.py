@@ -26,8 +26,8 @@ pytestmark = ignores_its_warnings
 
 # The Trainer has a few numbers of its own.
 TOLERANCE = 1e-3
-# Each adapter is a unit of its own, and is predicted to be gathered with its layer.
-TOLERANCE_OF_ADAPTERS = 1e-2
+# Each adapter is a unit of its own. That the next one is gathered ahead, in backward, is left out.
+TOLERANCE_OF_ADAPTERS = 2e-3
 # DeepSpeed pads what it shares, has numbers of its own, and gathers and lets go of modules, not of layers.
 TOLERANCE_OF_ZERO = 1e-2
 MOST_RUNS = 5
@@ -78,6 +78,11 @@ RUNS = {
     "fsdp1, full, no prefetch": RankRun(layers=4, policy="full", more=fsdp1()),
     "fsdp1, revolve": RankRun(layers=7, policy="full", options=REVOLVE, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, full": RankRun(adapters=True, policy="full", more=fsdp1("BACKWARD_PRE")),
+    # Weights are most of it: at the end of a layer's backward the layer before is there as well.
+    "fsdp1, lora, full, short rows": RankRun(
+        adapters=True, policy="full", batch_size=1, length=8, more=fsdp1("BACKWARD_PRE")
+    ),
+    "fsdp1, lora, short rows": RankRun(adapters=True, batch_size=1, length=8, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, full, bf16": RankRun(layers=4, policy="full", bf16=True, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, bf16": RankRun(adapters=True, bf16=True, more=fsdp1("BACKWARD_PRE")),
     "fsdp1, lora, bf16, post": RankRun(adapters=True, bf16=True, more=fsdp1("BACKWARD_POST")),
@@ -124,7 +129,13 @@ PEAK_ALONE = ("ddp, lora, full, bf16", "fsdp1, lora, full, bf16, post")
 def test_predicted_peak_is_that_of_the_step_that_ran(name: str) -> None:
     run = RUNS[name]
     engine = name.partition(",")[0]
-    sharding = Sharding(engine=engine, world_size=2, prefetches_in_backward=name not in WITHOUT_PREFETCH)
+    sharding = Sharding(
+        engine=engine,
+        world_size=2,
+        prefetches_in_backward=name not in WITHOUT_PREFETCH,
+        # See `engine_arguments`.
+        broadcasts_weights=engine != "fsdp1",
+    )
     tolerance = TOLERANCE_OF_ADAPTERS if engine == "fsdp1" and run.adapters else TOLERANCE
     assert_followed(run, sharding, tolerance, has_phases=name not in PEAK_ALONE)
 

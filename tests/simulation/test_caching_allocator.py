@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import MethodType
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +20,8 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.devices import find_device
+from hf_ckpt.simulation.fsdp1_wrapping import FlatParameter
+from hf_ckpt.simulation.sharded_weights import weights_of
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
@@ -221,13 +225,50 @@ def test_a_buffer_of_gradients_is_still_read_until_the_next_one_is_made() -> Non
     assert reserved_bytes(Tape([], events(*step))) == 30 * MIB
 
 
+def unit_of(*weights: int, share: int, is_broadcast: bool = False, loaded: int | None = None) -> Storage:
+    """The share of a unit of FSDP1, in MiB, as it was loaded and as it is kept."""
+    flat = FlatParameter(
+        tuple(weight * MIB for weight in weights), is_broadcast, (loaded or share) * MIB, share * MIB, emptied=()
+    )
+    return Storage(share * MIB, category=Category.PARAMETERS, flat_parameter=flat)
+
+
 def test_a_share_is_cut_out_of_flattened_weights_which_leave_their_memory() -> None:
-    share = Storage(20 * MIB, category=Category.PARAMETERS, flattened=(30 * MIB, 10 * MIB))
+    share = unit_of(30, 10, share=20)
     # The weights, the flat tensor; the share lies where the first weight was.
     assert reserved_bytes(Tape([share], [])) == (30 + 10 + 40) * MIB
     # A step is served from what they leave.
     activations = Storage(40 * MIB)
     assert reserved_bytes(Tape([share], events((activations, COME), (activations, GO)))) == 80 * MIB
+
+
+def test_weights_are_sent_in_buckets_of_250_mib_which_are_copies_where_they_hold_several() -> None:
+    weights = (100, 100, 100, 50, 20)
+    alone = reserved_bytes(Tape([unit_of(*weights, share=100)], []))
+    # 250 MiB are reached with the third weight; the copies are there until the unit is done.
+    first = reserved_bytes(Tape([unit_of(*weights, share=100, is_broadcast=True)], []))
+    assert first == alone + (300 + 70) * MIB
+    # The next unit finds some of their memory.
+    units = [unit_of(*weights, share=100, is_broadcast=True) for _ in range(2)]
+    assert reserved_bytes(Tape(units, [])) < 1.5 * first
+    one = unit_of(300, share=150, is_broadcast=True)
+    assert reserved_bytes(Tape([one], [])) == reserved_bytes(Tape([unit_of(300, share=150)], []))
+
+
+def test_shares_are_cast_when_all_units_are_made() -> None:
+    kept = [unit_of(40, share=20) for _ in range(3)]
+    cast = [unit_of(40, share=40, loaded=20) for _ in range(3)]
+    # The three shares leave a piece of 40 MiB, which one of the casts fits into.
+    assert reserved_bytes(Tape(kept, [])) == 3 * 40 * MIB
+    assert reserved_bytes(Tape(cast, [])) == (3 + 2) * 40 * MIB
+
+
+def test_what_units_gather_into_is_made_and_emptied_before_the_first_forward() -> None:
+    unit = unit_of(40, share=20)
+    assert unit.flat_parameter is not None
+    emptied = replace(unit.flat_parameter, emptied=(20 * MIB, 90 * MIB))
+    before = Storage(20 * MIB, category=Category.PARAMETERS, flat_parameter=emptied)
+    assert reserved_bytes(Tape([before], [])) == reserved_bytes(Tape([unit], [])) + 90 * MIB
 
 
 def llama() -> nn.Module:
@@ -294,9 +335,50 @@ def test_flash_attention_makes_gradients_before_what_it_needs_to_add_them_up() -
 
 def test_layers_are_flattened_one_after_the_other_and_then_what_is_around_them() -> None:
     step = replace(STEP, sharding=Sharding(engine="fsdp1", world_size=2))
-    tape = StepSimulator(llama(), step, find_device("a100-80gb")).trace(None).tape
-    units = [storage for storage in tape.before if storage.flattened]
+    units = units_of(llama(), step)
     assert len(units) == 8 + 1
     # Each weight of a layer, and the embeddings, the last norm and the head; a rank has half.
-    assert [len(unit.flattened) for unit in units] == [9] * 8 + [3]
-    assert all(0 <= 2 * unit.num_bytes - sum(unit.flattened) < 2 * 512 for unit in units)
+    assert [len(unit.weights) for unit in units] == [9] * 8 + [3]
+    assert all(0 <= 2 * unit.share_bytes - sum(unit.weights) < 2 * 512 for unit in units)
+    assert all(unit.emptied == (sum(unit.weights),) and unit.loaded_bytes == unit.share_bytes for unit in units)
+
+
+def test_shares_of_weights_that_train_in_mixed_precision_are_cast_to_float32() -> None:
+    step = replace(STEP, autocast="bfloat16", sharding=Sharding(engine="fsdp1", world_size=2))
+    for unit in units_of(llama(), step):
+        whole = sum(unit.weights)
+        assert (2 * unit.loaded_bytes, unit.share_bytes) == (whole, whole)
+        assert unit.emptied == (whole // 2, whole, 2 * whole)
+
+
+def test_an_adapter_is_a_unit_of_its_own_and_what_is_frozen_is_not_cast() -> None:
+    step = replace(STEP, autocast="bfloat16", sharding=Sharding(engine="fsdp1", world_size=2))
+    adapted = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]), low_cpu_mem_usage=True)  # type: ignore[arg-type]
+    units = units_of(adapted, step)
+    # A layer's seven products and two norms; its two adapters.
+    assert Counter(len(unit.weights) for unit in units) == {9: 8, 1: 2 * 8, 3: 1}
+    assert all(unit.share_bytes == unit.loaded_bytes for unit in units if len(unit.weights) > 1)
+
+
+def units_of(model: nn.Module, step: Step) -> list[FlatParameter]:
+    tape = StepSimulator(model, step, find_device("a100-80gb")).trace(None).tape
+    return [storage.flat_parameter for storage in tape.before if storage.flat_parameter is not None]
+
+
+def test_the_optimizers_state_is_cut_as_the_last_ranks_share_is() -> None:
+    """FSDP1 cuts a unit into equal parts, not each weight: a rank's state comes in few, large pieces."""
+    step = replace(STEP, sharding=Sharding(engine="fsdp1", world_size=4))
+    simulator = StepSimulator(llama(), step, find_device("a100-80gb"))
+    weights = weights_of(simulator.model, simulator.stacks, step)
+    state = dict.fromkeys(weights, 0)
+    for each in simulator.trace(None).tape.before:
+        if each.parameter in weights and len(each.shape) > 0:
+            state[each.parameter] = max(state[each.parameter], each.num_bytes)
+    layer = {name.rpartition("layers.3.")[2]: held for name, held in state.items() if ".layers.3." in name}
+    whole = sum(weight.numel for weight in weights.values() if weight.unit == (0, 3))
+    # The last rank has the norms, the last product, and the end of that before it, in bfloat16.
+    down = 5632 * 2048
+    assert layer["self_attn.q_proj.weight"] == 0
+    assert layer["mlp.down_proj.weight"] == 2 * down
+    assert layer["mlp.up_proj.weight"] == 2 * (-(-whole // 4) - down - 2 * 2048)
+    assert sum(layer.values()) == pytest.approx(2 * whole / 4, abs=512)
