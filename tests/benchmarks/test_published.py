@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from transformers import (
     AutoModelForCausalLM,
@@ -51,6 +53,7 @@ from benchmarks.published.summary import (
     time_ratio,
     time_summaries,
 )
+from hf_ckpt.simulation.cuda import autocast
 from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.step_memory import Category
 
@@ -438,6 +441,30 @@ def test_outputs_and_old_gradients_are_kept() -> None:
     assert kept[0]() is None
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_old_softmax_keeps_what_it_read_in_the_dtype_of_its_result(is_mixed: bool) -> None:
+    point: StepPoint = STEPS["transformers_bert:perf_train_gpu_one.mdx:173"]
+    scores = torch.randn(2, 3, 5, dtype=torch.bfloat16 if is_mixed else torch.float32, requires_grad=True)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
+        autocast.found_by_libraries(),
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+        CHANGES["softmax_keeps_input"](torch.nn.Identity(), point),
+    ):
+        found = functional.softmax(scores, dim=-1)
+    assert [(tensor.shape, tensor.dtype) for tensor in saved] == 2 * [(scores.shape, torch.float32)]
+    expected = functional.softmax(scores.float(), dim=-1)
+    assert torch.equal(found, expected)
+    gradient = torch.randn_like(found)
+    assert torch.equal(*(torch.autograd.grad(each, scores, gradient)[0] for each in (found, expected)))
 
 
 @pytest.mark.parametrize("name", ["liger_modules:326", "liger_modules:1383", "liger_modules:1664"])
