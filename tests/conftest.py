@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -140,6 +141,15 @@ def _loggers_are_put_back() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _overrides_of_bitsandbytes_are_forgotten() -> Iterator[None]:
+    """Undo what its optimizers note for the process: the numbers and addresses of weights whose state has 32 bits."""
+    yield
+    optimizer: Any = sys.modules.get("bitsandbytes.optim.optimizer")
+    if optimizer is not None:
+        optimizer.GlobalOptimManager._instance = None
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ which is made out of what that leaves. No constant was chosen; what is reserved 
 Five causes were found in the code of torch and accelerate with more rows in view. What they reserve had been predicted
 at 0.930 to 1.092 (fsdp_qlora), 0.857 to 0.999 (transformers' guide), and 0.849 to 1.023 (fms-acceleration under FSDP1),
 and what line 44 of fsdp_qlora allocates at 0.967 (1053ec4). Where adapters are units of their own, FSDP1 gathers the
-layer before at the end of a layer's backward. While it makes its units, rank 0 sends weights in buckets of 250 MiB;
+layer before at the end of a layer's backward. While it makes its units, rank 0 sends weights in large buckets;
 accelerate casts shares to float32; what is gathered into is made and emptied once; the optimizer's state is cut as the
 units are. Before torch 1.11 a softmax keeps its input. No constant was chosen. What is reserved by these sources,
 transformers' guide too, tests nothing any more.
