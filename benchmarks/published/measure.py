@@ -147,6 +147,7 @@ def step_record(point: StepPoint) -> Record:
         "predicted_reserved_bytes": (
             held.settled_bytes if held is not None and point.smi_mib is not None else reserved.bytes_on(device)
         ),
+        "first_reserved_bytes": reserved.bytes_on(device) if held is None else held.num_bytes,
         "wanted_bytes": reserved.num_bytes,
         "retries_per_step": 0 if held is None else held.retries_per_step,
         "fits": str(fit_of(memory.peak_bytes, device, reserved)),
