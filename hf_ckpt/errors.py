@@ -6,7 +6,7 @@ Every message has three parts: what was asked for, what is true, what to do. Kno
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 
 class HFCkptError(Exception):
@@ -72,6 +72,15 @@ class DataError(HFCkptError, ValueError):
 def error_text(error: Exception) -> str:
     """Return the text of an error for another process: of this package's the message, of others the type too."""
     return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:

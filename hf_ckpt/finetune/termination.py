@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from hf_ckpt.errors import DiskFullError, OtherProcessError
+from hf_ckpt.errors import DiskFullError, OtherProcessError, chain_of
 from hf_ckpt.units import format_bytes
 
 _DEADLINE_S = 20.0
@@ -78,17 +78,10 @@ def named(folder: Path) -> Iterator[None]:
     except (DiskFullError, OtherProcessError):
         raise
     except Exception as error:
-        found = next((link for link in _chain(error) if _is_full(link, folder)), None)
+        found = next((link for link in chain_of(error) if _is_full(link, folder)), None)
         if found is None:
             raise
         raise DiskFullError(_message(found, folder)) from error
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -48,7 +48,8 @@ class OptimizerSteps:
     def __init__(self, trainer: Any) -> None:
         self.num_recovered = 0
         self._trainer = trainer
-        self._optimizer = _innermost(trainer.optimizer)
+        # Accelerate's optimizer stands around it.
+        self._optimizer: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self._temporaries: dict[int, Temporaries] = {}
         self._part_bytes: int | None = None
 
@@ -90,7 +91,7 @@ class OptimizerSteps:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            makes_state = _is_in(error.__traceback__, _MAKES_STATE)
+            makes_state = any(frame.f_code.co_name == _MAKES_STATE for frame, _ in walk_tb(error.__traceback__))
             failure = Failure.caught(error)
         if is_tried and not (makes_state and before.is_unwritten()):
             self._give_up(failure, is_written=True)
@@ -157,22 +158,8 @@ _KNOWN = (
 """Those of torch that treat each weight by itself: all but LBFGS, Muon, and SparseAdam."""
 
 
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate's stands around."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
-
-
 _MAKES_STATE = "_init_group"
 """The method of torch's optimizers that makes the state of a group, before anything of the group is written."""
-
-
-def _is_in(traceback: TracebackType | None, function: str) -> bool:
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_name == function:
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 # --- Parts. ---
@@ -311,14 +298,10 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             # Of one element are counters and factors.
             if id(tensor) not in given and storage.nbytes() >= _NUMEL:
-                self._made[storage._cdata] = _weakly(storage), storage.nbytes()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}  # type: ignore[no-untyped-call]
         self.num_bytes = max(self.num_bytes, sum(num_bytes for _, num_bytes in self._made.values()))
         return output
-
-
-def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any) -> list[Tensor]:

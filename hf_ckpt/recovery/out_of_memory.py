@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
-import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from traceback import clear_frames, walk_tb
 from types import TracebackType
 
 import torch
 
-from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError
+from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError, chain_of
 from hf_ckpt.units import format_bytes
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -100,11 +99,11 @@ def _amount(pattern: str, message: str) -> int | None:
 
 def part_of(traceback: TracebackType | None) -> Part:
     """Return the part of a run that an error was raised in."""
-    frames = list(_frames(traceback))
+    frames = [(str(frame.f_globals.get("__name__", "")), frame.f_code.co_name) for frame, _ in walk_tb(traceback)]
     modules = [module for module, _ in frames]
     if any(module == "transformers.trainer" and name == "prediction_step" for module, name in frames):
         return Part.EVALUATION
-    backward = next((at for at, (module, name) in enumerate(frames) if _runs_backward(module, name)), None)
+    backward = next((at for at, frame in enumerate(frames) if frame == _RUNS_BACKWARD), None)
     if backward is not None:
         again = any(module.startswith(("torch.utils.checkpoint", "hf_ckpt.regions")) for module in modules[backward:])
         return Part.RECOMPUTATION if again else Part.BACKWARD
@@ -115,18 +114,8 @@ def part_of(traceback: TracebackType | None) -> Part:
     return Part.ELSEWHERE
 
 
+_RUNS_BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
 _OF_OPTIMIZER = ("torch.optim", "bitsandbytes.optim", "torch.nn.utils.clip_grad", "hf_ckpt.recovery.optimizer_recovery")
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
-    while traceback is not None:
-        frame = traceback.tb_frame
-        yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
-        traceback = traceback.tb_next
-
-
-def _runs_backward(module: str, name: str) -> bool:
-    return module == "torch.autograd.graph" and name == "_engine_run_backward"
 
 
 # --- An error that was caught. ---
@@ -144,8 +133,8 @@ class Failure:
     def caught(cls, error: BaseException) -> Failure:
         """Read an error, and let go of all that the frames of its traceback hold: activations, above all."""
         found = cls(error, part_of(error.__traceback__), Figures.of(str(error)))
-        for each in _chain(error):
-            traceback.clear_frames(each.__traceback__)
+        for each in chain_of(error):
+            clear_frames(each.__traceback__)
         if error.__traceback__ is not None:
             # The frame that catches it runs on, and holds this failure: a cycle, with all that the frame is given.
             error.__traceback__ = error.__traceback__.tb_next
@@ -166,14 +155,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     # Other errors of this package may mention it: that another process was killed for want of memory.
     is_of_others = isinstance(error, RuntimeError | OSError) and not isinstance(error, HFCkptError)
     return is_of_others and _WORDS.search(str(error)) is not None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def release_memory() -> None:
