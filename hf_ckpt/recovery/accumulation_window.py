@@ -100,10 +100,7 @@ class Buffers:
         if self._are_sent:
             self._first = saved
         elif self._changing is None:
-            changed = saved.changed()
-            # Kernels of normalization write running statistics past the versions of tensors.
-            modules = {module for module, _ in changed}
-            self._changing = {key for key in saved.keys if key[0] in modules}
+            self._changing = saved.of_changed_modules()
 
 
 _Key = tuple[int, str]
@@ -117,8 +114,8 @@ class _SavedBuffer:
     copy: Tensor | None
 
     @property
-    def is_changed(self) -> bool:
-        return self.tensor._version != self.version or self.has_other_values
+    def is_written(self) -> bool:
+        return self.tensor._version != self.version
 
     @property
     def has_other_values(self) -> bool:
@@ -126,7 +123,7 @@ class _SavedBuffer:
         if holder.get(name) is not self.tensor:
             return True
         if self.copy is None:
-            return self.tensor._version != self.version
+            return self.is_written
         return not torch.equal(self.copy.to(self.tensor.device), self.tensor)
 
 
@@ -141,11 +138,6 @@ class SavedBuffers:
         self._saved: dict[_Key, _SavedBuffer] = {}
         self._numbers = [(attributes, _numbers(attributes)) for attributes in of_holders]
 
-    @property
-    def keys(self) -> Iterable[_Key]:
-        """A key for each buffer."""
-        return self._saved
-
     def add(self, key: _Key, place: _Place, tensor: Tensor, *, is_copied: bool, on_host: bool) -> None:
         """Note a buffer; a copied one can be brought back after it was written to."""
         kept = None
@@ -157,9 +149,11 @@ class SavedBuffers:
         """Take the buffers of an earlier moment, but not the numbers that belong to them."""
         self._saved = other._saved
 
-    def changed(self) -> set[_Key]:
-        """Return the keys of what has changed since."""
-        return {key for key, each in self._saved.items() if each.is_changed}
+    def of_changed_modules(self) -> set[_Key]:
+        """Return the keys of all buffers of the modules of which any buffer has changed since."""
+        # Kernels of normalization write running statistics past the versions of tensors.
+        changed = {key[0] for key, each in self._saved.items() if each.is_written or each.has_other_values}
+        return {key for key in self._saved if key[0] in changed}
 
     def with_other_values(self) -> list[str]:
         """Return the names of those that have other values than they had, or of which there is no copy to tell."""
@@ -167,7 +161,7 @@ class SavedBuffers:
 
     def describe_lost(self) -> str | None:
         """Name those that were written to and of which there is no copy; None where there are none."""
-        lost = [each.place[1] for each in self._saved.values() if each.copy is None and _is_written(each)]
+        lost = [each.place[1] for each in self._saved.values() if each.copy is None and each.is_written]
         if not lost:
             return None
         return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
@@ -198,10 +192,6 @@ def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
         for name, value in attributes.items()
         if isinstance(value, int | float | Tensor) and not name.startswith("_") and name not in _OF_A_PLAN
     }
-
-
-def _is_written(each: _SavedBuffer) -> bool:
-    return each.tensor._version != each.version
 
 
 # --- Gradients. ---

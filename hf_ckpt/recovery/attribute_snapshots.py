@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,14 +52,17 @@ class _Dict:
         return self._value
 
 
-class _Sequence:
-    def __init__(self, value: list[Any] | deque[Any]) -> None:
+class _Items:
+    """Of a list, a deque or a set: `add` is its own method."""
+
+    def __init__(self, value: Any, entries: Iterable[Any], add: Callable[[Iterable[Any]], None]) -> None:
         self._value = value
-        self._entries = list(value)
+        self._entries = entries
+        self._add = add
 
     def restore(self) -> Any:
         self._value.clear()
-        self._value.extend(self._entries)
+        self._add(self._entries)
         return self._value
 
 
@@ -69,17 +73,6 @@ class _LongList:
 
     def restore(self) -> Any:
         del self._value[self._length :]
-        return self._value
-
-
-class _Set:
-    def __init__(self, value: set[Any]) -> None:
-        self._value = value
-        self._entries = set(value)
-
-    def restore(self) -> Any:
-        self._value.clear()
-        self._value.update(self._entries)
         return self._value
 
 
@@ -101,7 +94,7 @@ class _Tensor:
         return self._value
 
 
-_NOTED = (_Dict, _Sequence, _LongList, _Set, _Tensor)
+_NOTED = (_Dict, _Items, _LongList, _Tensor)
 
 
 def _noted(value: Any, long: float = _LONG) -> Any:
@@ -115,9 +108,9 @@ def _noted(value: Any, long: float = _LONG) -> Any:
         case list() if len(value) >= long:
             return _LongList(value)
         case list() | deque():
-            return _Sequence(value)
+            return _Items(value, list(value), value.extend)
         case set() if len(value) < long:
-            return _Set(value)
+            return _Items(value, set(value), value.update)
         # Those of inference mode have no versions.
         case Tensor() if not value.is_inference():
             return _Tensor(value)

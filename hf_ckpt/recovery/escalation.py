@@ -244,13 +244,5 @@ def held_bytes() -> int | None:
 
 
 def _cost(before: Plan, after: Plan) -> str:
-    shares = [_recomputed(plan) for plan in (before, after)]
-    return f"{shares[1]} of {_num_layers(after)} layers recomputed, {shares[0]} before"
-
-
-def _recomputed(plan: Plan) -> int:
-    return sum(entry.recomputes for stack in plan.stacks for entry in stack.layers)
-
-
-def _num_layers(plan: Plan) -> int:
-    return sum(len(stack.layers) for stack in plan.stacks)
+    were, are = ([layer.recomputes for stack in plan.stacks for layer in stack.layers] for plan in (before, after))
+    return f"{sum(are)} of {len(are)} layers recomputed, {sum(were)} before"
