@@ -25,6 +25,8 @@ from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
 from hf_ckpt.recovery.training_step import TrainingSteps
+from hf_ckpt.trainer.saved_files import write_plan
+from hf_ckpt.trainer.training_run import TrainingRun
 from hf_ckpt.units import counted
 
 logger = logging.getLogger(__name__)
@@ -91,17 +93,15 @@ class CleanEnd:
 
     Args:
         trainer: that trains.
-        tell: tells the other processes why this one ends.
-        write_more: writes into a checkpoint what is not the Trainer's.
+        run: what is in force; lets the other processes know why this one ends.
+        save: writes into a checkpoint where the ladder stands.
         is_whole: whether each process has the whole model and the optimizer's whole state.
     """
 
-    def __init__(
-        self, trainer: Any, tell: Callable[[BaseException], None], write_more: Callable[[Path], None], *, is_whole: bool
-    ) -> None:
+    def __init__(self, trainer: Any, run: TrainingRun, save: Callable[[Path], None], *, is_whole: bool) -> None:
         self._trainer = trainer
-        self._tell = tell
-        self._write_more = write_more
+        self._run = run
+        self._save = save
         self._is_whole = is_whole
         default = _get_default_store()
         # Counted, so that runs that follow each other are not mixed up.
@@ -123,7 +123,7 @@ class CleanEnd:
         rank = dist.get_rank()
         where = self._where(is_written=is_as_before_step and self._is_whole)
         found = OutOfMemoryError(f"Process {rank}: {error} All processes end. {where}")
-        self._tell(found)
+        self._run.report_error(found)
         return found
 
     def _where(self, *, is_written: bool) -> str:
@@ -181,7 +181,8 @@ class CleanEnd:
             if part is not None:
                 torch.save(part.state_dict(), half / f"{name}.pt")
         trainer._save_rng_state(str(half))
-        self._write_more(half)
+        write_plan(self._run.applied.plan, half)
+        self._save(half)
         trainer.state.save_to_json(str(half / _STATE_FILE))
         os.replace(half, folder)
 

@@ -26,13 +26,6 @@ class Runner(Protocol):
         """Return what `method(*args, **kwargs)` returns, whatever it takes."""
 
 
-class MethodRunner(Protocol):
-    """Runs one method."""
-
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `method(*args, **kwargs)` returns, whatever it takes."""
-
-
 class Handle:
     """What a method holds of its runner. A copy of it, or one from a pickle, holds none."""
 

@@ -20,13 +20,12 @@ from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import EvaluationRecovery
 from hf_ckpt.recovery.failed_run import CleanEnd, EndingPart, newest_checkpoint
-from hf_ckpt.recovery.instance_methods import Method, MethodRunner, set_method
+from hf_ckpt.recovery.instance_methods import Method, set_method
 from hf_ckpt.recovery.ladder import Ladder, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.recovery.training_step import TrainingSteps
-from hf_ckpt.trainer.saved_files import write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
 
 if TYPE_CHECKING:
@@ -112,14 +111,16 @@ class Recovery:
         # Where micro-batches run under several plans, all have to give the same bits.
         self._is_exact = is_exact or store.num_processes() > 1
         self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
-        self._end = None if store.num_processes() == 1 else _clean_end(trainer, run, self.save)
+        self._end = (
+            None if store.num_processes() == 1 else CleanEnd(trainer, run, self.save, is_whole=_is_whole(trainer))
+        )
         data_parallel = None
         if self._end is not None and why_not is None:
             data_parallel = DataParallel(trainer.model_wrapped)
         self._steps = TrainingSteps(trainer, run.model, self._escalation, planning, (run.clock,), data_parallel)
         self._optimizer_steps = OptimizerSteps(trainer)
         self._evaluation = EvaluationRecovery(trainer)
-        self._parts: dict[str, MethodRunner] = {
+        self._parts: dict[str, TrainingSteps | EvaluationRecovery | OptimizerSteps | EndingPart] = {
             "training_step": self._steps,
             "prediction_step": self._evaluation,
             "clip_grad_norm_": EndingPart(
@@ -258,14 +259,6 @@ def begin(
         logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
     return make(why) if why is None or (ends_others and not args.auto_find_batch_size) else None
-
-
-def _clean_end(trainer: Any, run: TrainingRun, save: Callable[[Path], None]) -> CleanEnd:
-    def write_more(folder: Path) -> None:
-        write_plan(run.applied.plan, folder)
-        save(folder)
-
-    return CleanEnd(trainer, run.report_error, write_more, is_whole=_is_whole(trainer))
 
 
 def _is_whole(trainer: Any) -> bool:
