@@ -179,14 +179,14 @@ class StackPatch:
     def _log_or_raise(self, lost: list[Change]) -> None:
         for change in lost:
             if change.name == FORWARD:
+                by = qualified_name(change.module.__dict__.get(FORWARD))
                 raise PlanMismatchError(
-                    f"The forward of {change.path} was replaced by {_name_of(change.module.__dict__.get(FORWARD))} "
-                    "after the policy was applied, so that the plan is no longer in force there. Apply the policy "
-                    "after that call."
+                    f"The forward of {change.path} was replaced by {by} after the policy was applied, so that the plan "
+                    "is no longer in force there. Apply the policy after that call."
                 )
         in_layers = [change for change in lost if change.path.startswith(f"{self.path}.")]
         if in_layers and not self._is_logged:
-            by = _name_of(in_layers[0].module.__dict__.get(FUNCTION))
+            by = qualified_name(in_layers[0].module.__dict__.get(FUNCTION))
             logger.info(
                 "%d layers of %s were switched to another activation checkpointing (%s) after the policy was applied; "
                 "the policy is in force again.",
@@ -274,9 +274,9 @@ def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict
         patch.pause()
 
 
-def _name_of(function: object) -> str:
-    """Return the dotted name of a function, looking through `partial`s, for messages."""
-    while isinstance(function, partial):
-        function = function.func
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    return f"{module}.{name}" if name else repr(function)
+def qualified_name(value: object) -> str:
+    """Return the dotted name of a function or a value for a message, looking through `partial`s."""
+    while isinstance(value, partial):
+        value = value.func
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return f"{module}.{name}" if name else repr(value)

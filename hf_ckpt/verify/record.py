@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.regions.head import DeferredLogits
@@ -380,14 +381,6 @@ def plain_attributes(module: nn.Module) -> State:
         ):
             found.update((f"{name}[{key}]", item) for key, item in value.items())
     return found
-
-
-def qualified_name(value: object) -> str:
-    """Return the name of a function or a value for a message, looking through `partial`s."""
-    while isinstance(value, partial):
-        value = value.func
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    return f"{module}.{name}" if name else repr(value)
 
 
 def _state_of(module: nn.Module) -> State:

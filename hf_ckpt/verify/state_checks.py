@@ -10,17 +10,17 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
-from hf_ckpt.verify.record import Record, RecordedMicroBatch, UserHook, WatchedLayer, qualified_name, tensor_digest
+from hf_ckpt.verify.record import Record, RecordedMicroBatch, UserHook, WatchedLayer, tensor_digest
 from hf_ckpt.verify.report import Check, Verdict, listed, numbered
 
 FORWARDS = "forward counts"
@@ -436,7 +436,7 @@ class UserHooks:
             id(module.config) for module in model.modules() if hasattr(module, "config")
         }
         self._found = [
-            _FoundHook(path, kind, function, visible_state(function, self._known))
+            (path, kind, function, visible_state(function, self._known))
             for path, module in model.named_modules()
             for kind, function in _functions_on(module)
             if not _is_from_library(function)
@@ -446,22 +446,14 @@ class UserHooks:
         """Return the hooks with what was added to their visible state since. Counts are by (path, in backward)."""
         return [
             UserHook(
-                path=found.path,
-                kind=found.kind,
-                name=qualified_name(found.function),
-                change=_added_state(found.state_before, visible_state(found.function, self._known)),
-                runs_again=0 if "backward" in found.kind else forward_counts[found.path, True],
+                path=path,
+                kind=kind,
+                name=qualified_name(function),
+                change=_added_state(state_before, visible_state(function, self._known)),
+                runs_again=0 if "backward" in kind else forward_counts[path, True],
             )
-            for found in self._found
+            for path, kind, function, state_before in self._found
         ]
-
-
-@dataclass
-class _FoundHook:
-    path: str
-    kind: str
-    function: Callable[..., Any]
-    state_before: Any
 
 
 def _functions_on(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
