@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -265,7 +266,7 @@ def _outermost_lists(model: nn.Module, is_layer: Callable[[nn.Module], bool]) ->
 
 def _stack(model: nn.Module, path: str, modules: Sequence[nn.Module], finder: PartFinder) -> Stack:
     owner_path, owner = _owner(model, path)
-    config = _nearest_config(model, owner_path)
+    config = nearest_config(model, owner_path)
     roles = _roles(path, model, owner_path)
     trainable = _trains_before(model, path, roles)
     layers = []
@@ -300,7 +301,7 @@ def _layer_type(module: nn.Module, config: object, idx: int, num_layers: int) ->
     return None
 
 
-def _nearest_config(model: nn.Module, path: str) -> object:
+def nearest_config(model: nn.Module, path: str) -> Any:
     """Return the config of the module at `path` or of the nearest one around it."""
     names = path.split(".") if path else []
     for length in range(len(names), -1, -1):

@@ -30,7 +30,7 @@ from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, Values
-from hf_ckpt.structure.layers import Stack, find_layers
+from hf_ckpt.structure.layers import Stack, find_layers, nearest_config
 from hf_ckpt.verify import processes, reduce_depth, reduce_widths
 from hf_ckpt.verify.reduce_depth import KeptStack
 from hf_ckpt.verify.reduce_widths import make_weights, with_special_tokens
@@ -190,12 +190,12 @@ def _shallow(
         fewer = _with_fewer_layers(fields, full, kept)
         planned = replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder))
         section = write_config(fewer, recipe, found, folder / f"layers-{number}")
-        try:
-            for candidate in _with_adapters(planned, full, kept):
-                if _is_equivalent(candidate, section, full, kept):
-                    return candidate, fewer, kept
-        except HFCkptError:
-            continue
+        for candidate in _with_adapters(planned, full, kept):
+            try:
+                _checked(candidate, section, full, kept)
+            except HFCkptError:
+                continue
+            return candidate, fewer, kept
     kept = tuple(reduce_depth.all_layers(stack, plan) for stack, plan in _stacks_with_plans(full))
     return replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder)), fields, kept
 
@@ -222,7 +222,7 @@ def _stacks_with_plans(full: MetaModel) -> Iterator[tuple[Stack, Any]]:
 def _with_fewer_layers(fields: Values, full: MetaModel, kept: Sequence[KeptStack]) -> dict[str, Any]:
     changed: dict[str, Any] = dict(fields)
     for stack, left in zip(full.stacks, kept, strict=True):
-        place = _path_to(full.model.config, _config_of(full.model, stack))
+        place = _path_to(full.model.config, nearest_config(full.model, stack.path.rpartition(".")[0]))
         changed = _with_layers_at(changed, place, left)
     return changed
 
@@ -231,13 +231,6 @@ def _with_layers_at(fields: Values, place: tuple[str, ...], kept: KeptStack) -> 
     if not place:
         return reduce_depth.with_fewer_layers(fields, kept)
     return {**fields, place[0]: _with_layers_at(fields[place[0]], place[1:], kept)}
-
-
-def _config_of(model: nn.Module, stack: Stack) -> Any:
-    """Return the config of the module that runs a stack, or of the nearest one around it."""
-    names = stack.path.split(".")
-    modules = (model.get_submodule(".".join(names[:length])) for length in range(len(names) - 1, -1, -1))
-    return next(config for module in modules if (config := getattr(module, "config", None)) is not None)
 
 
 def _path_to(config: PreTrainedConfig, part: PreTrainedConfig) -> tuple[str, ...]:
@@ -274,14 +267,6 @@ def _with_adapters(recipe: Recipe, full: MetaModel, kept: Sequence[KeptStack]) -
     if section is not None and section["type"] == "lora":
         wanted = reduce_depth.adapters_of_kept(reduce_depth.adapters_of(full.model), kept)
         yield replace(recipe, lora=None, adapter=reduce_depth.explicit_section(section, wanted))
-
-
-def _is_equivalent(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[KeptStack]) -> bool:
-    try:
-        _checked(recipe, section, full, kept)
-    except HFCkptError:
-        return False
-    return True
 
 
 def _checked(recipe: Recipe, section: Values, full: MetaModel, kept: Sequence[KeptStack]) -> MetaModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,16 +153,10 @@ def _compare_logits(name: str, what: str, inputs: TrialInputs, trials: Trials, m
 
 
 def _logits(inputs: TrialInputs, model: nn.Module, device: str) -> Tensor:
-    return prompt_logits(model, inputs.prompt().to(device), _autocast(inputs, device))
-
-
-def _autocast(inputs: TrialInputs, device: str) -> AbstractContextManager[Any]:
     training = inputs.recipe.training
-    dtype = next((dtype for key, dtype in _AUTOCAST.items() if training.get(key)), None)
-    return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
-
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = torch.bfloat16 if training.get("bf16") else torch.float16 if training.get("fp16") else None
+    autocast = nullcontext() if dtype is None else torch.autocast(device, dtype)
+    return prompt_logits(model, inputs.prompt().to(device), autocast)
 
 
 def _check_merge(inputs: TrialInputs, planned: Record) -> Check:

@@ -328,11 +328,28 @@ class _Trial:
         record.logits = prompt_logits(model, ids, autocast)
         record.generated["after training"] = self.generate(trainer)
 
-    def generate(self, trainer: RecordingTrainer) -> Any:
-        """Generate with the model as it is now, in training or evaluation mode."""
+    def generate(self, trainer: RecordingTrainer) -> tuple[int, ...] | str:
+        """Generate a fixed number of tokens greedily with the model as it is, in training or evaluation mode.
+
+        Leaves the run's random state alone. Where it cannot, returns why.
+        """
         if not self.record.can_save_model:
             return "FSDP1 has the weights in its wrappers"
-        return generate_tokens(trainer, self.model, self.inputs.prompt(), self.inputs.tokenizer.pad_token_id)
+        ids = self.inputs.prompt().to(trainer.args.device)
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), trainer.autocast_smart_context_manager():
+            try:
+                output = self.model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=_NUM_GENERATED,
+                    min_new_tokens=_NUM_GENERATED,
+                    do_sample=False,
+                    pad_token_id=self.inputs.tokenizer.pad_token_id,
+                )
+            except Exception as error:  # noqa: BLE001  # any model's own code; the reference shows whose fault it is
+                return f"{type(error).__name__}: {error}"
+        return tuple(output[0, ids.shape[1] :].tolist())
 
 
 class RecordingTrainer(Trainer):
@@ -494,25 +511,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return None if parameter.grad is None else local_shard(parameter.grad).detach()
 
 
-# --- Generation, logits and use_cache. ---
-
-
-def generate_tokens(trainer: Trainer, model: Any, prompt: Tensor, pad_token_id: int | None) -> tuple[int, ...] | str:
-    """Generate a fixed number of tokens greedily, leaving the run's random state alone; or return why it cannot."""
-    ids = prompt.to(trainer.args.device)
-    with torch.no_grad(), _preserved_random_state(), trainer.autocast_smart_context_manager():
-        try:
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=_NUM_GENERATED,
-                min_new_tokens=_NUM_GENERATED,
-                do_sample=False,
-                pad_token_id=pad_token_id,
-            )
-        except Exception as error:  # noqa: BLE001  # any model's own code; the reference shows whether it is the plan
-            return f"{type(error).__name__}: {error}"
-    return tuple(output[0, ids.shape[1] :].tolist())
+# --- Logits and use_cache. ---
 
 
 def prompt_logits(model: nn.Module, ids: Tensor, autocast: AbstractContextManager[Any]) -> Tensor:
@@ -521,13 +520,6 @@ def prompt_logits(model: nn.Module, ids: Tensor, autocast: AbstractContextManage
     with torch.no_grad(), autocast:
         logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     return logits.float().cpu()
-
-
-@contextmanager
-def _preserved_random_state() -> Iterator[None]:
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 def use_cache_of(model: nn.Module) -> dict[str, object]:
