@@ -26,7 +26,7 @@ import sys
 import warnings
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,75 +35,41 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.offload.transfer import Buffer, DeviceMemory, HostAllocation, TensorLayout
 
 
-class StreamDevice(Protocol):
-    """What the wire needs of a device: `CudaDevice`, or something that tests put in its place."""
-
-    def is_capturing(self, device: torch.device) -> bool:
-        """Whether the current stream is being captured into a graph."""
-
-    def current_stream(self, device: torch.device) -> Any:
-        """Return the stream that work for the device is given to in this thread."""
-
-    def new_stream(self, device: torch.device) -> Any:
-        """Make a stream."""
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream the current one for a while."""
-
-    def record_event(self, stream: Any) -> Any:
-        """Return an event that is reached when a stream has done what it was given."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Give a copy to the current stream, and return at once."""
-
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Give a tensor's memory back, when it is freed, only behind what a stream has been given by then."""
-
-    def allocate(self, num_bytes: int) -> HostAllocation:
-        """Allocate pinned memory."""
-
-    def memory(self, device: torch.device) -> DeviceMemory:
-        """Return how full the device is."""
-
-    def reset_peak(self, device: torch.device) -> None:
-        """Restart the peak of `memory`."""
-
-
 class CudaDevice:
-    """The `StreamDevice` of torch.cuda."""
+    """What the wire needs of torch.cuda; tests put something else in its place."""
 
     def __init__(self) -> None:
         self._pins_pages = sys.platform == "linux"
 
     def is_capturing(self, device: torch.device) -> bool:
-        """See `StreamDevice`."""
+        """Whether the current stream is being captured into a graph."""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """See `StreamDevice`."""
+        """Return the stream that work for the device is given to in this thread."""
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """See `StreamDevice`."""
+        """Make a stream."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """See `StreamDevice`."""
+        """Make a stream the current one for a while."""
         return torch.cuda.stream(stream)
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Record an event whose time can be read."""
+        """Return an event that is reached when a stream has done what it was given; its time can be read."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy without waiting; the host's side is pinned."""
+        """Give a copy to the current stream, and return at once; the host's side is pinned."""
         target.copy_(source, non_blocking=True)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """See `StreamDevice`."""
+        """Give a tensor's memory back, when it is freed, only behind what a stream has been given by then."""
         tensor.record_stream(stream)
 
     def allocate(self, num_bytes: int) -> HostAllocation:
@@ -141,7 +107,7 @@ class CudaWire:
     # CUDA cannot be used there, and pinned pages are not shared with it.
     survives_fork = False
 
-    def __init__(self, device: StreamDevice | None = None) -> None:
+    def __init__(self, device: CudaDevice | None = None) -> None:
         self._device = device or CudaDevice()
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
@@ -243,7 +209,7 @@ class CudaCopy:
 class CudaIncomingTensor:
     """A tensor that is being filled; its memory belongs to the stream that asked for it."""
 
-    def __init__(self, device: StreamDevice, tensor: Tensor, layout: TensorLayout, copy: CudaCopy) -> None:
+    def __init__(self, device: CudaDevice, tensor: Tensor, layout: TensorLayout, copy: CudaCopy) -> None:
         self._device = device
         self._tensor: Tensor | None = tensor
         self._layout = layout

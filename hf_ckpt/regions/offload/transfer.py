@@ -196,19 +196,26 @@ class TimedEvent(Protocol):
 
 
 class AsyncCopy(Protocol):
-    """One copy between a device and a buffer in host memory, under way or done."""
+    """One copy between a device and a buffer in host memory, under way or done.
+
+    Inherit from this class: what has a body below may be left as it is, for a copy that is done when it is returned.
+    """
 
     def synchronize(self) -> None:
         """Make the calling thread wait until the copy is complete."""
+        return
 
     def wait_home_stream(self) -> None:
         """Make the stream that asked for the copy wait for it, with all that the stream is given from now on."""
+        return
 
     def wait_stream(self, stream: Any) -> None:
         """Make a stream (one of the wire's own kind) wait for the copy, with all that it is given from now on."""
+        return
 
     def events(self) -> tuple[TimedEvent, TimedEvent] | None:
         """Return the events at which the copy began and ended; None if they cannot be timed."""
+        return None
 
 
 class HostAllocation(Protocol):
@@ -257,10 +264,12 @@ class IncomingTensor(Protocol):
 class Wire(Protocol):
     """Copies between one kind of device and buffers in host memory, while the device computes.
 
-    Each copy is left on its buffer as the last one that used it.
+    Each copy is left on its buffer as the last one that used it. Inherit from this class: what has a body below may be
+    left as it is.
     """
 
-    survives_fork: bool
+    survives_fork: bool = True
+    """See `Link`."""
 
     def check(self, device: torch.device) -> None:
         """Check that the device can be given copies now. Called before anything is allocated or started for a copy.
@@ -268,6 +277,7 @@ class Wire(Protocol):
         Raises:
             UnsupportedError: it cannot.
         """
+        return
 
     def send(self, source: Tensor, buffer: Buffer) -> AsyncCopy:
         """Start copying bytes [n] on a device into a buffer of at least n bytes.
@@ -289,21 +299,22 @@ class Wire(Protocol):
 
     def reset_peak(self, device: torch.device) -> None:
         """See `Link`."""
+        return
 
     def record_event(self, device: torch.device) -> TimedEvent | None:
         """See `Link`."""
+        return None
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
         """See `Link`."""
+        return None
 
 
-class SynchronousWire:
-    """Copies that are complete when the call returns: on the CPU, and on devices without streams of their own."""
+class SynchronousWire(Wire):
+    """Copies that are complete when the call returns: on the CPU, and on devices without streams of their own.
 
-    survives_fork = True
-
-    def check(self, device: torch.device) -> None:
-        """Copies can be made at any time."""
+    Nothing runs at the same time as a copy, so there is nothing to time.
+    """
 
     def send(self, source: Tensor, buffer: Buffer) -> CompletedCopy:
         """Copy bytes into a buffer."""
@@ -321,33 +332,9 @@ class SynchronousWire:
         """Allocate pageable memory."""
         return PageableMemory(num_bytes)
 
-    def record_event(self, device: torch.device) -> TimedEvent | None:
-        """Nothing runs at the same time as a copy, so there is nothing to time."""
-        return None
 
-    def memory(self, device: torch.device) -> DeviceMemory | None:
-        """Used only where copies are timed."""
-        return None
-
-    def reset_peak(self, device: torch.device) -> None:
-        """Used only where copies are timed."""
-
-
-class CompletedCopy:
+class CompletedCopy(AsyncCopy):
     """A copy that is done: nobody waits for it, and it has no times."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def wait_home_stream(self) -> None:
-        """Do nothing."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing."""
-
-    def events(self) -> None:
-        """Nothing was timed."""
-        return
 
 
 class ArrivedTensor:
