@@ -16,10 +16,9 @@ def reason_not_offloaded(tensor: Tensor, min_bytes: int) -> str | None:
         return "kept by the model or by autograd anyway"
     if not _is_plain(tensor):
         return "no plain tensor"
-    num_bytes = bytes_of(tensor)
-    if num_bytes < min_bytes:
+    if tensor.nbytes < min_bytes:
         return f"smaller than min_bytes={min_bytes}"
-    if num_bytes > _span(tensor) * tensor.element_size():
+    if tensor.nbytes > _span(tensor) * tensor.element_size():
         return "larger than the memory behind it (expanded)"
     if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
         # The same values elsewhere could be multiplied by another kernel, which need not agree in the last bit.
@@ -44,8 +43,3 @@ def _is_kept_anyway(tensor: Tensor) -> bool:
 def _span(tensor: Tensor) -> int:
     """Return the elements from the first to the last in memory, both and the gaps included."""
     return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ from hf_ckpt.policy.options import TO_DISK, Offload
 from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_of
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink
-from hf_ckpt.regions.offload.eligible_tensors import bytes_of, reason_not_offloaded
+from hf_ckpt.regions.offload.eligible_tensors import reason_not_offloaded
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.pacing import (
@@ -233,12 +233,12 @@ class Offloader:
             if reason is None and not self._has_link_for(tensor.device):
                 reason = f"on {tensor.device.type}"
             if reason is not None:
-                self._counts.count_not_offloaded(reason)
+                self._counts.num_not_offloaded[reason] += 1
                 return tensor
             group, order = self._group(tensor.device, scope)
             sent = self._sent_before(tensor)
             if sent is not None and sent not in group.items():
-                self._counts.count_not_offloaded("saved by several layers, which would all have to fetch it")
+                self._counts.num_not_offloaded["saved by several layers, which would all have to fetch it"] += 1
                 return tensor
             if sent is None:
                 sent = self._send(tensor, scope, scope if is_made_here else None)
@@ -265,13 +265,17 @@ class Offloader:
         handle = self._link.send(tensor)
         self._pending.append(PendingCopy(handle, tensor, tensor._version, made_in))
         storage, key = storage_key(tensor)
-        sent = SentTensor(handle, bytes_of(tensor), self._start_pid)
+        sent = SentTensor(handle, tensor.nbytes, self._start_pid)
         self._sent[key] = weakref.ref(sent)
         # Not `__del__`: while that runs, another thread can still reach the object through a weak reference.
         weakref.finalize(
             sent, self._release_later, ReleasedTensor(handle, sent.num_bytes, self._start_pid, key, storage)
         ).atexit = False
-        self._counts.count_sent(sent.num_bytes)
+        counts = self._counts
+        counts.num_tensors += 1
+        counts.bytes_out += sent.num_bytes
+        counts.num_live += 1
+        counts.live_bytes += sent.num_bytes
         is_first, scope.num_bytes = not scope.num_bytes, scope.num_bytes + sent.num_bytes
         self._tuner.note_sent(self._link, handle, tensor.device, scope.num_bytes, is_first=is_first)
         return sent
@@ -378,7 +382,8 @@ class Offloader:
         reference = self._sent.get(released.key)
         if reference is not None and reference() is None:
             del self._sent[released.key]
-        self._counts.count_released(released.num_bytes)
+        self._counts.num_live -= 1
+        self._counts.live_bytes -= released.num_bytes
         self._link.release(released.handle)
 
     @property
@@ -419,23 +424,17 @@ class Offloader:
 
 def unpack(packed: PackedTensor | Tensor) -> Tensor:
     """Return the tensor that `OffloadScope.pack` or `OffloadKeeper.put` was given."""
-    return packed.get() if isinstance(packed, PackedTensor) else packed
+    return packed.offloader.receive_packed(packed) if isinstance(packed, PackedTensor) else packed
 
 
+@dataclass(slots=True, eq=False)
 class PackedTensor:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("group", "offloader", "order", "sent")
-
-    def __init__(self, offloader: Offloader, sent: SentTensor, group: SentGroup, order: PrefetchOrder) -> None:
-        self.offloader = offloader
-        self.sent = sent
-        self.group = group
-        self.order = order
-
-    def get(self) -> Tensor:
-        """Return the tensor, and start bringing back what backward asks for next."""
-        return self.offloader.receive_packed(self)
+    offloader: Offloader
+    sent: SentTensor
+    group: SentGroup
+    order: PrefetchOrder
 
 
 class OffloadScope:
@@ -510,23 +509,7 @@ class OffloadCounts:
     num_live: int = 0
     live_bytes: int = 0
     num_forwards: int = 0
-    num_not_offloaded: dict[str, int] = field(default_factory=dict)
-
-    def count_not_offloaded(self, reason: str) -> None:
-        """Count a tensor that stayed, by the reason."""
-        self.num_not_offloaded[reason] = self.num_not_offloaded.get(reason, 0) + 1
-
-    def count_sent(self, num_bytes: int) -> None:
-        """Count a tensor that was sent away."""
-        self.num_tensors += 1
-        self.bytes_out += num_bytes
-        self.num_live += 1
-        self.live_bytes += num_bytes
-
-    def count_released(self, num_bytes: int) -> None:
-        """Count a tensor that nobody needs any more."""
-        self.num_live -= 1
-        self.live_bytes -= num_bytes
+    num_not_offloaded: Counter[str] = field(default_factory=Counter)
 
 
 def link_for(settings: Offload, device: torch.device) -> tuple[Link, str]:
@@ -536,12 +519,9 @@ def link_for(settings: Offload, device: torch.device) -> tuple[Link, str]:
         PolicyError: disk was asked for, and nothing can be written there.
     """
     kind = device.type
-    wire, limits = _wire(kind), HostLimits(settings.host_memory, trusts=settings.trust_host_memory)
+    wire: Wire = CudaWire() if kind == "cuda" else SynchronousWire()
+    limits = HostLimits(settings.host_memory, trusts=settings.trust_host_memory)
     if settings.to == TO_DISK:
         assert settings.path is not None, "parse_offload has seen to that"
         return DiskLink(wire, limits, settings.path), kind
     return HostLink(wire, limits), kind
-
-
-def _wire(kind: str) -> Wire:
-    return CudaWire() if kind == "cuda" else SynchronousWire()

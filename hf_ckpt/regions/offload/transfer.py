@@ -39,7 +39,7 @@ class TensorLayout:
     def flat(self, tensor: Tensor) -> Tensor:
         """Return the elements of such a tensor as bytes [num_bytes]: a view if it has no gaps, else a copy."""
         plain = tensor.resolve_conj().resolve_neg()
-        dense = plain if _has_no_gaps(plain) else plain.contiguous()
+        dense = plain if _is_dense(plain.shape, plain.stride()) else plain.contiguous()
         return _bytes_in_memory(dense)
 
     def empty(self) -> tuple[Tensor, Tensor]:
@@ -47,8 +47,10 @@ class TensorLayout:
 
         If the layout has gaps, the new tensor is dense; `finish` makes the gaps.
         """
-        strides = self.strides if not self._has_gaps() else _contiguous(self.shape)
-        tensor = torch.empty_strided(self.shape, strides, dtype=self.dtype, device=self.device)
+        if self._has_gaps():
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         return tensor, _bytes_in_memory(tensor)
 
     def finish(self, tensor: Tensor) -> Tensor:
@@ -72,10 +74,6 @@ def storage_key(tensor: Tensor) -> tuple[StorageWeakRef, StorageKey]:
     return storage, (*where, tensor.dtype, tensor._version)
 
 
-def _has_no_gaps(tensor: Tensor) -> bool:
-    return _is_dense(tensor.shape, tensor.stride())
-
-
 def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     expected = 1
     for stride, length in sorted(
@@ -85,14 +83,6 @@ def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
             return False
         expected *= length
     return True
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for length in reversed(shape):
-        strides.append(stride)
-        stride *= length
-    return tuple(reversed(strides))
 
 
 def _bytes_in_memory(tensor: Tensor) -> Tensor:
@@ -198,7 +188,7 @@ class TimedEvent(Protocol):
 class AsyncCopy(Protocol):
     """One copy between a device and a buffer in host memory, under way or done.
 
-    Inherit from this class: what has a body below may be left as it is, for a copy that is done when it is returned.
+    Who inherits from this class may leave what has a body below as it is: of a copy that is done when it is returned.
     """
 
     def synchronize(self) -> None:
@@ -264,8 +254,8 @@ class IncomingTensor(Protocol):
 class Wire(Protocol):
     """Copies between one kind of device and buffers in host memory, while the device computes.
 
-    Each copy is left on its buffer as the last one that used it. Inherit from this class: what has a body below may be
-    left as it is.
+    Each copy is left on its buffer as the last one that used it. Who inherits from this class may leave what has a body
+    below as it is.
     """
 
     survives_fork: bool = True
