@@ -479,13 +479,14 @@ def _others(hooks: Sequence[dict[int, Any]]) -> list[list[int]]:
 
 def _numbers_of_ours(hooks: Sequence[dict[int, Any]]) -> set[int]:
     # The dictionaries after the main ones say how a hook is called.
-    return {number for each in hooks[: len(_MAIN_HOOKS)] for number, hook in each.items() if _is_ours(hook)}
+    return {number for each in hooks[: len(_MAIN_HOOKS)] for number, hook in each.items() if is_ours(hook)}
 
 
-def _is_ours(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == "hf_ckpt"
+def is_ours(value: Any) -> bool:
+    """Whether a function, such as a hook, or a class is of this package."""
+    while isinstance(value, partial):
+        value = value.func
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "hf_ckpt"
 
 
 _MISSING = object()

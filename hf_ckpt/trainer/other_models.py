@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_ckpt.regions.module_state import is_ours
+
 _MAX_DEPTH = 6
 """Steps from the Trainer or a callback."""
 _MAX_ENTRIES = 500
@@ -91,7 +93,8 @@ def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     holders = (trainer, *getattr(handler, "callbacks", ()))
     search = _ObjectSearch(holders)
     for holder in holders:
-        if _is_ours(type(holder)):
+        # This package holds batches and gradients that are counted elsewhere.
+        if is_ours(type(holder)):
             continue
         for name, value in getattr(holder, "__dict__", {}).items():
             if holder is not trainer or name not in _DATA:
@@ -132,7 +135,7 @@ def _leads_to(value: Any) -> Iterable[Any]:
             return ()
         return list(value.values()) if isinstance(value, Mapping) else list(value)
     if isinstance(value, partial):
-        if _is_ours(value.func):
+        if is_ours(value.func):
             return ()
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):
@@ -165,11 +168,6 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def _is_ours(value: Any) -> bool:
-    """Whether a class or function is of this package, which holds batches and gradients that are counted elsewhere."""
-    return str(getattr(value, "__module__", "")).startswith("hf_ckpt.")
 
 
 def _is_of_library(module: str | None) -> bool:

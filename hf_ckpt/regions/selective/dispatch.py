@@ -26,21 +26,17 @@ from hf_ckpt.regions.selective.save_rules import OperatorKind, OperatorRole, ope
 _KEY_NAME = "Fake"
 
 
-class OperatorReceiver(Protocol):
-    """What is given operators."""
+class RegionRun(Protocol):
+    """One run of a region, which is given operators: the forward, or a recomputation of it."""
+
+    modules: list[str]
+    """Globs that the modules which run now match, one entry for each module."""
 
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """Return what an operator returns; `call(*args, **kwargs)` runs it."""
 
     def note_view(self, tensor: Tensor, view: Tensor) -> None:
         """Note that a tensor got a view that counts its own writes: products of 3-D input have such."""
-
-
-class RegionRun(OperatorReceiver, Protocol):
-    """One run of a region: the forward, or a recomputation of it."""
-
-    modules: list[str]
-    """Globs that the modules which run now match, one entry for each module."""
 
     def enter_module(self, module: nn.Module, args: Any) -> None:
         """Note that the forward of a linear or adapted layer begins (`linears`)."""
@@ -49,28 +45,22 @@ class RegionRun(OperatorReceiver, Protocol):
         """Note that it ends. Return what takes the place of its output; None to leave that."""
 
 
-class _ActiveRun(threading.local):
-    """The run of a region in this thread: backward runs in others than forward, and replicas of a model in one each."""
-
-    run: RegionRun | None = None
-
-
-ACTIVE = _ActiveRun()
-
-
 class InterceptionState(NamedTuple):
     """Whether the key is set in this thread, for which region, and how many dispatch modes there were at that time."""
 
     is_on: bool = False
-    receiver: OperatorReceiver | None = None
+    receiver: RegionRun | None = None
     num_modes: int = 0
 
 
-class _State(threading.local):
-    current = InterceptionState()
+class _ThreadState(threading.local):
+    """What holds in this thread: backward runs in others than forward, and replicas of a model in one each."""
+
+    run: RegionRun | None = None
+    interception = InterceptionState()
 
 
-_STATE = _State()
+ACTIVE = _ThreadState()
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstream
@@ -162,31 +152,31 @@ def register_kernels(functions: Iterable[Any]) -> None:
             kernels.add(function._schema)
 
 
-def begin_interception(receiver: OperatorReceiver) -> InterceptionState:
+def begin_interception(receiver: RegionRun) -> InterceptionState:
     """Give the operators that matter to a receiver from now on, in this thread; return the state from before.
 
     `register_kernels` has been called.
     """
-    previous = _STATE.current
-    _STATE.current = InterceptionState(True, receiver, torch._C._len_torch_dispatch_stack())
+    previous = ACTIVE.interception
+    ACTIVE.interception = InterceptionState(True, receiver, torch._C._len_torch_dispatch_stack())
     torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, True)
     return previous
 
 
 def pause_interception() -> InterceptionState:
     """Give no operators away from now on, in this thread, even inside of a region; return the state from before."""
-    previous = _STATE.current
+    previous = ACTIVE.interception
     if previous.is_on:
-        _STATE.current = InterceptionState()
+        ACTIVE.interception = InterceptionState()
         torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, False)
     return previous
 
 
 def restore_interception(previous: InterceptionState) -> None:
     """Go back to a state from before."""
-    if previous.is_on is not _STATE.current.is_on:
+    if previous.is_on is not ACTIVE.interception.is_on:
         torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, previous.is_on)
-    _STATE.current = previous
+    ACTIVE.interception = previous
 
 
 class _KernelRegistry:
@@ -254,7 +244,7 @@ class _Kernel:
         if self._function is None:
             self._find()
         call = partial(self._redispatch, keyset & self._below)
-        _, receiver, num_modes = _STATE.current
+        _, receiver, num_modes = ACTIVE.interception
         # What an operator calls inside of itself is its own affair.
         torch._C._dispatch_tls_set_dispatch_key_included(self._key, False)
         try:
@@ -270,7 +260,7 @@ class _Kernel:
 def _view(below: Any, keyset: Any, tensor: Tensor, size: Any) -> Tensor:
     """The kernel of `_unsafe_view`."""
     view: Tensor = torch.ops.aten._unsafe_view.default.redispatch(keyset & below, tensor, size)
-    receiver = _STATE.current.receiver
+    receiver = ACTIVE.interception.receiver
     if receiver is not None:
         receiver.note_view(tensor, view)
     return view

@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError, did_you_mean
@@ -139,7 +138,7 @@ class KeptOutputs:
     # --- Forward. ---
 
     def keep(self, number: CallId, kind: OperatorKind, args: Any, kwargs: Any, output: Any) -> None:
-        """Keep what an operator returned; it has to be new memory."""
+        """Keep what an operator, or a linear or adapted layer, returned; it has to be new memory."""
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         is_copied = number in self._coverage.rewritten_calls
         detach = Tensor.clone if is_copied else Tensor.detach
@@ -152,17 +151,6 @@ class KeptOutputs:
         self._enter(number, entry, tensors)
         if not self._sees_writes and not is_copied:
             entry.returned = [(tensor, tensor._version) for tensor in tensors_in([output])]
-
-    def keep_module(self, number: CallId, output: Tensor) -> None:
-        """Keep what a linear or adapted layer returned."""
-        is_copied = number in self._coverage.rewritten_calls
-        detached = output.clone() if is_copied else output.detach()
-        entry = _KeptOutput(LINEAR_LAYER, detached, (), None, self._num_kept)
-        if self._checks_writes:
-            entry.sums = _sums([detached])
-        self._enter(number, entry, [detached])
-        if not self._sees_writes and not is_copied:
-            entry.returned = [(output, output._version)]
 
     def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor]) -> None:
         self._num_kept += 1
@@ -188,7 +176,7 @@ class KeptOutputs:
                 if storage._cdata not in self._in_storage:
                     continue
                 for entry in self._in_storage.pop(storage._cdata, ()):
-                    self._coverage.note_write()
+                    self._coverage.has_writes = True
                     entry.output = tree_map_only(Tensor, partial(_copy_out_of, storage._cdata), entry.output)
 
     def note_saved(self) -> None:
@@ -203,7 +191,10 @@ class KeptOutputs:
         self._in_storage.clear()
         for number, entry in list(self._entries.items()):
             is_written = any(tensor._version != version for tensor, version in entry.returned)
-            if is_written or (entry.sums and not _are_equal(entry.sums, _sums(list(tensors_in(entry.output))))):
+            if entry.sums and not is_written:
+                sums = zip(entry.sums, _sums(list(tensors_in(entry.output))), strict=True)
+                is_written = not all(torch.equal(before, after) for before, after in sums)
+            if is_written:
                 self._coverage.note_unseen_write(number)
                 del self._entries[number]
         self.forget_returned()
@@ -309,11 +300,7 @@ class KeptOutputs:
         return self._keeper.get(handle.value).detach()
 
 
-class _NotKept:
-    """The class of `NOT_KEPT`."""
-
-
-NOT_KEPT = _NotKept()
+NOT_KEPT = object()
 """Stands for an output that is not there; operators may return None."""
 
 
@@ -339,21 +326,14 @@ def _copy_out_of(storage: int, tensor: Tensor) -> Tensor:
 
 
 def _sums(tensors: list[Tensor]) -> list[Tensor]:
-    """Return a sum over the bits of each tensor that has any."""
-    return [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors if _is_plain(tensor)]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided
+    """Return a sum over the bits of each tensor that has any: fake ones and other subclasses have none."""
+    plain = [tensor for tensor in tensors if type(tensor) is Tensor and tensor.layout is torch.strided]
+    return [_bits(tensor).sum(dtype=torch.int64) for tensor in plain]
 
 
 def _bits(tensor: Tensor) -> Tensor:
     whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
-
-
-def _are_equal(before: list[Tensor], after: list[Tensor]) -> bool:
-    return all(torch.equal(first, second) for first, second in zip(before, after, strict=True))
 
 
 class SaveCoverage:
@@ -389,10 +369,6 @@ class SaveCoverage:
     def allows_compiling(self) -> bool:
         """Whether a graph of the layers can be compiled and be exact: known once they were recomputed."""
         return self.is_complete and not self.has_writes
-
-    def note_write(self) -> None:
-        """Note that a layer wrote into an output that it keeps."""
-        self.has_writes = True
 
     def note_unseen_write(self, number: CallId) -> None:
         """Note that something which no operator reported wrote into the output of this call."""
@@ -446,28 +422,19 @@ class SaveCoverage:
         return True
 
     def begin_recomputation(self, *, uses_kernels: bool) -> None:
-        """Note that a recomputation begins.
+        """Note that a recomputation begins: every layer has run by now.
 
         Raises:
-            PlanMismatchError: see `check`.
+            PlanMismatchError: something that was required never occurred; names it, and what did occur.
         """
-        self.check()
+        if not self.is_complete:
+            for saves, occurred in self._occurred.items():
+                for name in saves.required:
+                    if name not in occurred:
+                        raise PlanMismatchError(self._message(saves, name))
+            self._forget()
+            self.is_complete = True
         self.has_recomputed_with_kernels |= uses_kernels
-
-    def check(self) -> None:
-        """Raise if something that was required never occurred. Every layer has run by now.
-
-        Raises:
-            PlanMismatchError: names it, and what did occur.
-        """
-        if self.is_complete:
-            return
-        for saves, occurred in self._occurred.items():
-            for name in saves.required:
-                if name not in occurred:
-                    raise PlanMismatchError(self._message(saves, name))
-        self._forget()
-        self.is_complete = True
 
     def _message(self, saves: SaveRules, name: str) -> str:
         where = f"the layers of {self._path}" if self._path else "the layers"

@@ -7,7 +7,7 @@ adapted layers] in `kept_outputs`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.regions.selective.dispatch import ACTIVE
 from hf_ckpt.regions.selective.save_rules import NARROW, OperatorKind
 
@@ -24,7 +25,6 @@ _LINEARS = frozenset({"torch.nn.modules.linear.Linear", "transformers.pytorch_ut
 _ADAPTED = frozenset({"peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit"})
 _PACKED = frozenset({"bitsandbytes.nn.modules.Linear4bit"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OURS = __name__.partition(".")[0] + "."
 
 
 def watch_linears(layer: nn.Module) -> Iterator[RemovableHandle]:
@@ -115,17 +115,10 @@ def _is_bare(module: nn.Module) -> bool:
     attributes = module.__dict__
     for name in _HOOKS:
         hooks = attributes[name]
-        if hooks and not all(map(_is_ours, hooks.values())):
+        # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
+        if hooks and not all(map(is_ours, hooks.values())):
             return False
     return True
-
-
-def _is_ours(hook: Any) -> bool:
-    if hook is _enter or hook is _leave:
-        return True
-    # Hooks of this package count, watch and name; none of them looks at numbers that are recomputed.
-    function = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(function, "__module__", "")).startswith(_OURS)
 
 
 def _is_one_of(module: nn.Module, names: frozenset[str]) -> bool:

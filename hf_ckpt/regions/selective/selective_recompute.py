@@ -211,7 +211,7 @@ class ForwardRun:
         self._num_whole = 0
 
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-        """See `OperatorReceiver`."""
+        """See `RegionRun`."""
         if kind.written:
             self._kept.before_write(kind, args, kwargs)
         output = call(*args, **kwargs)
@@ -229,7 +229,7 @@ class ForwardRun:
         return output
 
     def note_view(self, tensor: Tensor, view: Tensor) -> None:
-        """See `OperatorReceiver`."""
+        """See `RegionRun`."""
         self._kept.note_view(tensor, view)
 
     def _reasons(self, kind: OperatorKind, args: Any, is_attention: bool) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ class ForwardRun:
         dispatch.restore_interception(whole.previous)
         self._kept.modules[whole.number] = output.shape[-1], output.dtype, output.device
         if whole.is_kept and linears.is_worth_keeping(module, output):
-            self._kept.keep_module(whole.number, output)
+            self._kept.keep(whole.number, LINEAR_LAYER, (), {}, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class RecomputationRun:
         self._whole: list[_RecomputedLayer] = []
 
     def run(self, kind: OperatorKind, args: Any, kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-        """See `OperatorReceiver`."""
+        """See `RegionRun`."""
         if not self._may_keep[kind]:
             return call(*args, **kwargs)
         if self._whole and kind.role is OperatorRole.PRODUCT:
