@@ -227,14 +227,6 @@ class StateFingerprint:
         python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
         return cls(RandomState.of(list(tensors)), python, numpy, values, held)
 
-    def draws(self, after: StateFingerprint) -> bool:
-        """Whether torch drew random numbers between this state and a later one."""
-        return not self.random.is_same(after.random)
-
-    def is_at(self, other: StateFingerprint) -> bool:
-        """Whether torch's generators are at the same place."""
-        return self.random.is_same(other.random)
-
 
 def tensors_held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of a module, without those inside, and the tensors that it holds otherwise."""

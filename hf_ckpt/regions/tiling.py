@@ -73,12 +73,8 @@ class Tiling:
         self.proof = proof
         # Whether a call has shown that slices give what the whole gives.
         self.is_checked = False
+        # A simulation runs some of them only, of a tiling that recomputes: it knows what the others would do.
         self.slices_to_run: SlicesToRun = _all_slices
-
-    def use_slices(self, slices_to_run: SlicesToRun) -> None:
-        """Run some of the slices only: a simulation knows what the others would do."""
-        if self.recomputes:
-            self.slices_to_run = slices_to_run
 
     def __repr__(self) -> str:
         return f"Tiling({self.tiles!r}, recomputes={self.recomputes})"

@@ -66,7 +66,8 @@ class ValueProof:
 
     def _start(self) -> None:
         self.faults: dict[str, str] = {}
-        self._make_call_proof: CallProofFactory = _call_proof
+        # A simulated step puts its own in its place.
+        self.make_call_proof: CallProofFactory = _call_proof
         self._has_steps = False
         self._num_steps = 0
         self._is_open = False
@@ -119,14 +120,6 @@ class ValueProof:
     def unseen(self) -> list[str]:
         """The paths of regions that were never called, or that a compiler runs."""
         return [region.path for region in self._regions if not region.is_seen]
-
-    def use_call_proofs(self, factory: CallProofFactory) -> None:
-        """Check calls by other objects than `CallProof`, as in a simulated step."""
-        self._make_call_proof = factory
-
-    def call_proof(self, region: RegionProof, function: Function, tensors: Sequence[Any]) -> CallProof | None:
-        """Return the proof of a call of a region, or None. See `RegionProof.start_call`."""
-        return self._make_call_proof(region, function, tensors)
 
     # --- What regions report. ---
 
@@ -218,7 +211,7 @@ class RegionProof:
             return None
         if not _has_gradients(function, tensors):
             return None
-        call_proof = proof.call_proof(self, function, tensors)
+        call_proof = proof.make_call_proof(self, function, tensors)
         self._tries += call_proof is not None
         return call_proof
 
@@ -376,17 +369,16 @@ class CallProof:
         return [fingerprint(tensor, has_sketch=has_sketch) for tensor in tensors if is_plain(tensor)]
 
     @contextmanager
-    def _hooks(self, found: dict[str, list[Fingerprint]]) -> Iterator[None]:
-        """Fingerprint what the modules inside return while the block runs."""
+    def _hooks(self, found: Any) -> Iterator[None]:
+        """Fingerprint what the modules inside return while the block runs; see `_returned`."""
         with ExitStack() as hooks:
             for name, module in modules_inside(self._module):
                 handle = module.register_forward_hook(partial(self._returned, found, name))
                 hooks.callback(handle.remove)
             yield
 
-    def _returned(
-        self, found: dict[str, list[Fingerprint]], name: str, module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of the module with a name; `found` is a `_Run.modules` that is being filled."""
         if not torch.compiler.is_compiling():
             with _unobserved():
                 # With a sketch, which tells rounding from more, if no whole output will be there to compare.
@@ -400,7 +392,8 @@ class CallProof:
                 "fault of hf_ckpt: please report it, and use another mode meanwhile."
             )
         if all_equal(forward.outputs, again.outputs):
-            if forward.before.draws(forward.after) and not forward.after.is_at(again.after):
+            draws = not forward.before.random.is_same(forward.after.random)
+            if draws and not forward.after.random.is_same(again.after.random):
                 return (
                     "its random numbers are not those of the forward: the state of the generators was not brought back."
                 )
@@ -450,7 +443,7 @@ class CallProof:
 def _random_cause(forward: _Run, again: _Run) -> str | None:
     """Return what drew other random numbers, as a sentence; None if nothing did."""
     before, after, now = forward.before, forward.after, again.before
-    if before.draws(after) and not before.is_at(now):
+    if not before.random.is_same(after.random) and not before.random.is_same(now.random):
         return "The state of torch's generators was not brought back."
     if before.numpy != after.numpy:
         return "Its forward draws from numpy.random, which recomputation cannot bring back: draw from torch instead."
@@ -526,11 +519,8 @@ def _as_sentences(found: dict[str, str]) -> list[str]:
 
 
 def _call_proof(region: RegionProof, function: Function, tensors: Sequence[Any]) -> CallProof | None:
-    return CallProof(region, module_of(function)) if _is_possible(tensors) else None
-
-
-def _is_possible(tensors: Sequence[Any]) -> bool:
-    return all(is_plain(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    is_possible = all(is_plain(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    return CallProof(region, module_of(function)) if is_possible else None
 
 
 @contextmanager

@@ -7,15 +7,14 @@ only for the proof takes no time, so that a step's time is that of all later one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hf_ckpt.regions.execution_state import Function, module_of, modules_inside
+from hf_ckpt.regions.execution_state import Function, module_of
 from hf_ckpt.regions.fingerprints import scratch_bytes, tensors_held
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
@@ -50,7 +49,7 @@ class _SimulatedCall(CallProof):
         found = self._of_forward if is_forward else _Fingerprints()
         try:
             self._record_fingerprints(found, self._held())
-            with self._hooks_on_modules(found), _counted_saves(self._saved) as num_saved:
+            with self._hooks(found), _counted_saves(self._saved) as num_saved:
                 returned = function(*tensors)
             self._record_fingerprints(found, returned, sketch_bytes=_SKETCH_BYTES)
         finally:
@@ -93,14 +92,8 @@ class _SimulatedCall(CallProof):
         modules = () if self._module is None else self._module.modules()
         return [tensor for module in modules for _, tensor in tensors_held(module)]
 
-    @contextmanager
-    def _hooks_on_modules(self, found: _Fingerprints) -> Iterator[None]:
-        with ExitStack() as hooks:
-            for _, module in modules_inside(self._module):
-                hooks.callback(module.register_forward_hook(partial(self._module_returned, found)).remove)
-            yield
-
-    def _module_returned(self, found: _Fingerprints, module: nn.Module, args: Any, output: Any) -> None:
+    def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """See `CallProof`; `found` are `_Fingerprints`."""
         self._record_fingerprints(found, output)
 
     def _record_fingerprints(self, found: _Fingerprints, values: Any, *, sketch_bytes: int = 0) -> None:

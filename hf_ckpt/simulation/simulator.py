@@ -333,8 +333,8 @@ class StepSimulator:
         stacks = fake.stacks(self.stacks)
         if plan is not None:
             applied = self._apply(fake.model, plan if reuse is None else reuse.plan_for_traced(plan), stacks, tracker)
-            for tiling in applied.tilings if reuses_slices else ():
-                tiling.use_slices(partial(run_unlike, tracker))
+            for tiling in (each for each in applied.tilings if reuses_slices and each.recomputes):
+                tiling.slices_to_run = partial(run_unlike, tracker)
         if reuse is not None:
             self._skip(reuse, fake, tracker)
         hooks = torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, _as_it_is) if explains else nullcontext()
@@ -373,7 +373,7 @@ class StepSimulator:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
         prove: Prove = "first_step" if self.step.is_proven else "off"
         applied = apply_plan(fake, plan, stacks, prove=prove)
-        applied.value_proof.use_call_proofs(partial(proof_memory.simulate_proof, tracker))
+        applied.value_proof.make_call_proof = partial(proof_memory.simulate_proof, tracker)
         for offloader in applied.offloaders:
             offloader.use_link(SimulatedLink(tracker))
         return applied

@@ -50,7 +50,7 @@ def run_head(chunking: Chunking, module: nn.Module, found: Function | None, *arg
         # No row: its output shows the dtype, the device and the width.
         sample: Tensor = forward(hidden.detach().flatten(0, -2)[:0])
     head_call = HeadCall(chunking, module, hidden, sample.shape[-1])
-    return defer(LogitsState.of(head_call, hidden, sample), *sources)
+    return defer(LogitsState(head_call, hidden, (), sample, hidden._version), *sources)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types

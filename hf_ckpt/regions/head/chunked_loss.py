@@ -40,7 +40,7 @@ def loss_in_chunks(
     roundings of their dtype (1e-6 in float32), not bit by bit. `target` are class indices, [T]; `weight` is [V].
     """
     of_rows = "none" if reduction == "none" else "sum"
-    loss = partial(_loss, function, weight=weight, ignore_index=ignore_index, reduction=of_rows, **options)
+    loss = partial(function, weight=weight, ignore_index=ignore_index, reduction=of_rows, **options)
     losses = compute(loss, target)
     if reduction == "none":
         return torch.cat(losses)
@@ -48,10 +48,6 @@ def loss_in_chunks(
     for other in losses[1:]:
         total = total + other
     return total if reduction == "sum" else total / _divisor(target, weight, ignore_index, total.dtype)
-
-
-def _loss(function: Callable[..., Tensor], logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-    return function(logits, target, **options)
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -81,7 +77,7 @@ def in_chunks(
         chunks = zip(torch.split(hidden, list(lengths)), *rows, strict=True)
         return [function(compute_logits(head_call, operations, chunk), *others) for chunk, *others in chunks]
     weights = {
-        name: InParts.repeated(weight, None if watch is None else partial(watch, name))
+        name: InParts(weight, _SummedGradient(weight.dtype), name, watch)
         for name, weight in head_call.trainable_weights().items()
     }
     chunks = zip(_slices(hidden, lengths, watch), *rows, strict=True)
@@ -109,7 +105,7 @@ def _run(
 def _slices(hidden: Tensor, lengths: Sequence[int], watch: Watch | None) -> Sequence[Tensor]:
     if not hidden.requires_grad:
         return torch.split(hidden, list(lengths))
-    rows = InParts.by_rows(hidden, lengths, None if watch is None else partial(watch, HIDDEN_STATES))
+    rows = InParts(hidden, _RowGradients(lengths), HIDDEN_STATES, watch)
     return [rows(number) for number in range(len(lengths))]
 
 
@@ -144,21 +140,9 @@ class InParts:
     `_ChunkInput` for each chunk; the backward of `_Whole`, which comes last, returns the buffer.
     """
 
-    def __init__(self, tensor: Tensor, parts: Parts) -> None:
-        self._parts = parts
-        self._whole: Tensor = _Whole.apply(tensor, parts)  # type: ignore[no-untyped-call]  # upstream
-
-    @classmethod
-    def by_rows(cls, tensor: Tensor, lengths: Sequence[int], watch: Callable[[Parts], Parts] | None = None) -> InParts:
-        """Use some rows of a tensor in each chunk; `lengths` are those of the chunks."""
-        parts = _RowGradients(lengths)
-        return cls(tensor, parts if watch is None else watch(parts))
-
-    @classmethod
-    def repeated(cls, tensor: Tensor, watch: Callable[[Parts], Parts] | None = None) -> InParts:
-        """Use all of a tensor in each chunk."""
-        parts = _SummedGradient(tensor.dtype)
-        return cls(tensor, parts if watch is None else watch(parts))
+    def __init__(self, tensor: Tensor, parts: Parts, name: str = HIDDEN_STATES, watch: Watch | None = None) -> None:
+        self._parts = parts if watch is None else watch(name, parts)
+        self._whole: Tensor = _Whole.apply(tensor, self._parts)  # type: ignore[no-untyped-call]  # upstream
 
     def __call__(self, number: int) -> Tensor:
         """Return what chunk `number`, counted from 0, uses."""
@@ -167,7 +151,7 @@ class InParts:
 
 
 class _RowGradients:
-    """Some rows for each chunk: their gradients are put side by side."""
+    """Some rows for each chunk, as many as `lengths` say: their gradients are put side by side."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         ends = list(accumulate(lengths))

@@ -326,7 +326,8 @@ def _apply_to_rows(
     if not logits.requires_grad and any(isinstance(other, Tensor) and other.requires_grad for other in others):
         return NotImplemented
     state = logits.state
-    operation = RowOperation(function, _without(args, position), kwargs, position, logits.dim(), AutocastState.now())
+    stored = (*args[:position], None, *args[position + 1 :])
+    operation = RowOperation(function, stored, kwargs, position, logits.dim(), AutocastState.now())
     sample = operation.run(state.sample)
     if name in row_operations.CASTS:
         if (sample.dtype, sample.device) == (state.sample.dtype, state.sample.device) and not kwargs.get("copy"):
@@ -410,10 +411,6 @@ def _derive(logits: DeferredLogits, state: LogitsState, *, is_same: bool = False
     is_detached = logits.state.is_detached or not (is_same or torch.is_grad_enabled())
     made = defer(replace(state, is_detached=is_detached), logits)
     return made if len(state.shape) > 1 else _materialize(made, "a row")
-
-
-def _without(args: tuple[Any, ...], position: int) -> tuple[Any, ...]:
-    return (*args[:position], None, *args[position + 1 :])
 
 
 # --- Values: computed in chunks, or from the real logits. ---

@@ -160,11 +160,6 @@ class LogitsState:
     has_classes_first: bool = False
     """The vocabulary stands right after the batch, [B, V, S], as `cross_entropy` takes it too."""
 
-    @classmethod
-    def of(cls, head_call: HeadCall, hidden: Tensor, sample: Tensor) -> LogitsState:
-        """Return the state of what a head returns; `sample` is what it returns for no row."""
-        return cls(head_call, hidden, (), sample, hidden._version)
-
     @property
     def shape(self) -> torch.Size:
         """Shape of the logits, [..., V]."""

@@ -32,17 +32,8 @@ CASTS = frozenset(["float", "half", "bfloat16", "double", "to", "type", "type_as
 ALONG_ROWS = frozenset(["log_softmax", "softmax"])
 """From a row to a row, if their dimension is the vocabulary."""
 
-REDUCTIONS = {
-    "argmax": 0,
-    "amax": 0,
-    "max": 0,
-    "logsumexp": 0,
-    "sum": 0,
-    "mean": 0,
-    "gather": 0,
-    "topk": 1,
-}
-"""From a row to a few numbers. With the place of the dimension among the arguments after the logits."""
+REDUCTIONS = frozenset(["argmax", "amax", "max", "logsumexp", "sum", "mean", "gather", "topk"])
+"""From a row to a few numbers."""
 
 METADATA = frozenset(
     [
@@ -86,7 +77,8 @@ def reduction_of_rows(
     None if the call does not work along the vocabulary. `shape` is that of the logits; `args` and `kwargs` are those
     after the logits.
     """
-    place = REDUCTIONS[name]
+    # Of the dimension among the arguments after the logits.
+    place = 1 if name == "topk" else 0
     dim = args[place] if len(args) > place else kwargs.get("dim", -1 if name == "topk" else None)
     if not is_of_vocabulary(dim, len(shape)):
         return None

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.regions.head import Chunking
-from hf_ckpt.regions.head.chunked_loss import InParts
+from hf_ckpt.regions.head.chunked_loss import InParts, _RowGradients, _SummedGradient
 from hf_ckpt.simulation.devices import find_device
 from hf_ckpt.simulation.simulator import simulate_step
 from hf_ckpt.simulation.step import Step
@@ -211,11 +211,11 @@ def test_chunks_are_small_and_few(rows: int, columns: int, hidden_bytes: int, ch
 @core
 def test_gradient_of_a_tensor_used_in_parts_is_made_in_one_buffer() -> None:
     tensor = torch.randn(6, 3, requires_grad=True)
-    rows = InParts.by_rows(tensor * 1, [4, 2])
+    rows = InParts(tensor * 1, _RowGradients([4, 2]))
     (rows(0).sum() * 2 + rows(1).sum() * 3).backward()
     assert torch.equal(tensor.grad, torch.tensor([[2.0] * 3] * 4 + [[3.0] * 3] * 2))
     tensor.grad = None
-    again = InParts.repeated(tensor)
+    again = InParts(tensor, _SummedGradient(tensor.dtype))
     (again(0).sum() + again(1).square().sum()).backward()
     assert torch.equal(tensor.grad, 1 + 2 * tensor)
 
