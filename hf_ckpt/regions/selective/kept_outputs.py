@@ -138,7 +138,7 @@ class KeptOutputs:
     # --- Forward. ---
 
     def keep(self, number: CallId, kind: OperatorKind, args: Any, kwargs: Any, output: Any) -> None:
-        """Keep what an operator, or a linear or adapted layer, returned; it has to be new memory."""
+        """Keep what an operator returned; it has to be new memory."""
         # Without its graph: the graph owns this. An alias, which keeps the storage and nothing else.
         is_copied = number in self._coverage.rewritten_calls
         detach = Tensor.clone if is_copied else Tensor.detach
@@ -151,6 +151,17 @@ class KeptOutputs:
         self._enter(number, entry, tensors)
         if not self._sees_writes and not is_copied:
             entry.returned = [(tensor, tensor._version) for tensor in tensors_in([output])]
+
+    def keep_module(self, number: CallId, output: Tensor) -> None:
+        """Keep what a linear or adapted layer returned: as `keep` does, in less time, of one tensor."""
+        is_copied = number in self._coverage.rewritten_calls
+        detached = output.clone() if is_copied else output.detach()
+        entry = _KeptOutput(LINEAR_LAYER, detached, (), None, self._num_kept)
+        if self._checks_writes:
+            entry.sums = _sums([detached])
+        self._enter(number, entry, [detached])
+        if not self._sees_writes and not is_copied:
+            entry.returned = [(output, output._version)]
 
     def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor]) -> None:
         self._num_kept += 1

@@ -263,7 +263,7 @@ class ForwardRun:
         dispatch.restore_interception(whole.previous)
         self._kept.modules[whole.number] = output.shape[-1], output.dtype, output.device
         if whole.is_kept and linears.is_worth_keeping(module, output):
-            self._kept.keep(whole.number, LINEAR_LAYER, (), {}, output)
+            self._kept.keep_module(whole.number, output)
 
 
 @dataclass(frozen=True, slots=True)
