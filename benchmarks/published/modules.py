@@ -36,7 +36,7 @@ def peak_bytes(point: ModulePoint) -> int:
     tracker = Tracker(rounding=BLOCK_BYTES, run=fold)
     with ExitStack() as entered:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        for context in (torch.random.fork_rng(devices=[]), mode, tracker, emulate_cuda(Step(), device)):
+        for context in (torch.random.fork_rng(devices=[]), mode, tracker, emulate_cuda(Step(), device, tracker)):
             entered.enter_context(context)
         with tracker.before_step():
             run, _held = MODULES[point.kernel](point.size)

@@ -71,7 +71,8 @@ def count(step: TrainingStep, called: nn.Module, *, is_compiled: bool = False) -
 
 @contextmanager
 def _watched(called: nn.Module, tracker: Tracker) -> Iterator[None]:
-    with resizing_followed(tracker), track_modules(called, find_layers(called), tracker), emulate_cuda(Step(), CPU):
+    tracked = track_modules(called, find_layers(called), tracker)
+    with resizing_followed(tracker), tracked, emulate_cuda(Step(), CPU, tracker):
         yield
 
 

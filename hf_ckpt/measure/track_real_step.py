@@ -157,7 +157,7 @@ class _StepRecorder(TrainerCallback):
         self._entered.enter_context(track_references(model, modules, tracker))
         if not is_cuda:
             # Memory that kernels allocate for themselves: not visible on CUDA, shown here.
-            self._entered.enter_context(emulate_cuda(Step(), CPU))
+            self._entered.enter_context(emulate_cuda(Step(), CPU, tracker))
             # What is offloaded counts as memory of the host, which is where a CPU keeps it anyway. The engine goes on
             # as before, over a link whose copies the tracker does not count.
             for offloader in offloaders_of(model):

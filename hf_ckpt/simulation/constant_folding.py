@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
@@ -27,21 +27,6 @@ _MAX_ELEMENTS = 2**22
 """Larger tensors, such as a mask [S, S], stay fake."""
 _MAX_FLOATS = 2**18
 """The same for floating-point numbers: a padding mask may be one, a table of positions needs no values."""
-
-DEVICE_OF = torch.ops.prim.device.default
-"""Each operator asks fake tensors for it several times; `fake_device` is a shorter way to the answer."""
-
-
-class SimulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode of a simulation, which nobody compiles."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # upstream
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap each call in two more, to keep its compiler out.
-        return False
 
 
 def fold(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Outputs | None]:

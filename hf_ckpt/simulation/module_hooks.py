@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,27 +25,24 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
 
     A module whose forward is left by an exception (recomputation stops early) counts as left too.
     """
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         places = _places(model, stacks)
         parts = set(_parts(stacks))
         for number, stack in enumerate(stacks):
             tracker.stack_numbers[stack.path] = number
             for layer in stack.layers:
-                handles.extend(_track_layer(layer, number, places[layer.module], tracker))
+                for handle in _track_layer(layer, number, places[layer.module], tracker):
+                    hooks.enter_context(handle)
         for module, place in places.items():
-            handles.append(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
-            handles.append(module.register_forward_hook(partial(_leave, tracker), always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
+            hooks.enter_context(module.register_forward_hook(partial(_leave, tracker), always_call=True))
             if module in parts:
-                handles.append(module.register_forward_hook(partial(_track_output, tracker, place, None)))
+                hooks.enter_context(module.register_forward_hook(partial(_track_output, tracker, place, None)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 hook = partial(_name_gradient, tracker, name)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -54,31 +51,27 @@ def track_references(model: nn.Module, others: Iterable[nn.Module], tracker: Tra
 
     To be entered with gradients on, around training steps.
     """
-    handles: list[Any] = []
-    try:
+    with ExitStack() as hooks:
         for module in (model, *others):
             # By module: hooks of one that is left by an exception run too.
             entered: list[bool] = []
             is_other = module is not model
             enter = partial(_enter_reference, tracker, entered, is_other)
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
             leave = partial(_leave_reference, tracker, entered)
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _enter_reference(tracker: Tracker, entered: list[bool], is_other: bool, module: nn.Module, args: Any) -> None:
     entered.append(is_other or not torch.is_grad_enabled())
     if entered[-1]:
-        tracker.enter_reference()
+        tracker.num_reference_forwards += 1
 
 
 def _leave_reference(tracker: Tracker, entered: list[bool], module: nn.Module, args: Any, output: Any) -> None:
     if entered.pop():
-        tracker.leave_reference()
+        tracker.num_reference_forwards -= 1
 
 
 def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]:
@@ -89,11 +82,9 @@ def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]
             for module, part in _modules_of(layer):
                 of_layer[module] = Place(Phase.FORWARD, stack=stack.path, layer_idx=layer.layer_idx, part=part)
     outside = Place(Phase.FORWARD)
-    return {module: _at(of_layer.get(module, outside), path) for path, module in model.named_modules() if path}
-
-
-def _at(place: Place, path: str) -> Place:
-    return Place(place.phase, 0, place.stack, place.layer_idx, place.part, path)
+    return {
+        module: of_layer.get(module, outside)._replace(module=path) for path, module in model.named_modules() if path
+    }
 
 
 def _modules_of(layer: Layer) -> Iterator[tuple[nn.Module, str]]:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
-from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import held_bytes, is_shared, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
@@ -30,6 +29,8 @@ from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Tr
 
 CostFunction = Callable[[Any, Any, Any, Any], tuple[float, int]]
 """Returns seconds and floating-point operations of an operator, from it, its arguments and its output."""
+_DEVICE_OF = torch.ops.prim.device.default
+"""Each operator asks fake tensors for it several times; `fake_device` is a shorter way to the answer."""
 _DETACH = torch.ops.aten.detach.default
 _DETACH_NAME = str(_DETACH)
 _name_of: Callable[[Any], str] = cache(str)
@@ -46,7 +47,7 @@ def no_costs(function: Any, args: Any, kwargs: Any, output: Any) -> tuple[float,
     return 0.0, 0
 
 
-class Tracker(SimulationMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages while it is entered.
 
     `rounding` is the multiple of bytes to which the device's allocator rounds up each block. `run` runs an operator:
@@ -62,6 +63,8 @@ class Tracker(SimulationMode):
         """Whether there are marks where a layer runs again in backward, for `layer_reuse`."""
         self.without_backward: set[tuple[int, int]] = set()
         """Stack and number of layers whose backward has no mark: they only pass on what they get, for `layer_reuse`."""
+        self.num_reference_forwards = 0
+        """Forwards that run now, and are not the one that is trained: what they make has a category of its own."""
         self.stack_numbers: dict[str, int] = {}
         """By path."""
         self.holds: Callable[[Any, Any, Any, bool], object] = lambda function, args, kwargs, is_after: None
@@ -73,7 +76,6 @@ class Tracker(SimulationMode):
         self._run = run
         self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._is_silent = False
-        self._num_reference_forwards = 0
         self._phase: Phase | None = None
         self._micro_batch = 0
         self._inner: list[Place] = []
@@ -168,30 +170,17 @@ class Tracker(SimulationMode):
     @contextmanager
     def before_step(self) -> Iterator[None]:
         """Follow storages without events: those that are alive at the end exist before the step."""
-        with self._without_events():
-            yield
-        self.tape.before = [*(storage for _, storage in self._alive.values()), *self._apart]
-
-    @contextmanager
-    def _without_events(self) -> Iterator[None]:
         found, self._is_silent = self._is_silent, True
         try:
             yield
         finally:
             self._is_silent = found
+        self.tape.before = [*(storage for _, storage in self._alive.values()), *self._apart]
 
     @property
     def is_reference(self) -> bool:
         """Whether a forward runs that is not the one that is trained."""
-        return self._num_reference_forwards > 0
-
-    def enter_reference(self) -> None:
-        """Note that a forward begins which is not the one that is trained: what it makes has a category of its own."""
-        self._num_reference_forwards += 1
-
-    def leave_reference(self) -> None:
-        """Note that it ends."""
-        self._num_reference_forwards -= 1
+        return self.num_reference_forwards > 0
 
     def mark(self, mark: Mark) -> None:
         """Write a mark, with the current micro-batch. Layers of a reference have none: they run no backward."""
@@ -268,10 +257,15 @@ class Tracker(SimulationMode):
         # What is freed from now on is no longer part of the step.
         self._is_silent = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nobody compiles a simulation: torch would wrap each call in two more, to keep its compiler out.
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is DEVICE_OF:
+        if function is _DEVICE_OF:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else function(*args)
         if is_shared(types):
             # Left to the class: its operators on what this rank holds come here again.
@@ -426,6 +420,3 @@ def parameters_and_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
     yield from (("", constant) for constant in quantized.constants(model))
-
-
-# --- Hooks on modules. ---

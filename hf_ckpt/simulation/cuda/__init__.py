@@ -26,17 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
-from hf_ckpt.simulation.constant_folding import DEVICE_OF, SimulationMode
 from hf_ckpt.simulation.cuda import attention, autocast
 from hf_ckpt.simulation.cuda.attention import attention_to_build, restore_attention
 from hf_ckpt.simulation.devices import Device, workspace_bytes
-from hf_ckpt.simulation.shared_tensors import is_shared
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import Category, Phase
 from hf_ckpt.simulation.tape import Storage, Tape
@@ -56,17 +53,16 @@ def emulate_cuda(step: Step, device: Device, tracker: Tracker | None = None) -> 
 
     To be entered around forward and backward on fake CPU tensors, inside of the fake mode and of the tracker, so that
     both see what is done here. For a CPU, where it may be entered with real tensors too, it only shows the memory that
-    operators of bitsandbytes hide. A `tracker` that is given asks for that memory itself: one mode less for each
-    operator to go through.
+    operators of bitsandbytes hide. The `tracker` asks for the memory that kernels allocate for themselves; without one
+    a tracker is entered here: one mode more for each operator to go through.
     """
     workspaces = partial(_workspaces_of, _WORKSPACES if device.is_cuda else {})
     with ExitStack() as stack:
         stack.enter_context(attention.registered_flash_attention(is_padded=step.is_padded))
         if tracker is None:
-            stack.enter_context(_KernelWorkspaces(workspaces))
-        else:
-            stack.callback(setattr, tracker, "holds", tracker.holds)
-            tracker.holds = partial(_held, tracker, workspaces)
+            tracker = stack.enter_context(Tracker())
+        stack.callback(setattr, tracker, "holds", tracker.holds)
+        tracker.holds = partial(_held, tracker, workspaces)
         if device.is_cuda:
             stack.enter_context(autocast.found_by_libraries())
             stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
@@ -114,27 +110,6 @@ class _FunctionReplacements(TorchFunctionMode):
         if autocast.changes(name) and autocast.is_on():
             return autocast.call_with_autocast(run, name, args, kwargs or {})
         return run(*args, **(kwargs or {}))
-
-
-class _KernelWorkspaces(SimulationMode):
-    """Allocates what kernels allocate for themselves, while they run."""
-
-    def __init__(self, workspaces: _WorkspaceFunction) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # upstream
-        self._workspaces = workspaces
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        if is_shared(types):
-            # See `Tracker`.
-            return NotImplemented
-        held = [torch.empty(shape, dtype=dtype) for shape, dtype in self._workspaces(function, args, kwargs or {})]
-        output = function(*args, **(kwargs or {}))
-        del held
-        return output
 
 
 _CPU = torch.device("cpu")
@@ -213,18 +188,14 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    if weight is not None and weight.dtype != input.dtype:
-        # Several operators on CUDA too.
-        return function(input, normalized_shape, weight, eps)
-    return rms_norm(input, tuple(normalized_shape), weight)
-
-
-def rms_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
     """Return a tensor like the norm's output.
 
     CUDA has one kernel for it, which keeps its input, and a number per row.
     """
-    output: Tensor = _RMSNorm.apply(input, normalized_shape, weight)  # type: ignore[no-untyped-call]
+    if weight is not None and weight.dtype != input.dtype:
+        # Several operators on CUDA too.
+        return function(input, normalized_shape, weight, eps)
+    output: Tensor = _RMSNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return output
 
 
