@@ -1,11 +1,10 @@
-"""The part of a device's memory to leave free, which a simulated step does not show: a range, with its reasons."""
+"""The part of a device's memory to leave free, which a simulated step does not show: a range."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hf_ckpt.simulation.devices import GIB, Device, workspace_bytes
-from hf_ckpt.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +14,6 @@ class ReserveItem:
     name: str
     low_bytes: int
     high_bytes: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +32,27 @@ class Reserve:
         """What is enough in practice."""
         return sum(item.high_bytes for item in self.items)
 
-    def describe(self) -> str:
-        """Return the range and what it is for, on one line."""
-        parts = (
-            f"{item.name} {format_bytes(item.low_bytes)} to {format_bytes(item.high_bytes)}" for item in self.items
-        )
-        return f"{format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}: {', '.join(parts)}"
-
 
 def reserve(device: Device) -> Reserve:
-    """Return what to leave free besides a step's own tensors, each part with its reason."""
+    """Return what to leave free besides a step's own tensors."""
     if not device.is_cuda:
-        reason = "the interpreter, torch and transformers themselves"
-        return Reserve((ReserveItem("process", GIB // 4, GIB, reason),))
-    workspace = workspace_bytes(device)
-    return Reserve(
-        (
-            context(device),
-            ReserveItem(
-                "workspaces",
-                0,
-                2 * workspace,
-                f"cuBLAS gets {format_bytes(workspace)} from torch for each thread and stream: those of forward and "
-                "backward are part of the step, further ones come with side streams",
-            ),
-            ReserveItem(
-                "fragmentation",
-                int(0.01 * device.memory_bytes),
-                int(0.05 * device.memory_bytes),
-                "the allocator keeps blocks that no tensor fits: about 1 % with "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, up to 5 % where lengths change from step to step",
-            ),
-        )
-    )
+        # The interpreter, torch and transformers themselves.
+        return Reserve((ReserveItem("process", GIB // 4, GIB),))
+    # cuBLAS gets a workspace from torch for each thread and stream: those of forward and backward are part of the step,
+    # further ones come with side streams.
+    workspaces = ReserveItem("workspaces", 0, 2 * workspace_bytes(device))
+    # The allocator keeps blocks that no tensor fits: about 1 % with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,
+    # up to 5 % where lengths change from step to step.
+    num_bytes = device.memory_bytes
+    fragmentation = ReserveItem("fragmentation", int(0.01 * num_bytes), int(0.05 * num_bytes))
+    return Reserve((context(device), workspaces, fragmentation))
 
 
 def beyond_reserved(device: Device, num_processes: int = 1) -> Reserve:
     """Return what to leave free of a CUDA device besides what torch is predicted to reserve."""
-    timing = ReserveItem(
-        "timing",
-        0,
-        device.memory_bytes // 100,
-        "how far the host runs ahead of the streams on which processes exchange weights and gradients decides which "
-        "blocks are free",
-    )
+    # How far the host runs ahead of the streams on which processes exchange weights and gradients decides which blocks
+    # are free.
+    timing = ReserveItem("timing", 0, device.memory_bytes // 100)
     return Reserve((context(device, num_processes), *([timing] if num_processes > 1 else [])))
 
 
@@ -87,15 +62,11 @@ def context(device: Device, num_processes: int = 1) -> ReserveItem:
     nvidia-smi shows it too.
     """
     if not device.is_cuda:
-        return ReserveItem("context", 0, 0, "there is none")
+        return ReserveItem("context", 0, 0)
     # Cards with compute capability 7.0, 8.0, 9.0 and 10.0 are for data centres.
     is_large = device.capability is not None and device.capability[1] == 0 and device.capability[0] < 12
+    # CUDA keeps its context and the code of the kernels on the device, more on larger cards and after more kernels: 0.5
+    # to 0.6 GiB in messages from an RTX 4090, L40 and 5090; on an A100 up to 1.8 GiB, and up to 2.5 with NCCL's buffers
+    # (docs/accuracy.md).
     most = (2.5 if num_processes > 1 else 1.8) if is_large else 0.7
-    return ReserveItem(
-        "context",
-        int(0.3 * GIB),
-        int(most * GIB),
-        "CUDA keeps its context and the code of the kernels on the device, more on larger cards and after more "
-        "kernels: 0.5 to 0.6 GiB in messages from an RTX 4090, L40 and 5090; on an A100 up to 1.8 GiB, and up to 2.5 "
-        "with NCCL's buffers (docs/accuracy.md)",
-    )
+    return ReserveItem("context", int(0.3 * GIB), int(most * GIB))

@@ -1,4 +1,4 @@
-"""What is left free of a device's memory, and why."""
+"""What is left free of a device's memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from hf_ckpt.simulation.reserve import reserve
         ("rtx5090", 32 * MIB, 0.7),
     ],
 )
-def test_reserve_is_a_range_with_reasons(name: str, workspace: int, context: float) -> None:
+def test_reserve_of_a_card_is_a_range(name: str, workspace: int, context: float) -> None:
     device = find_device(name)
     kept = reserve(device)
     assert [item.name for item in kept.items] == ["context", "workspaces", "fragmentation"]
-    assert all(item.reason and item.low_bytes < item.high_bytes for item in kept.items)
+    assert all(item.low_bytes < item.high_bytes for item in kept.items)
     assert workspace_bytes(device) == workspace
     assert kept.low_bytes == int(0.3 * GIB) + int(0.01 * device.memory_bytes)
     assert kept.high_bytes == int(context * GIB) + 2 * workspace + int(0.05 * device.memory_bytes)
 
 
-def test_reserve_is_described_on_one_line() -> None:
-    assert reserve(find_device("rtx4090")).describe() == (
-        "548.9 MiB to 1.9 GiB: context 307.2 MiB to 716.8 MiB, workspaces 0 B to 16.2 MiB, "
-        "fragmentation 241.7 MiB to 1.2 GiB"
-    )
-    assert reserve(CPU).describe() == "256.0 MiB to 1.0 GiB: process 256.0 MiB to 1.0 GiB"
+def test_reserve_of_a_cpu_is_what_the_process_takes() -> None:
+    assert [(item.name, item.low_bytes, item.high_bytes) for item in reserve(CPU).items] == [
+        ("process", 256 * MIB, GIB)
+    ]
     assert workspace_bytes(CPU) == 0
