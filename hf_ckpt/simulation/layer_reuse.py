@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -49,7 +49,7 @@ class LayerReuse:
         cls,
         stacks: tuple[Stack, ...],
         plan: Plan | None,
-        signature_of: SignatureFunction,
+        signatures: Mapping[nn.Module, Hashable],
         *,
         unlike: Collection[tuple[int, int]] = (),
         cuts: bool = False,
@@ -59,7 +59,7 @@ class LayerReuse:
         Args:
             stacks: of the model.
             plan: None for none.
-            signature_of: see `layer_signature`.
+            signatures: by layer, as it stands in its list. See `layer_signature`.
             unlike: of `CannotReuseError`.
             cuts: whether to trace parts of segments; else each is traced whole, or not at all.
         """
@@ -70,7 +70,7 @@ class LayerReuse:
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
             segments.append(tuple(entry.segment for entry in entries))
             of_stack = {layer_idx for other, layer_idx in unlike if other == number}
-            all_kinds.append(kinds_of(stack, entries, signature_of, of_stack))
+            all_kinds.append(kinds_of(stack, entries, signatures, of_stack))
             whole = choose_traced(all_kinds[-1], segments[-1])[0]
             parts = choose_traced(all_kinds[-1], ())[0] if any(each is not None for each in segments[-1]) else whole
             representatives.append(parts if cuts else whole)
@@ -135,10 +135,10 @@ class LayerReuse:
             if traced.outer not in recorded:
                 recorded[traced.outer] = _RecordedCalls(fake.copy_of(traced.outer), tracker)
             is_within = skipped.layer_idx in within[number]
-            call = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker, is_within)
-            fake.copy_of(skipped.outer).forward = partial(_skip, call)
+            passing_on = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker, is_within)
+            fake.copy_of(skipped.outer).forward = passing_on.call
         for parameter, copies in self._copied_gradients(names).items():
-            hook = partial(_record_copied_gradients, tracker, copies)
+            hook = partial(tracker.record_copied_gradients, copies)
             fake.copy_of(parameter).register_post_accumulate_grad_hook(hook)
 
     def _copied_gradients(self, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, list[str]]:
@@ -172,16 +172,16 @@ class LayerReuse:
         return expand(tape, paths, self.segments, self.representatives, self.kinds)
 
 
-SignatureFunction = Callable[[Layer], Hashable]
-
-
 # --- Which layers are alike. ---
 
 _NUMBER = re.compile(r"\d+")
 
 
 def kinds_of(
-    stack: Stack, entries: Sequence[LayerPlan], signature_of: SignatureFunction, unlike: Collection[int] = ()
+    stack: Stack,
+    entries: Sequence[LayerPlan],
+    signatures: Mapping[nn.Module, Hashable],
+    unlike: Collection[int] = (),
 ) -> list[Hashable]:
     """Return, for each layer, what is equal for layers that do the same; their neighbours are left out.
 
@@ -196,7 +196,7 @@ def kinds_of(
         # With snapshots it matters where in its segment a layer is, and which others run again with it.
         alike = None if entry.snapshots is None and idx not in unlike else idx
         of_entry = entry.alone, entry.segment is None, entry.nested, alike, begins, ends
-        kinds.append((signature_of(layer), *of_entry, is_first_to_send))
+        kinds.append((signatures[layer.outer], *of_entry, is_first_to_send))
     return kinds
 
 
@@ -327,10 +327,7 @@ class _RecordedCalls:
         call = self.current
         if is_in_backward() or call is None:
             return
-        hidden = _hidden(args, kwargs)
-        tensors = tensors_of(output)
-        is_same = len(tensors) == 1 and hidden is not None and _look_alike(tensors[0], hidden)
-        if not is_same:
+        if _call_signature(tensors_of(output), {}) != _call_signature([_hidden(args, kwargs)], {}):
             raise CannotReuseError(
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
             )
@@ -349,7 +346,7 @@ class _SkippedLayer:
     is_within_segment: bool
     """Whether the traced layers before and after it share a segment: that goes on with the tensor itself only."""
 
-    def call(self, args: Any, kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         hidden, like = _hidden(args, kwargs), self.recorded.current
         if hidden is None or like is None or _call_signature(args, kwargs) != like.signature:
             raise CannotReuseError(f"layer {self.layer_idx} is called in another way than the one like it")
@@ -365,9 +362,6 @@ class _SkippedLayer:
             return output
         return tuple(output if is_tensor else None for is_tensor in cast(list[bool], like.form))
 
-    def run_backward(self) -> None:
-        self.tracker.mark(Mark(Phase.BACKWARD, self.stack, self.layer_idx, 0, is_copy=True))
-
 
 class _BackwardMark(torch.autograd.Function):
     """Passes hidden states and their gradient on, and marks the layer's backward on the tape."""
@@ -380,25 +374,14 @@ class _BackwardMark(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.skipped.run_backward()
+        skipped = ctx.skipped
+        skipped.tracker.mark(Mark(Phase.BACKWARD, skipped.stack, skipped.layer_idx, 0, is_copy=True))
         return gradient, None
-
-
-def _record_copied_gradients(tracker: Tracker, names: Sequence[str], parameter: Tensor) -> None:
-    tracker.record_copied_gradients(names, parameter)
-
-
-def _skip(skipped: _SkippedLayer, *args: Any, **kwargs: Any) -> Any:
-    return skipped.call(args, kwargs)
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor | None:
     hidden = args[0] if args else kwargs.get("hidden_states")
     return hidden if isinstance(hidden, Tensor) else None
-
-
-def _look_alike(tensor: Tensor, other: Tensor) -> bool:
-    return _call_signature(tensor, {}) == _call_signature(other, {})
 
 
 def _call_signature(args: Any, kwargs: Any) -> object:

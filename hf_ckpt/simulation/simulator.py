@@ -40,7 +40,7 @@ from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import Tracker, no_costs, parameters_and_buffers
-from hf_ckpt.structure.layers import Layer, Stack, find_layers
+from hf_ckpt.structure.layers import Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
@@ -260,7 +260,7 @@ class StepSimulator:
     def _evaluated(self, *, reuses_layers: bool) -> tuple[Tape, int]:
         """Return the tape of a batch of evaluation, and the bytes of its predictions and labels."""
         unlike = self._known.unlike
-        reuse = LayerReuse.choose(self.stacks, None, self._signature_of, unlike=unlike) if reuses_layers else None
+        reuse = LayerReuse.choose(self.stacks, None, self._known.signatures, unlike=unlike) if reuses_layers else None
         fake, tracker = self._copied(reuse), self._tracker(has_costs=False)
         if reuse is not None:
             self._skip(reuse, fake, tracker)
@@ -310,7 +310,7 @@ class StepSimulator:
             for _ in range(_MOST_TRIES):
                 try:
                     return traced(
-                        reuse=LayerReuse.choose(self.stacks, plan, self._signature_of, unlike=unlike, cuts=cuts)
+                        reuse=LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
                     )
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
@@ -436,9 +436,6 @@ class StepSimulator:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self._known.optimizers[key] = simulate_optimizer(self.model, step, names, tracker, is_cuda=is_cuda)
         return self._known.optimizers[key]
-
-    def _signature_of(self, layer: Layer) -> Hashable:
-        return self._known.signatures[layer.outer]
 
     def _names(self) -> dict[nn.Parameter, str]:
         if not self._known.names:
