@@ -211,7 +211,8 @@ def _prefers_cudnn() -> bool:
 def _in_table(name: str) -> Device | None:
     plain = _normalized(str(name))
     for known in DEVICES.values():
-        if plain in (_normalized(known.name), _normalized(known.title)):
+        short = _normalized(known.name)
+        if plain in (short, short.removeprefix("rtx"), _normalized(known.title)):
             return known
     return DEVICES.get(_OTHER_NAMES.get(plain, ""))
 
@@ -461,23 +462,10 @@ DEVICES: Mapping[str, Device] = measured_devices((CPU, *_TABLE))
 
 # Other names of the same cards, without vendor, family, blanks and dashes, as people and drivers write them.
 _OTHER_NAMES: Mapping[str, str] = {
-    "3060": "rtx3060",
-    "3090": "rtx3090",
     "4060ti": "rtx4060ti16gb",
     "rtx4060ti": "rtx4060ti16gb",
-    "4060ti16gb": "rtx4060ti16gb",
-    "4070": "rtx4070",
-    "4070tisuper": "rtx4070tisuper",
-    "4080": "rtx4080",
-    "4080super": "rtx4080super",
-    "4090": "rtx4090",
-    "5080": "rtx5080",
-    "5090": "rtx5090",
-    "6000ada": "rtx6000ada",
     "v100": "v100-16gb",
-    "v100sxm216gb": "v100-16gb",
     "v100pcie16gb": "v100-16gb",
-    "v100sxm232gb": "v100-32gb",
     "v100pcie32gb": "v100-32gb",
     "a100": "a100-40gb",
     "a100pcie40gb": "a100-40gb",

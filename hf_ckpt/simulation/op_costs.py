@@ -263,13 +263,9 @@ def _all_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
     num_bytes = sum(map(_num_bytes, _tensors(args))) + sum(map(_num_bytes, _tensors(kwargs.values())))
     if kind.returns_new:
         num_bytes += sum(map(_num_bytes, _tensors((output,))))
-    if kind.written:
-        changed = sum(
-            _num_bytes(tensor)
-            for index, name in kind.written
-            for tensor in _tensors((_argument(index, name, args, kwargs),))
-        )
-        num_bytes += 0 if kind.overwritten else changed
+    if not kind.overwritten:
+        changed = (_argument(index, name, args, kwargs) for index, name in kind.written)
+        num_bytes += sum(map(_num_bytes, _tensors(changed)))
     return num_bytes
 
 
@@ -316,19 +312,11 @@ def _as_torch_counts(counted: Callable[..., int], args: Any, kwargs: Any, output
 
 
 def _mm(args: Any, kwargs: Any, output: Any) -> int:
-    return 2 * int(args[0].numel()) * int(args[1].shape[1])
+    return 2 * int(args[0].numel()) * int(args[1].shape[-1])
 
 
 def _addmm(args: Any, kwargs: Any, output: Any) -> int:
     return _mm(args[1:], kwargs, output)
-
-
-def _bmm(args: Any, kwargs: Any, output: Any) -> int:
-    return 2 * int(args[0].numel()) * int(args[1].shape[2])
-
-
-def _baddbmm(args: Any, kwargs: Any, output: Any) -> int:
-    return _bmm(args[1:], kwargs, output)
 
 
 def _mv(args: Any, kwargs: Any, output: Any) -> int:
@@ -340,6 +328,7 @@ def _addmv(args: Any, kwargs: Any, output: Any) -> int:
 
 
 def _linear(args: Any, kwargs: Any, output: Any) -> int:
+    # The second matrix is [out, in], that of an 8-bit layer too.
     return 2 * int(args[0].numel()) * int(args[1].shape[0])
 
 
@@ -349,11 +338,6 @@ def _grouped_mm(args: Any, kwargs: Any, output: Any) -> int:
     first, second = args[0], args[1]
     groups = first.shape[0] if first.dim() == 3 and second.dim() == 3 else 1
     return 2 * int(groups) * int(first.shape[-2]) * int(first.shape[-1]) * int(second.shape[-1])
-
-
-def _int8_product(args: Any, kwargs: Any, output: Any) -> int:
-    # The second matrix is given as a linear layer keeps it: [out, in].
-    return 2 * int(args[0].numel()) * int(args[1].shape[0])
 
 
 def _product_4bit(args: Any, kwargs: Any, output: Any) -> int:
@@ -382,8 +366,8 @@ _FORMULAS: dict[str, Formula] = {
     "aten::mm": _mm,
     "aten::addmm": _addmm,
     "aten::addmm_": _addmm,
-    "aten::bmm": _bmm,
-    "aten::baddbmm": _baddbmm,
+    "aten::bmm": _mm,
+    "aten::baddbmm": _addmm,
     "aten::mv": _mv,
     "aten::addmv": _addmv,
     "aten::dot": _mv,
@@ -398,6 +382,6 @@ _FORMULAS: dict[str, Formula] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "bitsandbytes::gemm_4bit": _product_4bit,
-    "bitsandbytes::int8_linear_matmul": _int8_product,
-    "bitsandbytes::int8_scaled_mm": _int8_product,
+    "bitsandbytes::int8_linear_matmul": _linear,
+    "bitsandbytes::int8_scaled_mm": _linear,
 }
