@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from hf_ckpt.patch.stack_patch import FLAG
 from hf_ckpt.simulation import quantized, shared_tensors
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
-from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.layers import Layer, Stack, modules_of
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ def _deep_copy(
     stand_ins: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
 ) -> tuple[nn.Module, dict[int, Any]]:
     """Copy a model, with the outputs of `empty` in the place of its tensors; return the memo of the copy as well."""
-    modules = list(_modules_of(model, {*stand_ins}))
+    modules = list(modules_of(model, without=stand_ins))
     memo: dict[int, Any] = {id(original): object.__new__(type(original)) for original in stand_ins}
     for tensor in _tensors_of(modules):
         if id(tensor) not in memo:
-            made = _made_like(tensor, empty)
+            made = shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
             memo[id(tensor)] = _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
     with EmptyCopies(empty):
         copied: nn.Module = copy.deepcopy(model, memo)
@@ -146,19 +146,6 @@ def _deep_copy(
     for original, like in stand_ins.items():
         _fill_stand_in(memo[id(original)], original, memo[id(like)])
     return copied, memo
-
-
-def _modules_of(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and those in it, each once, but for those that are `seen` and what only they hold."""
-    seen.add(module)
-    yield module
-    for child in module._modules.values():
-        if child is not None and child not in seen:
-            yield from _modules_of(child, seen)
-
-
-def _made_like(tensor: Tensor, empty: Callable[[Tensor], Tensor]) -> Tensor:
-    return shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
 
 
 def _as_parameter(made: Tensor, like: nn.Parameter) -> nn.Parameter:

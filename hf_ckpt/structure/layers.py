@@ -6,7 +6,7 @@ or an ffn; a list inside a layer of another stack (experts, sub-layers) is no st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,9 +126,12 @@ def find_layers(
     return stacks
 
 
-def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what `model.modules()` yields, in half the time: that passes each module through all above it."""
-    seen: set[nn.Module] = set()
+def modules_of(model: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[nn.Module]:
+    """Yield what `model.modules()` yields, in half the time: that passes each module through all above it.
+
+    Those of `without` are left out, and what only they hold.
+    """
+    seen = set(without)
     remaining: list[nn.Module | None] = [model]
     while remaining:
         module = remaining.pop()
