@@ -44,11 +44,9 @@ _NUMEL_PAGED = 1e5
 FakeOf = Callable[[nn.Parameter], nn.Parameter]
 
 
-def _itself(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter
-
-
-def make_optimizer(model: nn.Module, step: Step, *, is_cuda: bool, fake_of: FakeOf = _itself) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, step: Step, *, is_cuda: bool, fake_of: FakeOf = lambda parameter: parameter
+) -> torch.optim.Optimizer:
     """Make the optimizer that the Trainer would make, on fake parameters.
 
     They are the model's own, or what `fake_of` returns for the trainable ones.
@@ -218,11 +216,6 @@ def innermost_optimizer(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def is_paged(optim: str | None) -> bool:
-    """Whether an optimizer keeps state on the host and moves it to the device as it needs it."""
-    return optim is not None and optim.startswith("paged_")
 
 
 def _class_and_kwargs(model: nn.Module, step: Step) -> tuple[Any, dict[str, Any]]:

@@ -153,7 +153,7 @@ def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title:
                 **style,
             )
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(_plain_number)
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.axvline(optimum, color=_SECOND, linewidth=2, linestyle="--")
         panel.set_xlabel("checkpoints (segments, each with a saved input)")
         panel.set_title(simulated.label, fontsize=_FONT, loc="left")
@@ -212,10 +212,12 @@ def _name_areas(figure: Figure, panel: Axes, step: StepMemory, unit: _Unit, take
     for category, below, above in areas:
         colour = "white" if category in _DARK else "black"
         text = panel.text(x[0], below[0], str(category), fontsize=_FONT - 1, color=colour, ha="center", va="center")
-        width, height = _size_of(figure, panel, text)
-        at, low, high = max(_rooms(x, below, above, 1.1 * width), key=lambda room: room[2] - room[1], default=(0, 0, 0))
+        # In the units of the panel.
+        box = text.get_window_extent(renderer).transformed(panel.transData.inverted())
+        rooms = _rooms(x, below, above, 1.1 * box.width)
+        at, low, high = max(rooms, key=lambda room: room[2] - room[1], default=(0, 0, 0))
         text.set_position((x[at], (low + high) / 2))
-        if high - low < 1.2 * height or text.get_window_extent(renderer).count_overlaps(taken):
+        if high - low < 1.2 * box.height or text.get_window_extent(renderer).count_overlaps(taken):
             text.remove()
 
 
@@ -227,13 +229,6 @@ def _rooms(
         first, last = bisect_left(x, centre - width / 2), bisect_right(x, centre + width / 2)
         if centre - width / 2 >= x[0] and centre + width / 2 <= x[-1]:
             yield at, max(below[first:last]), min(above[first:last])
-
-
-def _size_of(figure: Figure, panel: Axes, text: Any) -> tuple[float, float]:
-    """Return the width and height of a text in the units of its panel."""
-    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
-    box = text.get_window_extent(renderer).transformed(panel.transData.inverted())
-    return box.width, box.height
 
 
 def _moments(timeline: Timeline) -> list[int]:
@@ -408,7 +403,3 @@ def _unit_of(num_bytes: float) -> _Unit:
 
 def _clock_of(seconds: float) -> _Unit:
     return _Unit("s", 1.0) if seconds >= 1 else _Unit("ms", 1e-3)
-
-
-def _plain_number(value: float, position: int | None = None) -> str:
-    return f"{value:g}"
