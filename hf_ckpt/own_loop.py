@@ -20,7 +20,7 @@ from hf_ckpt.policy.options import (
     PolicyOptions,
     ProofOptions,
     StructureOptions,
-    parse_quiet_steps,
+    parse_count,
     select,
     takes,
     types_of,
@@ -208,7 +208,7 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
           2            full
           3            none
     """
-    parse_quiet_steps(options["quiet_steps"])
+    parse_count("quiet_steps", options["quiet_steps"])
     planning = None
     asked: object = policy
     for_apply = select(options, ApplyOptions)

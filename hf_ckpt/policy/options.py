@@ -286,12 +286,20 @@ def parse_tiles(value: object) -> Tiles | None:
     Raises:
         PolicyError: it is something else.
     """
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    return None if value is None else parse_count("tiles", value, "auto")
+
+
+def parse_count(key: str, value: object, *words: str) -> Any:
+    """Read a whole number of 1 or more, or one of the words that may stand in its place.
+
+    Raises:
+        PolicyError: it is something else; names the key.
+    """
+    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
-    if value == "auto":
-        return "auto"
+    instead = "".join(f', or "{word}"' for word in words)
     raise PolicyError(
-        f'tiles is {as_written(value)}. Use a whole number of 1 or more, or "auto".{did_you_mean(value, ["auto"])}'
+        f"{key} is {as_written(value)}. Use a whole number of 1 or more{instead}.{did_you_mean(value, words)}"
     )
 
 
@@ -339,18 +347,7 @@ def check_run_options(options: RunOptions) -> None:
         raise PolicyError(f"strict_resume is {as_written(strict)}. Use true or false.")
     if on_oom not in (None, "escalate", "error"):
         raise PolicyError(f'on_oom is "{on_oom}". Use "escalate" or "error".')
-    parse_quiet_steps(options["quiet_steps"])
-
-
-def parse_quiet_steps(value: object) -> int:
-    """Return the number of steps after which a faster plan returns.
-
-    Raises:
-        PolicyError: it is none.
-    """
-    if type(value) is int and value >= 1:
-        return value
-    raise PolicyError(f"quiet_steps is {as_written(value)}. Use a whole number of 1 or more.")
+    parse_count("quiet_steps", options["quiet_steps"])
 
 
 def parse_head(value: object) -> HeadMode | None:

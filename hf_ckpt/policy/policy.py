@@ -19,6 +19,7 @@ from hf_ckpt.policy.options import (
     RuleOptions,
     Tiles,
     check_keys,
+    parse_count,
     parse_head,
     parse_offload,
     parse_save,
@@ -204,10 +205,10 @@ def _parse_rule(rule: object) -> Rule:
         layers=_parse_layers(rule.get("layers")),
         stack=_parse_name("stack", rule.get("stack")),
         layer_type=_parse_name("layer_type", rule.get("layer_type")),
-        every_n_layers=_parse_count("every_n_layers", rule.get("every_n_layers", 1)),
+        every_n_layers=parse_count("every_n_layers", rule.get("every_n_layers", 1)),
         segment_size=_parse_segment_size(rule.get("segment_size")),
         nested=_parse_nested(rule.get("nested", False)),
-        snapshots=None if rule.get("snapshots") is None else _parse_count("snapshots", rule["snapshots"]),
+        snapshots=None if rule.get("snapshots") is None else parse_count("snapshots", rule["snapshots"]),
         save=() if rule.get("save") is None else parse_save(rule["save"]),
         offload=parse_offload(rule.get("offload")),
         tiles=parse_tiles(rule.get("tiles")),
@@ -339,21 +340,8 @@ def _parse_name(key: str, value: object) -> str | None:
     raise PolicyError(f"{key} is {as_written(value)}. Use a name as text.")
 
 
-def _parse_count(key: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise PolicyError(f"{key} is {as_written(value)}. Use a whole number of 1 or more.")
-
-
 def _parse_segment_size(value: object) -> SegmentSize | None:
-    if value is None or value == "sqrt":
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise PolicyError(
-        f'segment_size is {as_written(value)}. Use a whole number of 1 or more, or "sqrt".'
-        f"{did_you_mean(value, ['sqrt'])}"
-    )
+    return None if value is None else parse_count("segment_size", value, "sqrt")
 
 
 def _parse_nested(value: object) -> Nested:
