@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
 from hf_ckpt.policy.options import TO_CPU, HeadMode, Offload, parse_head, parse_offload, parse_tiles
-from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
 from hf_ckpt.policy.policy import AUTO
 
 Exact = bool | Literal["prefer"]
@@ -118,14 +118,12 @@ def cap_to_free_memory(allowed: Allowed, free_bytes: int | None) -> Allowed:
 def restore_user_cap(plan: Plan, allowed: Allowed) -> Plan:
     """Return a plan made for `cap_to_free_memory` with the user's own cap: what is free is no part of a plan."""
     granted = None if allowed.offload is None else allowed.offload.host_memory
-    stacks = []
-    for stack in plan.stacks:
-        layers = (
-            entry if entry.offload is None else replace(entry, offload=replace(entry.offload, host_memory=granted))
-            for entry in stack.layers
-        )
-        stacks.append(replace(stack, layers=tuple(layers)))
-    return replace(plan, stacks=tuple(stacks))
+
+    def restored(entry: LayerPlan) -> LayerPlan:
+        offload = entry.offload
+        return entry if offload is None else replace(entry, offload=replace(offload, host_memory=granted))
+
+    return with_entries(plan, restored)
 
 
 def allowed_in(plan: Plan) -> Allowed:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -206,6 +206,12 @@ class Plan:
         if self.head is not HeadMode.PLAIN:
             lines.append(f"head: {self.head}")
         return "\n".join(lines)
+
+
+def with_entries(plan: Plan, change: Callable[[LayerPlan], LayerPlan]) -> Plan:
+    """Return the plan with each entry as `change` returns it, called in the order of stacks and layers."""
+    stacks = tuple(replace(stack, layers=tuple(map(change, stack.layers))) for stack in plan.stacks)
+    return replace(plan, stacks=stacks)
 
 
 def parse(policy: object, **options: Unpack[PolicyOptions]) -> Policy | Plan:

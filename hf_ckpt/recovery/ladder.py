@@ -15,7 +15,7 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.checks import check_exact
 from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.policy.options import HeadMode
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, with_entries
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial, resolve
 from hf_ckpt.policy.revolve import fewest_snapshots
@@ -255,11 +255,8 @@ def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> R
     entries = [entry for stack in plan.stacks for entry in stack.layers]
     if not any(entry.offload is not None for entry in entries):
         return None
-    changed = tuple(
-        replace(stack, layers=tuple(replace(entry, mode=Mode.FULL, save=(), offload=None) for entry in stack.layers))
-        for stack in plan.stacks
-    )
-    return Rung(replace(plan, stacks=changed), "all layers are recomputed in full, and none offloads")
+    changed = with_entries(plan, lambda entry: replace(entry, mode=Mode.FULL, save=(), offload=None))
+    return Rung(changed, "all layers are recomputed in full, and none offloads")
 
 
 def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None) -> Rung | None:

@@ -11,13 +11,13 @@ another one.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from hf_ckpt.policy.options import Offload
-from hf_ckpt.policy.plan import Plan, StackPlan
+from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
 from hf_ckpt.regions.offload import Link
 from hf_ckpt.regions.offload.pacing import is_offloaded
 from hf_ckpt.regions.offload.transfer import TensorLayout
@@ -107,24 +107,18 @@ def resolve_fractions(plan: Plan) -> Plan:
 
     Where the engine measures before it decides, all of them do, as in its first step.
     """
-    counts: dict[Offload, int] = {}
-    for stack in plan.stacks:
-        for entry in stack.layers:
-            if entry.offload is not None:
-                counts[entry.offload] = counts.get(entry.offload, 0) + 1
-    places = dict.fromkeys(counts, 0)
-    stacks = []
-    for stack in plan.stacks:
-        layers = []
-        for entry in stack.layers:
-            offload = entry.offload
-            if offload is not None:
-                does = is_offloaded(places[offload], counts[offload], offload.fraction)
-                places[offload] += 1
-                entry = replace(entry, offload=replace(offload, fraction=1.0) if does else None)
-            layers.append(entry)
-        stacks.append(StackPlan(stack.path, tuple(layers)))
-    return replace(plan, stacks=tuple(stacks))
+    counts = Counter(entry.offload for stack in plan.stacks for entry in stack.layers)
+    places = Counter[Offload]()
+
+    def resolved(entry: LayerPlan) -> LayerPlan:
+        offload = entry.offload
+        if offload is None:
+            return entry
+        does = is_offloaded(places[offload], counts[offload], offload.fraction)
+        places[offload] += 1
+        return replace(entry, offload=replace(offload, fraction=1.0) if does else None)
+
+    return with_entries(plan, resolved)
 
 
 def peak_host_bytes(tape: Tape) -> int:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
-from hf_ckpt.policy.plan import LayerPlan, Plan, parse
+from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
@@ -509,11 +509,8 @@ def _has_segments(plan: Plan | None) -> bool:
 
 def _as_it_runs(plan: Plan) -> Plan:
     """Return the plan without what only its reader needs: the model's name, and why an entry is as it is."""
-    stacks = (
-        replace(stack, layers=tuple(replace(layer, why="") if layer.why else layer for layer in stack.layers))
-        for stack in plan.stacks
-    )
-    return replace(plan, model_class="", stacks=tuple(stacks))
+    unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
+    return replace(unexplained, model_class="")
 
 
 def _check_modules(model: nn.Module) -> None:
