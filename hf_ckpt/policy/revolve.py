@@ -84,13 +84,6 @@ def fewest_snapshots(num_layers: int, most: int) -> int:
     return next(count for count in range(1, num_layers + 1) if most_runs(num_layers, count) <= max(2, most))
 
 
-def num_forwards(num_layers: int, snapshots: int) -> int:
-    """Return how many layers run in a whole step: the least possible."""
-    checkpoints, length = snapshots + 1, num_layers + 1
-    times = _repetitions(length, checkpoints)
-    return times * length - math.comb(checkpoints + times, checkpoints + 1) + num_layers
-
-
 def _saved(length: int, snapshots: int) -> Iterator[int]:
     """Yield the inputs that a sweep to the last of `length` layers saves, besides the first one."""
     start = 0

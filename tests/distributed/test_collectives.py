@@ -20,9 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hf_ckpt
 from benchmarks.cases import LLAMAS, build_llama
 from benchmarks.collectives import OTHERS, POLICIES, Collectives, Counts, contenders, count, measure, shard, table
-from hf_ckpt.policy.revolve import num_forwards, replays, segment_starts
+from hf_ckpt.policy.revolve import replays, segment_starts
 from tests.distributed.ranks import has_gpus
 from tests.distributed.runs import callback, full_fine_tune, train
+from tests.policy.binomial import num_forwards
 
 ONCE, TWICE = [1, 1, 1, 1], [2, 2, 2, 2]
 # Forwards of attention and of ffn by layer, and the all-gathers of FSDP1's backward beside one for each layer.

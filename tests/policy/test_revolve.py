@@ -15,7 +15,8 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import resolve
-from hf_ckpt.policy.revolve import most_runs, num_forwards, replays, reruns, segment_starts
+from hf_ckpt.policy.revolve import most_runs, replays, reruns, segment_starts
+from tests.policy.binomial import num_forwards
 from tests.policy.stack_shapes import decoder
 
 LAYERS, SNAPSHOTS = 64, 8

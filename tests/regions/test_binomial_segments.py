@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_ckpt
-from hf_ckpt.policy.revolve import most_runs, num_forwards, reruns, segment_starts
+from hf_ckpt.policy.revolve import most_runs, reruns, segment_starts
 from tests import exactness, plain_models, zoo
+from tests.policy.binomial import num_forwards
 
 pytestmark = pytest.mark.core
 
