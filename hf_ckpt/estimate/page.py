@@ -13,7 +13,7 @@ from hf_ckpt.estimate.estimate import Fit, fit_of
 from hf_ckpt.estimate.tables import format_seconds, versions
 from hf_ckpt.html_svg import element, escape, svg, table
 from hf_ckpt.planner.chain import Chain
-from hf_ckpt.planner.pareto import frontier
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import UNITS, format_bytes
@@ -108,7 +108,7 @@ class Page:
         return element("div", element("table", *lines), class_="wide rows")
 
     def _frontier(self) -> str:
-        curve = [(point.seconds, float(point.peak_bytes)) for point in frontier(self.chain, _POINTS)]
+        curve = [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(self.chain).frontier(_POINTS)]
         marks = [(step.time.total, float(step.peak_bytes)) for step in self.steps.values()]
         scale = _Scale.of([*curve, *marks])
         drawn = [*scale.axes(), *scale.limit(self.device)]

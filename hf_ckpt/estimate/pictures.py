@@ -11,7 +11,7 @@ from hf_ckpt.estimate.estimate import RECIPE, Estimate, Say
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, describe_batch
 from hf_ckpt.planner.chain import FULL, NONE, Chain
-from hf_ckpt.planner.pareto import frontier
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.plots import Curve, draw_checkpoints, draw_frontier, draw_steps
@@ -49,7 +49,7 @@ def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
 
 def draw_planned(chain: Chain, steps: dict[str, StepMemory], path: Path, *, subject: Subject, device: Device) -> Path:
     """Draw the frontier of a chain, with steps as marks, and return the file."""
-    points = [(point.seconds, float(point.peak_bytes)) for point in frontier(chain, _POINTS)]
+    points = [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(chain).frontier(_POINTS)]
     draw_frontier(steps, Curve("planner", points), path, title=_title(subject, device), limit_bytes=device.memory_bytes)
     return path
 

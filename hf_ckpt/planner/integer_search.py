@@ -6,9 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, cycle, repeat
 
-OnTry = Callable[[int, int], None]
-"""Gets each number that was tried, and its peak in bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -22,15 +19,7 @@ class Limit:
     """Whether it is the largest that was allowed, so that more memory would not raise it."""
 
 
-def largest(
-    peak: Callable[[int], int],
-    budget_bytes: int,
-    *,
-    start: int,
-    most: int,
-    multiple: int = 1,
-    on_try: OnTry | None = None,
-) -> Limit:
+def largest(peak: Callable[[int], int], budget_bytes: int, *, start: int, most: int, multiple: int = 1) -> Limit:
     """Return the largest multiple of a number whose peak is within a budget.
 
     Memory grows nearly in proportion, so that the next guess lies on the line through two numbers that are known: the
@@ -44,7 +33,6 @@ def largest(
         start: the number to begin with.
         most: the largest number to try; at least `multiple`.
         multiple: only multiples of it are tried.
-        on_try: see `OnTry`.
     """
     low, low_peak, most = 0, 0, max(1, most // multiple)
     high, high_peak = most + 1, 0
@@ -53,8 +41,6 @@ def largest(
     outside, between = chain(("far", "line", "next"), repeat("far")), cycle(("line", "next", "far"))
     while high - low > 1:
         found = peak(guess * multiple)
-        if on_try is not None:
-            on_try(guess * multiple, found)
         if fits := found <= budget_bytes:
             low, low_peak = guess, found
         else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -248,19 +248,13 @@ def _most(costs: _Options) -> int:
     return max((cost.host_bytes for cost in costs.values()), default=0)
 
 
-def _offloading(options: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
-    for option in options:
-        if option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save:
-            yield option
-
-
 def _with_offload(
     chain: Chain, layer: ChainLayer, device: Device, offload: Offload
 ) -> Iterator[tuple[LayerPlan, Cost]]:
-    for option in _offloading(layer.costs):
-        cost = layer.costs[option]
+    for option, cost in layer.costs.items():
         sent = cost.kept_bytes
-        if sent < max(1, offload.min_bytes):
+        can_offload = option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save
+        if not can_offload or sent < max(1, offload.min_bytes):
             continue
         excess = _excess(chain, layer, option, device)
         yield (

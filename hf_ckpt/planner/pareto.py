@@ -57,17 +57,6 @@ _NEXT_BEST = 2
 """Choices that are tried with each."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrontierPoint:
-    """One step of the staircase of time against peak, as predicted."""
-
-    budget_bytes: int
-    """The least budget that this choice is the best one for."""
-    peak_bytes: int
-    seconds: float
-    choice: Choice
-
-
 class _ParetoChoices:
     """All choices worth having, if casts take `cast_bytes` while the forward goes on. See Note [Casts].
 
@@ -153,8 +142,8 @@ class ChainPlanner:
         """Return the choice with the smallest peak, the fastest of those."""
         return self._smallest
 
-    def frontier(self, num_points: int | None = None) -> tuple[FrontierPoint, ...]:
-        """Return the staircase of time against peak: for each budget, the last point that is within it is the best.
+    def frontier(self, num_points: int | None = None) -> tuple[Choice, ...]:
+        """Return the staircase of time against peak: for each budget, the last choice that is within it is the best.
 
         With `num_points`, so many at most, evenly over the peaks, the ends among them.
         """
@@ -163,10 +152,10 @@ class ChainPlanner:
             # The first peak at or above each of evenly spaced budgets: points crowd where the staircase is fine.
             budgets = np.linspace(peaks[0], peaks[-1], num_points)
             peaks = tuple(peaks[place] for place in sorted(set(np.searchsorted(peaks, budgets).tolist())))
-        points: list[FrontierPoint] = []
+        points: list[Choice] = []
         for choice in sorted(map(self.choose, peaks), key=lambda choice: (choice.peak_bytes, choice.seconds)):
             if not points or choice.seconds < points[-1].seconds:
-                points.append(FrontierPoint(choice.peak_bytes, choice.peak_bytes, choice.seconds, choice))
+                points.append(choice)
         return tuple(points)
 
     @cached_property
@@ -175,7 +164,8 @@ class ChainPlanner:
 
         With casts, those between the smallest and the fastest that there would be without.
         """
-        if not self._has_casts:
+        has_casts = len(self._allowances()) > 1
+        if not has_casts:
             return self.peaks_without_casts
         smallest = self.smallest_peak().peak_bytes
         return (smallest, *(peak for peak in self.peaks_without_casts if peak > smallest))
@@ -210,29 +200,6 @@ class ChainPlanner:
         if cast_bytes not in self._by_cast_bytes:
             self._by_cast_bytes[cast_bytes] = _ParetoChoices(self.chain, cast_bytes)
         return self._by_cast_bytes[cast_bytes]
-
-    @property
-    def _has_casts(self) -> bool:
-        return any(cost.cast_bytes for layer in self.chain.layers for cost in layer.costs.values())
-
-
-def choose(chain: Chain, budget_bytes: int) -> Choice:
-    """Return the fastest choice within a budget; for several budgets of one chain make a `ChainPlanner`.
-
-    Raises:
-        BudgetError: no choice is within the budget.
-    """
-    return ChainPlanner(chain).choose(budget_bytes)
-
-
-def smallest_peak(chain: Chain) -> Choice:
-    """Return the choice with the smallest peak, the fastest of those."""
-    return ChainPlanner(chain).smallest_peak()
-
-
-def frontier(chain: Chain, num_points: int | None = None) -> tuple[FrontierPoint, ...]:
-    """Return the staircase of time against peak. See `ChainPlanner.frontier`."""
-    return ChainPlanner(chain).frontier(num_points)
 
 
 # --- All ways worth having. See Note [Demand]. ---

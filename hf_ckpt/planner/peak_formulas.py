@@ -477,17 +477,13 @@ def _segment_ticks(chain: Chain, nested: bool, num_ticks: int) -> tuple[Numbers,
 
 def _ticks_of_a_second(chain: Chain) -> int:
     """Return 10**12, or less where sums times the number of layers would not fit in 64 bits."""
-    worst = sum(max(part for part in _parts(chain, position)) for position in range(len(chain.layers)))
+    worst = sum(
+        max([*(cost.seconds for cost in layer.costs.values()), layer.forward_seconds or 0.0]) for layer in chain.layers
+    )
     num_ticks = 10**12
     while num_ticks > 1 and worst * 3 * num_ticks * (len(chain.layers) + 1) > 2**61:
         num_ticks //= 10
     return num_ticks
-
-
-def _parts(chain: Chain, position: int) -> Iterator[float]:
-    layer = chain.layers[position]
-    yield from (cost.seconds for cost in layer.costs.values())
-    yield layer.forward_seconds or 0.0
 
 
 def _ticks(seconds: float, num_ticks: int) -> int:

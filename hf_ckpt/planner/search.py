@@ -19,7 +19,7 @@ from hf_ckpt.errors import BudgetError
 from hf_ckpt.planner.advice import TILES, Exactness, OptionChange, Write, as_keywords, inexact_parts, nothing_fits
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
 from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, with_gaps, with_tiles
-from hf_ckpt.planner.pareto import ChainPlanner, smallest_peak
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
 from hf_ckpt.policy.options import HeadMode, Offload
@@ -322,7 +322,7 @@ class _Search:
         return (chunked or planner).chain
 
     def _change(self, options: dict[str, object], chain: Chain) -> OptionChange:
-        choice = smallest_peak(chain)
+        choice = ChainPlanner(chain).smallest_peak()
         return OptionChange(options, lambda: self._chains.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
 
     def _extend(self, found: Planned | None) -> None:

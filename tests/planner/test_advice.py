@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -150,12 +151,13 @@ def test_largest_is_what_trying_all_finds(growth, start: int, multiple: int) -> 
     for reached in (0, 63, 64, 700, 2112, 4991, 5000):
         budget = growth(reached)
         expected = max((number for number in numbers if growth(number) <= budget), default=0)
-        tried: list[tuple[int, float]] = []
+        tried: list[int] = []
 
-        def on_try(number: int, peak: float, tried: list[tuple[int, float]] = tried) -> None:
-            tried.append((number, peak))
+        def peak(number: int, tried: list[int] = tried) -> Any:
+            tried.append(number)
+            return growth(number)
 
-        found = largest(growth, budget, start=start, most=5000, multiple=multiple, on_try=on_try)
+        found = largest(peak, budget, start=start, most=5000, multiple=multiple)
         assert found == Limit(expected, growth(expected or multiple), is_bound=expected == numbers[-1])
         assert len(tried) == len(set(tried)) <= 40
 

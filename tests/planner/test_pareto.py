@@ -10,7 +10,7 @@ import pytest
 
 from hf_ckpt.errors import BudgetError, PolicyError
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.pareto import ChainPlanner, choose, frontier, smallest_peak
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import Block, Choice, Moment, blocks_of, entries_from, predict, to_plan
 from hf_ckpt.planner.search import binomial_choices, fixed_choices
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
@@ -72,7 +72,7 @@ def test_layers_that_all_differ_and_every_budget(seed: int) -> None:
         for (peak, seconds), before in zip(found, [math.inf, *fastest], strict=False)
         if seconds < before
     ]
-    assert [(point.peak_bytes, point.seconds) for point in frontier(chain)] == stairs
+    assert [(point.peak_bytes, point.seconds) for point in ChainPlanner(chain).frontier()] == stairs
 
 
 def without(layer: ChainLayer, option: LayerPlan) -> ChainLayer:
@@ -101,16 +101,16 @@ def test_choice_is_never_slower_than_a_fixed_policy_that_fits(spread: float) -> 
 
 def test_without_a_limit_nothing_is_recomputed() -> None:
     chain = decoder(8)
-    assert choose(chain, 2**60).entries == uniform(chain, Mode.NONE)
+    assert ChainPlanner(chain).choose(2**60).entries == uniform(chain, Mode.NONE)
 
 
 def test_equal_layers_are_recomputed_first_to_last() -> None:
     chain = decoder(8)
     chain = replace(chain, layers=tuple(only(layer, NONE, FULL) for layer in chain.layers))
     budget = predict(chain, [LayerPlan(Mode.FULL)] * 3 + [LayerPlan()] * 5).peak_bytes
-    assert choose(chain, budget).entries == (LayerPlan(Mode.FULL),) * 3 + (LayerPlan(),) * 5
+    assert ChainPlanner(chain).choose(budget).entries == (LayerPlan(Mode.FULL),) * 3 + (LayerPlan(),) * 5
     # A few bytes more, for which there is no use, change nothing.
-    assert choose(chain, budget + 1000) == choose(chain, budget)
+    assert ChainPlanner(chain).choose(budget + 1000) == ChainPlanner(chain).choose(budget)
 
 
 def test_equally_fast_modes_are_not_mixed() -> None:
@@ -118,7 +118,7 @@ def test_equally_fast_modes_are_not_mixed() -> None:
     none, part = Cost(10, 10, 10, 0, 1.0), Cost(5, 10, 10, 0, 2.0)
     costs = {NONE: none, ATTENTION: part, FFN: part}
     chain = Chain(tuple(ChainLayer(0, idx, costs) for idx in range(6)), 0, 0, 0, 0.0, 1)
-    chosen = [str(entry.mode) for entry in choose(chain, 50).entries]
+    chosen = [str(entry.mode) for entry in ChainPlanner(chain).choose(50).entries]
     assert chosen == ["attention", "attention", "none", "none", "none", "none"]
 
 
@@ -128,13 +128,16 @@ def test_peak_below_that_of_the_optimizer_is_of_no_use() -> None:
     assert planner.peaks[0] == 12 * 2**30
     smallest = planner.smallest_peak()
     assert (smallest.moment, smallest.position, smallest.where()) == (Moment.FIXED, None, "optimizer")
-    assert predict(chain, smallest.entries).seconds < smallest_peak(replace(chain, fixed_peak_bytes=0)).seconds
+    assert (
+        predict(chain, smallest.entries).seconds
+        < ChainPlanner(replace(chain, fixed_peak_bytes=0)).smallest_peak().seconds
+    )
 
 
 def test_nothing_fits_is_an_error_with_the_smallest_peak() -> None:
     chain = decoder(8)
     with pytest.raises(BudgetError) as caught:
-        choose(chain, 10 * 2**30)
+        ChainPlanner(chain).choose(10 * 2**30)
     assert str(caught.value) == (
         "No plan fits memory_budget=10.0 GiB. Lowest predicted peak is 11.0 GiB, in the logits and loss. Raise the "
         "budget, or shorten the sequence."
@@ -149,7 +152,7 @@ def test_segments_stay_in_their_stack_and_where_layers_can_join() -> None:
     layers[8] = only(layers[8], NONE)
     chain = replace(chain, layers=tuple(layers), head_bytes=0)
     for budget in ChainPlanner(chain).peaks:
-        for block in blocks_of(chain, choose(chain, budget).entries):
+        for block in blocks_of(chain, ChainPlanner(chain).choose(budget).entries):
             inside = range(block.start + 1, block.stop)
             assert not {3, 6, 8, 9} & set(inside)
 
@@ -186,7 +189,7 @@ def test_frontier_has_the_ends_and_so_many_points_at_most() -> None:
     assert 5 <= len(points) <= 10
     assert [points[0].peak_bytes, points[-1].peak_bytes] == [planner.peaks[0], planner.peaks[-1]]
     assert [point.seconds for point in points] == sorted((point.seconds for point in points), reverse=True)
-    assert all(planner.choose(point.budget_bytes) == point.choice for point in points)
+    assert all(planner.choose(point.peak_bytes) == point for point in points)
     assert len(planner.frontier()) == len(planner.peaks)
 
 
@@ -211,7 +214,7 @@ def test_the_frontier_of_126_layers_stays_small(spread: float, is_fine: bool) ->
 def test_segments_are_as_long_as_the_next_one_where_that_is_as_good() -> None:
     costs = {NONE: Cost(3, 3, 3, 0, 3.0), FULL: Cost(1, 1, 3, 0, 4.0)}
     chain = Chain(tuple(ChainLayer(0, idx, costs) for idx in range(9)), 1, 6, 0, 0.0, 1)
-    sizes = [block.stop - block.start for block in blocks_of(chain, choose(chain, 11).entries)]
+    sizes = [block.stop - block.start for block in blocks_of(chain, ChainPlanner(chain).choose(11).entries)]
     # And not 2, 3, 2, 2, which is as good.
     assert sizes == [3, 2, 2, 2]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
-from hf_ckpt.planner.pareto import smallest_peak
+from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import (
     Block,
     BlockCosts,
@@ -172,7 +172,7 @@ def test_nested_segments_of_sqrt_layers_need_twice_the_root_in_layer_inputs(num_
     assert choice.peak_bytes == units == 2 * size
     assert choice.seconds == 3 * num_layers - size
     # Segments that get shorter towards the end do better than equal ones.
-    assert num_layers > 256 or smallest_peak(chain).peak_bytes < units
+    assert num_layers > 256 or ChainPlanner(chain).smallest_peak().peak_bytes < units
 
 
 def test_place_of_the_peak_is_named() -> None:
