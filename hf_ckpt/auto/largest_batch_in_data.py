@@ -225,8 +225,8 @@ def largest_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | 
 def _collated(lengths: Lengths, collator: Any, num_rows: int) -> Batch:
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
     if is_packing(collator):
-        return Batch(1, _rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1)
-    length = _rounded(_padded(lengths.largest[0], collator), multiple)
+        return Batch(1, rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1)
+    length = rounded(_padded(lengths.largest[0], collator), multiple)
     varies = num_rows > 1 and lengths.shortest != lengths.largest[0]
     return Batch(num_rows, length, is_padded=lengths.has_padding or varies or length > lengths.largest[0])
 
@@ -253,7 +253,8 @@ def _padded(length: int, collator: Any) -> int:
     return length
 
 
-def _rounded(length: int, multiple: int) -> int:
+def rounded(length: int, multiple: int) -> int:
+    """Return the least multiple of a number that is no less than a length."""
     return -(-length // multiple) * multiple
 
 
@@ -345,8 +346,8 @@ def _of_columns(dataset: Any, num_rows: int) -> Lengths | None:
         return None
     largest: list[int] = []
     shortest, has_padding = 2**62, False
-    for table in _tables(dataset, [name for name in (column, _MASK) if name in names]):
-        lengths = list(_lengths_in(table[column], is_length=column == _LENGTH))
+    for table in tables(dataset, [name for name in (column, _MASK) if name in names]):
+        lengths = list(lengths_in(table[column], is_length=column == _LENGTH))
         largest = heapq.nlargest(num_rows, (*largest, *lengths))
         shortest = min(shortest, *lengths)
         if _MASK in table.column_names and not has_padding:
@@ -354,11 +355,13 @@ def _of_columns(dataset: Any, num_rows: int) -> Lengths | None:
     return Lengths(tuple(largest), shortest, has_padding)
 
 
-def _tables(dataset: Any, columns: list[str]) -> Iterator[Any]:
+def tables(dataset: Any, columns: list[str]) -> Iterator[Any]:
+    """Yield columns of a data set of `datasets` as tables of some rows, without decoding."""
     yield from dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME)
 
 
-def _lengths_in(column: Any, *, is_length: bool) -> Iterator[int]:
+def lengths_in(column: Any, *, is_length: bool = False) -> Iterator[int]:
+    """Yield the tokens of each row of a table's column, which holds them, or their number."""
     for chunk in column.chunks:
         if is_length:
             yield from chunk.to_pylist()

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +25,30 @@ from hf_ckpt.simulation.step import Sharding, Step, make_inputs
 from hf_ckpt.trainer.other_models import other_models
 
 
-class CollatedBatch(Protocol):
-    """What the collator of a Trainer makes."""
+class ModelInputs:
+    """What the collator of a Trainer makes: here, what the model's own forward takes."""
 
     @property
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
+        return 1
 
     @property
     def takes_more_than_text(self) -> bool:
         """Whether what is no text may come as well."""
+        return True
 
     def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
         """Return the largest micro-batch that can come; None where no bound is known. See `largest_batch`."""
+        return largest_batch(dataset, collator, num_examples, max_length)
 
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
-        """Return a micro-batch of the step's size, with values."""
+        """Return a micro-batch of the step's size, with values. See `hf_ckpt.simulation.step.make_inputs`."""
+        return make_inputs(replace(step, loss=None), model)
 
     def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what a micro-batch of this size is made of."""
+        """Return the names of what a micro-batch of this size is made of. See `Batch.names`."""
+        return batch.names
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +62,7 @@ class TrainerLoss:
     """
 
     trainer: Any
-    batch: CollatedBatch
+    batch: ModelInputs
     others: Mapping[str, nn.Module]
 
     @property
@@ -106,26 +111,6 @@ class TrainerLoss:
 
     def prepare(self, step: Step, model: nn.Module, loss_of: Callable[..., Any]) -> None:
         """Do nothing: the data loader has the micro-batches."""
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """What the model's own forward takes."""
-
-    rows_per_example: int = 1
-    takes_more_than_text: bool = True
-
-    def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
-        """See `largest_batch`."""
-        return largest_batch(dataset, collator, num_examples, max_length)
-
-    def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
-        """See `hf_ckpt.simulation.step.make_inputs`."""
-        return make_inputs(replace(step, loss=None), model)
-
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """See `Batch.names`."""
-        return batch.names
 
 
 class UsersLoss(TrainerLoss):

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, without_adapter
+from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, without_adapter
 from hf_ckpt.auto.simulation_coverage import refuse
-from hf_ckpt.auto.trainer_loss import TrainerLoss
+from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_kernels import with_globals
 from hf_ckpt.simulation.step import Sharding, Step
 
@@ -31,7 +31,7 @@ _CACHE_LAYER = "DynamicLayer"
 
 
 @dataclass(frozen=True)
-class Completions:
+class Completions(ModelInputs):
     """What GRPO and RLOO train on: prompts with completions, and a few numbers of each token of a completion."""
 
     trainer: Any
@@ -39,8 +39,7 @@ class Completions:
     """Tokens of the longest prompt and of the shortest one."""
     is_rloo: bool = False
 
-    rows_per_example: int = 1
-    takes_more_than_text: bool = False
+    takes_more_than_text = False
 
     def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
         """Return the largest micro-batch: the longest prompt with the longest completion."""
@@ -105,8 +104,7 @@ class Completions:
         return bool(self.trainer.beta != 0.0)
 
     def _padded(self, length: int) -> int:
-        multiple = self.trainer.pad_to_multiple_of or 1
-        return -(-length // multiple) * multiple
+        return rounded(length, self.trainer.pad_to_multiple_of or 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ trl is not imported: its trainers are known by the modules of their classes, its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, lengths_in, rounded, tables
 from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_generation import generation_loss
@@ -22,7 +22,6 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.trainer.other_models import tensors_of
 
 _TOKEN = 5
-_ROWS_AT_A_TIME = 1000
 _OF_GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
 _MODULE = "trl.trainer.{}_trainer"
 _LOSSES = ("compute_loss", "_compute_loss", "_prepare_inputs", *_OF_GENERATION)
@@ -120,7 +119,7 @@ _Columns = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Preferences:
+class _Preferences(ModelInputs):
     """Rows that are liked or not, and numbers for each example."""
 
     columns: tuple[_Columns, ...]
@@ -133,7 +132,7 @@ class _Preferences:
     """Of KTO with an estimate of the KL divergence: the tokens of the longest row, and those of the longest row with
     another example's completion."""
 
-    takes_more_than_text: bool = False
+    takes_more_than_text = False
 
     @property
     def rows_per_example(self) -> int:
@@ -171,7 +170,7 @@ class _Preferences:
             return None
         rows = num_examples * self.rows_per_example
         longest = max(lengths) if max_length is None else max_length
-        length = _padded(longest, collator)
+        length = rounded(longest, getattr(collator, "pad_to_multiple_of", None) or 1)
         return Batch(rows, length, is_padded=length > min(lengths, default=0))
 
     def names_of(self, batch: Batch) -> tuple[str, ...]:
@@ -216,25 +215,15 @@ def _lengths(dataset: Any, collator: Any, columns: tuple[_Columns, ...]) -> list
         return []
     most = getattr(collator, "max_length", None)
     found: list[int] = []
-    for table in dataset.select_columns(needed).with_format("arrow").iter(batch_size=_ROWS_AT_A_TIME):
-        tokens = {name: list(_of_column(table[name])) for name in needed}
+    for table in tables(dataset, needed):
+        tokens = {name: list(lengths_in(table[name])) for name in needed}
         for row in columns:
             lengths = map(sum, zip(*(tokens[name] for name in row), strict=True))
             found.extend(length if most is None else min(length, most) for length in lengths)
     return found
 
 
-def _of_column(column: Any) -> Iterator[int]:
-    for chunk in column.chunks:
-        yield from chunk.value_lengths().to_pylist()
-
-
-def _padded(length: int, collator: Any) -> int:
-    multiple = getattr(collator, "pad_to_multiple_of", None) or 1
-    return -(-length // multiple) * multiple
-
-
-_BATCHES: dict[str, Callable[[Any, Any, Any], _Texts | _Preferences]] = {
+_BATCHES: dict[str, Callable[[Any, Any, Any], ModelInputs]] = {
     "sft": _Texts.of,
     "dpo": _Preferences.of_dpo,
     "kto": _Preferences.of_kto,
