@@ -28,11 +28,11 @@ from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.simulation_coverage import (
     Coverage,
+    NewModels,
     check_call,
     check_not_compiled,
     check_run,
     evaluates,
-    new_models_check,
     refuse,
 )
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss
@@ -196,9 +196,9 @@ class Auto:
             is_bounded=bool(batches),
             rows_per_example=rows_per_example,
             fallback=None if self.fallback is None else make_plan(shape, self.fallback, **self._structure),
+            check_again=None if trainer is None else NewModels(trainer, model, args.device, coverage, loss).check,
         )
         planning.input_gradients = is_on
-        planning.check_again = new_models_check(trainer, model, args.device, coverage, loss)
         planning.start_all(batches)
         if evaluates(args) and batches and not batches[0].tensors:
             planning.check_evaluation(

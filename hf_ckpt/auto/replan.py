@@ -75,6 +75,7 @@ class RunPlanner:
         is_bounded: whether the largest batch is known.
         rows_per_example: rows that the model sees of each example.
         fallback: the plan in the place of one for a batch that is refused; None raises.
+        check_again: raises before a forward whose step cannot be what was planned for; None checks nothing.
 
     Attributes:
         plan: what is to be in force now.
@@ -82,7 +83,6 @@ class RunPlanner:
         batch: the largest one that was planned for, or None.
         input_gradients: what was simulated for the output of the embeddings.
         seen: what the model was given in the micro-batch that runs; None where its forward has not begun.
-        check_again: raises before a forward whose step cannot be what was planned for.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class RunPlanner:
         is_bounded: bool,
         rows_per_example: int = 1,
         fallback: Plan | None = None,
+        check_again: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
         self._simulator = simulator
@@ -111,6 +112,7 @@ class RunPlanner:
         self._is_bounded = is_bounded
         self._rows_per_example = rows_per_example
         self._fallback = fallback
+        self._check_again = check_again
         self._has_given_up = False
         self.predicted_bytes = 0
         self.batch: Batch | None = None
@@ -123,7 +125,6 @@ class RunPlanner:
         self._evaluated: list[Batch] = []
         self._has_warned = False
         self._inputs = InputCheck()
-        self.check_again: Callable[[], None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunPlanner:
         # Hooks of the run lead here, and a copy of the model carries them: it has no run of its own to plan for.
@@ -252,7 +253,8 @@ class RunPlanner:
         if self._has_given_up:
             return
         try:
-            self.check_again()
+            if self._check_again is not None:
+                self._check_again()
             check()
             assert batch is not None, "a forward without one is refused"
             self.seen = batch
@@ -278,17 +280,8 @@ class RunPlanner:
     @property
     def compares_batches(self) -> bool:
         """Whether several processes compare their batches before each forward."""
-        return not self._is_bounded or self._has_tensors
-
-    @property
-    def has_own_loss(self) -> bool:
-        """Whether the loss of the Trainer, which calls the model itself, is what is simulated."""
-        return self._coverage.loss is not None
-
-    @property
-    def _has_tensors(self) -> bool:
-        """Whether more than a text has been planned for."""
-        return any(each.tensors for batches in self._fitting.values() for each in batches)
+        # Tensors: more than a text has been planned for.
+        return not self._is_bounded or any(each.tensors for batches in self._fitting.values() for each in batches)
 
     def _new_batches(self, batch: Batch, read: Callable[[], Batch | None]) -> Iterator[Batch]:
         """Yield what is to be planned for: all ranks compare what comes to them, in each forward."""
@@ -317,8 +310,6 @@ class RunPlanner:
 
     def _agreed_inputs(self, batch: Batch) -> tuple[str, ...]:
         """Return the further inputs to plan with: those of all ranks in their first forward."""
-        if store.num_processes() == 1:
-            return batch.more
         if self.batch is None:
             found = store.gather_results(lambda: list(batch.more), "looking at the first batch")
             return tuple(sorted({name for names in found for name in names}))
@@ -421,10 +412,6 @@ class RunPlanner:
         return self._plans[batch]
 
 
-def _nothing() -> None:
-    """See `RunPlanner.check_again`."""
-
-
 def say_fallback(error: Exception) -> None:
     """Say that a run goes on under its fallback, and why it has no plan."""
     logger.warning("No plan is made, and checkpointing.fallback is in force. %s", error)
@@ -455,7 +442,9 @@ class _BeforeForward:
         if self._planning is None or self._put_in_force is None or kwargs is None or torch.compiler.is_compiling():
             return
         planning = self._planning
-        describe = partial(describe_batch, model, args, kwargs, has_settings=not planning.has_own_loss)
+        # The loss of the Trainer, where that is simulated, calls the model itself.
+        has_settings = planning._coverage.loss is None
+        describe = partial(describe_batch, model, args, kwargs, has_settings=has_settings)
         batch = describe(reads=False)
         if model.training and torch.is_grad_enabled():
             before = planning.plan

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -27,6 +26,7 @@ from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.checks import check_model
 from hf_ckpt.regions.execution_state import is_compiled
+from hf_ckpt.regions.offload.host_memory import num_local_processes
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
 from hf_ckpt.trainer.other_models import OtherModel, other_models, tensors_of
@@ -225,13 +225,9 @@ def _check_replicas(args: TrainingArguments, model: nn.Module, configs: list[Any
     """Refuse weights that are shared among fewer ranks than train."""
     replicas = max(getattr(config, "dp_replicate_size", None) or 1 for config in configs)
     strategy: Any = getattr(fsdp.accelerate_plugin(), "sharding_strategy", None)
-    is_hybrid = "HYBRID" in str(getattr(strategy, "name", strategy)) and args.world_size > _ranks_of_machine()
+    is_hybrid = "HYBRID" in str(getattr(strategy, "name", strategy)) and args.world_size > num_local_processes()
     if fsdp.is_sharded(model) and (replicas > 1 or is_hybrid):
         raise refuse("FSDP shares the weights among some of the ranks only (hybrid sharding); all are simulated")
-
-
-def _ranks_of_machine() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _check_host(args: TrainingArguments, plugin: Any) -> None:
@@ -277,19 +273,8 @@ def _shown(other: OtherModel) -> str:
     return f"{other.kind}, {format_bytes(other.num_bytes)}"
 
 
-def new_models_check(
-    trainer: Any, model: nn.Module, device: torch.device, known: Coverage, loss: OwnLoss | None
-) -> Callable[[], None]:
-    """Return what looks again, in the first steps, for models that came after a plan was made. See `_NewModels`."""
-    return _nothing if trainer is None else _NewModels(trainer, model, device, known, loss).check
-
-
-def _nothing() -> None:
-    """Where no Trainer is known, nothing is looked for."""
-
-
-class _NewModels:
-    """Looks again, when the first two steps begin, for what a Trainer and its callbacks have made since."""
+class NewModels:
+    """Looks again, when the first two steps begin, for what a Trainer and its callbacks have made since a plan was."""
 
     def __init__(
         self, trainer: Any, model: nn.Module, device: torch.device, known: Coverage, loss: OwnLoss | None
@@ -454,7 +439,7 @@ def check_no_tensors_inside(name: str, value: Any) -> None:
     Raises:
         UnsupportedError: names it.
     """
-    if any(isinstance(each, Tensor) for each in _inside(value)):
+    if _holds_tensor(value):
         raise refuse(f"a batch came with tensors inside {name}, which the simulated step does not have")
 
 
@@ -471,13 +456,7 @@ def _check_leaf(name: str, value: Tensor) -> None:
         raise refuse(f"a batch came with {name} that was computed with gradients, outside of the model's forward")
 
 
-def _held_by(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    for each in _held_by(value):
-        yield each
-        yield from _inside(each)
+def _holds_tensor(value: Any) -> bool:
+    """Whether a list or a dictionary holds a tensor, at any depth. A tensor itself holds none."""
+    held = list(value.values()) if isinstance(value, Mapping) else value
+    return isinstance(held, list | tuple) and any(isinstance(each, Tensor) or _holds_tensor(each) for each in held)
