@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants
 
@@ -50,6 +51,12 @@ def not_to_be_had(name: str, reason: str) -> str:
         "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
         "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
     )
+
+
+def source_options(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Return what a `model` section says of its source, as options of transformers: of remote code, and `keys`."""
+    # Where nothing is said of remote code, transformers asks on the terminal.
+    return {"trust_remote_code": False} | {key: section[key] for key in ("trust_remote_code", *keys) if key in section}
 
 
 def shaping_recipes(recipe: Recipe) -> list[Recipe]:

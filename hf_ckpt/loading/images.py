@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import AutoProcessor
 
 from hf_ckpt.errors import DataError, RecipeError
+from hf_ckpt.loading.config_files import source_options
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 
@@ -19,8 +20,7 @@ TOKENS_AROUND = 2
 def load_processor(model_section: Mapping[str, Any], data_section: Mapping[str, Any]) -> Any:
     """Load the processor of a model that reads images, with a complete tokenizer. See `load_tokenizer`."""
     name = model_section.get("tokenizer", model_section["name_or_path"])
-    options = {"trust_remote_code": False}
-    options |= {key: model_section[key] for key in ("revision", "trust_remote_code") if key in model_section}
+    options = source_options(model_section, "revision")
     try:
         processor = AutoProcessor.from_pretrained(name, **options)  # type: ignore[no-untyped-call]  # upstream
     except (OSError, ValueError, ImportError, AttributeError) as error:

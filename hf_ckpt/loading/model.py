@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.loading.config_files import is_path, is_reachable, not_to_be_had, shaping_recipes
+from hf_ckpt.loading.config_files import is_path, is_reachable, not_to_be_had, shaping_recipes, source_options
 from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
@@ -40,6 +40,8 @@ _NEEDS_WEIGHTS = (
     *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
 )
+# No tokenizer is there yet, and the shape of the layers does not depend on it.
+_NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def rehearse(recipe: Recipe, shape: Mapping[str, Any]) -> torch.nn.Module:
@@ -82,7 +84,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
     """Load the weights that `model.name_or_path` names."""
     name = recipe.model["name_or_path"]
-    options = _options(recipe.model, "revision", "attn_implementation")
+    options = source_options(recipe.model, "revision", "attn_implementation")
     section = recipe.quantization if is_quantized else None
     if section is not None:
         options["quantization_config"] = bits_and_bytes(section)
@@ -127,18 +129,12 @@ def holds_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def _options(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    # Where nothing is said of remote code, transformers asks on the terminal.
-    return {"trust_remote_code": False} | {key: section[key] for key in ("trust_remote_code", *keys) if key in section}
-
-
 def _config_of(section: Mapping[str, Any]) -> PreTrainedConfig:
     if "config" in section:
-        # No tokenizer is there yet, and the shape of the layers does not depend on it.
-        return _config(section["config"], {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
+        return _config(section["config"], _NO_TOKENS)
     name = section["name_or_path"]
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_options(section, "revision"))
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **source_options(section, "revision"))
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(_loading_advice(name, error)) from error
     return config
@@ -160,7 +156,7 @@ def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def made(config: PreTrainedConfig, section: Mapping[str, Any], recipe: Recipe, **options: Any) -> PreTrainedModel:
     """Return a model with new weights, built as a `model` section says, with the head that a recipe's trainer needs."""
-    options |= _options(section, "attn_implementation")
+    options |= source_options(section, "attn_implementation")
     for name, number in _labels(recipe).items():
         setattr(config, name, number)
         if config.get_text_config().pad_token_id is None:
@@ -191,9 +187,8 @@ def _config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _config(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> PreTrainedConfig:
-    fields = {**defaults, **section}
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config: PreTrainedConfig = AutoConfig.for_model(**{**defaults, **section})
     except (ValueError, TypeError) as error:
         raise RecipeError(f"model.config is not a config of transformers: {error}") from error
     return config
@@ -285,10 +280,6 @@ def _loading_advice(name: str, error: Exception) -> str:
     )
 
 
-# No tokenizer is there yet, and the shape of the layers does not depend on it.
-_NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-
-
 @dataclass(frozen=True)
 class Found:
     """The config of a recipe's model at its full size."""
@@ -306,7 +297,7 @@ def find_config(recipe: Recipe) -> Found:
     if section is not recipe.model:
         by = f" of {Path(recipe.model['base_recipe']).name}"
     if "config" in section:
-        return Found(_from_fields(section["config"]), f"model.config{by}", section, has_weights=False)
+        return Found(_config(section["config"], _NO_TOKENS), f"model.config{by}", section, has_weights=False)
     name = section["name_or_path"]
     if Path(name).expanduser().is_dir():
         config = _load(section, local_files_only=True)
@@ -315,31 +306,19 @@ def find_config(recipe: Recipe) -> Found:
     return _of_hub(section)
 
 
-def _from_fields(fields: Mapping[str, Any]) -> PreTrainedConfig:
-    try:
-        config: PreTrainedConfig = AutoConfig.for_model(**{**_NO_TOKENS, **fields})
-    except (ValueError, TypeError) as error:
-        raise RecipeError(f"model.config is not a config of transformers: {error}") from error
-    return config
-
-
 def _of_hub(section: Mapping[str, Any]) -> Found:
-    name = section["name_or_path"]
-    try:
-        config = _load(section, local_files_only=True)
-        return Found(config, _compared_with_known("the cache of the hub", name, config), section, has_weights=True)
-    except RecipeError as error:
-        refusal = error
-    if is_reachable():
-        try:
-            config = _load(section, local_files_only=False)
-            return Found(config, _compared_with_known("the hub", name, config), section, has_weights=True)
-        except RecipeError as error:
-            refusal = error
+    name, refusals = section["name_or_path"], []
+    for source, is_cached in (("the cache of the hub", True), ("the hub", False)):
+        if is_cached or is_reachable():
+            try:
+                config = _load(section, local_files_only=is_cached)
+                return Found(config, _compared_with_known(source, name, config), section, has_weights=True)
+            except RecipeError as error:
+                refusals.append(error)
     if (known := known_config(name)) is not None:
         why = f"{name} is neither cached nor to be had from the hub"
         return Found(known, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
-    raise refusal
+    raise refusals[-1]
 
 
 def _compared_with_known(source: str, name: str, config: PreTrainedConfig) -> str:
@@ -378,10 +357,7 @@ def known_config(hub_id: str) -> PreTrainedConfig | None:
 
 
 def _load(section: Mapping[str, Any], *, local_files_only: bool) -> PreTrainedConfig:
-    # Where nothing is said of remote code, transformers asks on the terminal.
-    options = {"trust_remote_code": section.get("trust_remote_code", False), "local_files_only": local_files_only}
-    if "revision" in section:
-        options["revision"] = section["revision"]
+    options = {**source_options(section, "revision"), "local_files_only": local_files_only}
     name = section["name_or_path"]
     folder = Path(name).expanduser()
     try:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_ckpt.errors import DataError
+from hf_ckpt.loading.config_files import source_options
 from hf_ckpt.loading.examples import Conversation, Example, PromptCompletion, Text, find_layout
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -41,10 +42,7 @@ def load_tokenizer(
     if wanted is None:
         raise DataError("model.tokenizer is missing, and there is no model.name_or_path to take it from. Set one.")
     if isinstance(wanted, str):
-        # Where nothing is said of remote code, transformers asks on the terminal.
-        options = {"trust_remote_code": False}
-        options |= {key: model_section[key] for key in ("revision", "trust_remote_code") if key in model_section}
-        tokenizer = _load(wanted, options)
+        tokenizer = _load(wanted, source_options(model_section, "revision"))
     else:
         read = (texts or _texts)(data_section)
         directory = train_tokenizer(read, vocab_size=wanted["train"]["vocab_size"], cache_dir=cache_dir)
