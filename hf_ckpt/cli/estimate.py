@@ -18,7 +18,6 @@ from hf_ckpt.cli.shared_options import (
     add_launch_options,
     check_devices,
     check_folder,
-    check_html,
     check_launch,
     launch_of,
     quiet,
@@ -93,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
     recipe = read_recipe_or_model(options)
     check_launch(options)
-    check_html(options.html)
+    check_folder("--html", options.html)
     check_devices(options.device or ())
     if options.plot is not None:
         require("matplotlib")

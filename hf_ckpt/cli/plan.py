@@ -17,7 +17,6 @@ from hf_ckpt.cli.shared_options import (
     add_launch_options,
     check_devices,
     check_folder,
-    check_html,
     check_launch,
     launch_of,
     quiet,
@@ -77,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_out(options.out)
     check_launch(options)
-    check_html(options.html)
+    check_folder("--html", options.html)
     check_devices([options.device] if options.device else [])
     if options.plot is not None:
         require("matplotlib")
@@ -134,9 +133,7 @@ def _check_amount(budget: Budget | None) -> None:
 
 
 def _check_out(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix != ".json":
+    if path is not None and path.suffix != ".json":
         raise RecipeError(f"--out {path}: recipes know a plan's file by its ending. Write {path}.json.")
     check_folder("--out", path)
 

@@ -157,14 +157,10 @@ def add_html_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_html(path: Path | None) -> None:
-    """Refuse a page that could not be written, before the answer is worked out."""
-    if path is not None:
-        check_folder("--html", path)
-
-
-def check_folder(option: str, path: Path) -> None:
-    """Refuse a file that could not be written where it is."""
+def check_folder(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written where it is, before what goes in it is worked out."""
+    if path is None:
+        return
     if path.is_dir():
         raise RecipeError(f"{option} {path}: this is a folder. Name a file in it.")
     if not path.absolute().parent.is_dir():

@@ -30,9 +30,8 @@ from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.recipe.checkpointing import Checkpointing
-from hf_ckpt.recipe.recipe import Recipe, Values
+from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import PREPARE_FOR_KBIT
-from hf_ckpt.recipe.trainer_kinds import TrainerKind
 from hf_ckpt.regions.offload.disk import check_path
 
 # Initial values made from the weights, or by a tokenizer, need these, and change no size.
@@ -76,9 +75,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> torch.nn.
 
     `tokenizer`: tells the vocabulary size and special tokens of a model that is built from a config.
     """
-    model: torch.nn.Module = base_model(recipe, tokenizer)
-    section = recipe.adapter_section
-    return model if section is None else _with_adapter(model, section, recipe.kind)
+    return _with_adapter(base_model(recipe, tokenizer), recipe)
 
 
 def load_base(recipe: Recipe, *, is_quantized: bool) -> PreTrainedModel:
@@ -203,13 +200,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def with_empty_adapter(model: torch.nn.Module, recipe: Recipe, **options: Any) -> torch.nn.Module:
     """Return a model, on `meta` or with random weights, with an adapter of the recipe's sizes, if it has one."""
-    if recipe.adapter_section is None:
-        return model
-    return _with_adapter(model, _without_weights(recipe), recipe.kind, **{"low_cpu_mem_usage": True, **options})
-
-
-def _without_weights(recipe: Recipe) -> Values:
-    return {key: value for key, value in (recipe.adapter_section or {}).items() if key not in _NEEDS_WEIGHTS}
+    return _with_adapter(model, recipe, is_empty=True, **{"low_cpu_mem_usage": True, **options})
 
 
 def can_be_merged(section: Mapping[str, Any]) -> bool:
@@ -224,25 +215,22 @@ def adapter_config(recipe: Recipe, *, is_empty: bool = False) -> Any:
     section = recipe.adapter_section
     if section is None:
         return None
-    return _adapter_config(_without_weights(recipe) if is_empty else section, recipe.kind)
-
-
-def _adapter_config(section: Values, trainer: TrainerKind) -> Any:
     from peft import get_peft_config
 
-    fields = {key: value for key, value in section.items() if key != "type"}
-    return get_peft_config({"task_type": trainer.task_type, **fields, "peft_type": section["type"].upper()})
+    left_out = ("type", *_NEEDS_WEIGHTS) if is_empty else ("type",)
+    fields = {key: value for key, value in section.items() if key not in left_out}
+    return get_peft_config({"task_type": recipe.kind.task_type, **fields, "peft_type": section["type"].upper()})
 
 
-def _with_adapter(
-    model: torch.nn.Module, section: Mapping[str, Any], trainer: TrainerKind, **options: Any
-) -> torch.nn.Module:
-    """Return a model with the adapter that a section with a `type` describes."""
+def _with_adapter(model: torch.nn.Module, recipe: Recipe, *, is_empty: bool = False, **options: Any) -> torch.nn.Module:
+    """Return a model with the recipe's adapter, if it has one."""
+    if recipe.adapter_section is None:
+        return model
     from peft import get_peft_model
 
-    kind: str = section["type"]
+    kind: str = recipe.adapter_section["type"]
     try:
-        config = _adapter_config(section, trainer)
+        config = adapter_config(recipe, is_empty=is_empty)
         adapted: torch.nn.Module = get_peft_model(cast(PreTrainedModel, model), config, **options)
     except (ValueError, TypeError, ImportError) as error:
         linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
@@ -404,7 +405,11 @@ def _policy_can_be_read(draft: Draft) -> None:
     if policy is None:
         return
     options = {name: value for name in POLICY_OPTIONS if (value := draft.get(f"checkpointing.{name}")) is not None}
-    readable = {name: value for name, value in options.items() if _can_be_read(draft, name, value)}
+    readable = {
+        name: value
+        for name, value in options.items()
+        if name not in _READERS or _can_be_read(draft, name, _READERS[name], value)
+    }
     if policy == AUTO:
         _check_auto(draft, [name for name, value in options.items() if name not in ALLOWANCES and value is not False])
         _check_allowances(draft, readable)
@@ -414,25 +419,17 @@ def _policy_can_be_read(draft: Draft) -> None:
             draft.refuse(
                 f"checkpointing.{name}", "belongs to policy: auto, which plans for a budget. Remove it, or use that."
             )
-    try:
-        parse(_with_whole_path(draft, policy), **readable)
-    except PolicyError as error:
-        draft.refuse("checkpointing.policy", str(error))
+    _can_be_read(draft, "policy", partial(parse, **readable), _with_whole_path(draft, policy))
 
 
 def _prove_can_be_read(draft: Draft) -> None:
     prove = draft.get("checkpointing.prove")
-    try:
-        parse_prove("first_step" if prove is None else prove)
-    except PolicyError as error:
-        draft.refuse("checkpointing.prove", str(error))
+    _can_be_read(draft, "prove", parse_prove, "first_step" if prove is None else prove)
 
 
-def _can_be_read(draft: Draft, name: str, value: object) -> bool:
-    if name not in _READERS:
-        return True
+def _can_be_read(draft: Draft, name: str, read: Callable[[Any], object], value: object) -> bool:
     try:
-        _READERS[name](value)
+        read(value)
     except PolicyError as error:
         draft.refuse(f"checkpointing.{name}", str(error))
         return False
@@ -444,20 +441,13 @@ def _check_auto(draft: Draft, options: list[str]) -> None:
         draft.refuse(f"checkpointing.{name}", "given with policy: auto, which chooses for each layer. Remove it.")
     for name, read in (("memory_budget", parse_budget), ("fallback", Policy.parse)):
         value = draft.get(f"checkpointing.{name}")
-        if value is None:
-            continue
-        try:
-            read(value)
-        except PolicyError as error:
-            draft.refuse(f"checkpointing.{name}", str(error))
+        if value is not None:
+            _can_be_read(draft, name, read, value)
 
 
 def _check_allowances(draft: Draft, readable: Mapping[str, object]) -> None:
     for name in ALLOWANCES:
-        try:
-            allowed_by({name: readable.get(name)})
-        except PolicyError as error:
-            draft.refuse(f"checkpointing.{name}", str(error))
+        _can_be_read(draft, name, allowed_by, {name: readable.get(name)})
 
 
 def _with_whole_path(draft: Draft, policy: object) -> object:
