@@ -19,6 +19,7 @@ from hf_ckpt.policy.options import (
     LoopOptions,
     PolicyOptions,
     ProofOptions,
+    Prove,
     StructureOptions,
     parse_count,
     select,
@@ -127,15 +128,8 @@ class AppliedInLoop(Applied):
 
     def _put_in_force(self, rung: Rung) -> None:
         is_proven = self._prove == "first_step" and rung.plan in self._proven
-        undos = self.remove_keeping_undos()
-        try:
-            self.adopt(patch.apply_plan(self._model, rung.plan, self.stacks, prove="off" if is_proven else self._prove))
-        except BaseException:
-            for undo in undos:
-                undo()
-            raise
-        for undo in undos:
-            self.on_remove(undo)
+        prove: Prove = "off" if is_proven else self._prove
+        self.adopt(self.exchange(lambda: patch.apply_plan(self._model, rung.plan, self.stacks, prove=prove)))
         if self._planning is not None:
             self._planning.adopt(rung.plan)
 

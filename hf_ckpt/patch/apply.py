@@ -110,15 +110,22 @@ class Applied:
         for undo in interrupted_run.place(interrupted_run.Removal(call, remove_leftover, leave_use_cache), model):
             self.on_remove(undo)
 
-    def remove_keeping_undos(self) -> list[Callable[[], None]]:
-        """Remove the plan for another one to take its place.
+    def exchange(self, put: Callable[[], Applied]) -> Applied:
+        """Remove the plan and return what `put` puts in its place.
 
-        Returns:
-            What `on_remove` was given, not called: the other plan's removal is to call it.
+        What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
         """
         undos = self._patches[0].take_undos()
         self.remove()
-        return undos
+        try:
+            new = put()
+        except BaseException:
+            for undo in undos:
+                undo()
+            raise
+        for undo in undos:
+            new.on_remove(undo)
+        return new
 
     def adopt(self, other: Applied) -> None:
         """Become the handle of another plan on the same model, in place of that plan's own."""

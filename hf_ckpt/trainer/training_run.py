@@ -77,20 +77,15 @@ class TrainingRun:
         of this run has been proven is not proven again, unless each n-th step is.
         """
         is_proven = self._prove == "first_step" and plan in self._proven
-        stacks, undos = self.applied.stacks, self.applied.remove_keeping_undos()
-        try:
-            prove: Prove = "off" if is_proven else self._prove
+        prove: Prove = "off" if is_proven else self._prove
+
+        def put() -> Applied:
             if is_alone:
                 # Batches of different lengths may change it in each step: nothing is looked for again.
-                self.applied = apply_plan(self.model, plan, stacks, prove=prove)
-            else:
-                self.applied = apply_on_all_ranks(self.model, plan, self._structure, prove)
-        except BaseException:
-            for undo in undos:
-                undo()
-            raise
-        for undo in undos:
-            self.applied.on_remove(undo)
+                return apply_plan(self.model, plan, self.applied.stacks, prove=prove)
+            return apply_on_all_ranks(self.model, plan, self._structure, prove)
+
+        self.applied = self.applied.exchange(put)
         if self._call is not None:
             self.applied.belongs_to(self._call)
         if self._first_step is not None:
