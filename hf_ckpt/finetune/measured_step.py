@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PrinterCallback, Trainer
 
 from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.callback import HFCkptCallback
+from hf_ckpt.loading.log_level import log_level
 from hf_ckpt.measure.track_real_step import follow_trainer
 
 _STEPS = 2  # In the first one the optimizer makes its state.
@@ -29,7 +29,9 @@ def measured_peak(trainer: Trainer, callback: HFCkptCallback | None, options: Ma
         return None
     structure = {name: options[name] for name in ("layers", "attention", "ffn") if name in options}
     same = {name: options[name] for name in ("input_require_grads",) if name in options}
-    with tempfile.TemporaryDirectory(prefix="hf_ckpt-measured-") as folder, _silent():
+    # This package does not say once more under which plan a run begins.
+    quiet = log_level("hf_ckpt", logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="hf_ckpt-measured-") as folder, quiet:
         args = copy.copy(trainer.args)
         vars(args).update(_ONLY_STEPS, output_dir=folder, max_steps=_STEPS)
         data: Any = trainer.train_dataset
@@ -45,18 +47,6 @@ def measured_peak(trainer: Trainer, callback: HFCkptCallback | None, options: Ma
         # It would print the figures of these steps.
         follower.remove_callback(PrinterCallback)
         return follow_trainer(follower, at_step=_STEPS, **structure).peak_bytes
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Let this package not say once more under which plan a run begins."""
-    own = logging.getLogger("hf_ckpt")
-    found = own.level
-    own.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        own.setLevel(found)
 
 
 _ONLY_STEPS: Mapping[str, Any] = {

@@ -6,8 +6,7 @@ Gives back `datasets.Dataset` objects as they were stored; knows nothing of toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from datasets import Dataset
 
 from hf_ckpt.errors import DataError, did_you_mean
 from hf_ckpt.loading.built_in_data import NAME, splits
+from hf_ckpt.loading.log_level import log_level
 
 BUILDERS = {
     ".json": "json",
@@ -93,25 +93,14 @@ def _load_built_in(split: str) -> Dataset:
 def _load_stored(key: str, path: Location, name: str | None, split: str) -> Dataset:
     arguments = _builder_arguments(key, path, name)
     try:
-        with _readers_silent():
+        # The readers of files log nothing: what they raise says the same once more.
+        with log_level("datasets.packaged_modules", logging.CRITICAL + 1):
             return datasets.load_dataset(**arguments, split=split)
     # OSError: the hub's and the file system's errors; ValueError: unknown split, configuration or file type;
     # StopIteration: datasets 5.2, of a JSON lines file without a row.
     except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         is_local = "data_files" in arguments or Path(str(arguments["path"])).exists()
         raise DataError(_loading_failed(key, path, split, error, is_local=is_local)) from error
-
-
-@contextmanager
-def _readers_silent() -> Iterator[None]:
-    """Let the readers of files log nothing: what they raise says the same once more."""
-    readers = logging.getLogger("datasets.packaged_modules")
-    found = readers.level
-    readers.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        readers.setLevel(found)
 
 
 def _builder_arguments(key: str, path: Location, name: str | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hf_ckpt.errors import RecipeError
 from hf_ckpt.loading.columns import with_label
 from hf_ckpt.loading.dataset import padding_collator
 from hf_ckpt.loading.examples import IGNORED
+from hf_ckpt.loading.log_level import log_level
 from hf_ckpt.loading.packing import packing_collator
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.loading.trainer import check_reads_text
@@ -141,21 +142,18 @@ def _single_thread(*, is_on: bool) -> Iterator[None]:
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Silence what libraries say of each model and run: five runs would say it five times."""
-    level, ours = transformers_logging.get_verbosity(), logging.getLogger("hf_ckpt")
-    found = ours.level
+    level = transformers_logging.get_verbosity()
     has_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # upstream
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     maps_with_bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    ours.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with log_level("hf_ckpt", logging.WARNING), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers_logging.set_verbosity(level)
-        ours.setLevel(found)
         if maps_with_bars:
             datasets.enable_progress_bars()
         if has_bars:
