@@ -83,7 +83,7 @@ def needs_of(path: Path) -> Needs:
     budget = budget_of(subject, device)
     if is_auto(subject.recipe):
         memory = predictor.planned(budget).memory
-        limit = longest_row_of_all(predictor, budget).limit
+        limit = longest_row_of_all(predictor, budget)
     else:
         memory, limit = predictor.memory(subject.plan), longest_row(predictor, subject.plan, budget)
     return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)

@@ -115,7 +115,7 @@ def max_length(
     where = _device(subject, device, memory_budget)
     budget = _bytes(subject, where, memory_budget)
     if plan == AUTO or (plan is None and is_auto(subject.recipe)):
-        return longest_row_of_all(Predictor(_allowing(subject, of_policy), where), budget).limit.number
+        return longest_row_of_all(Predictor(_allowing(subject, of_policy), where), budget).number
     return longest_row(Predictor(subject, where), _chosen(subject, plan, of_policy), budget).number
 
 

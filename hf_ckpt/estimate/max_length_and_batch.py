@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,29 +80,21 @@ _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers that offload, where there is a cap on host memory."""
 
 
-@dataclass(frozen=True)
-class LongestRow:
-    """The longest row that fits under some plan."""
-
-    limit: Limit  # The length, and its peak.
-    plan: Plan
-
-
-def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> LongestRow:
-    """Return the longest row that fits under one of the plans that need least."""
+def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> Limit:
+    """Return the longest row that fits under one of the plans that need least, in tokens."""
     subject, found = predictor.subject, None
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
     for plan in leanest_plans(subject):
-        if found is not None and found.limit.is_bound:
+        if found is not None and found.is_bound:
             break
-        if found is not None and found.limit.number:
-            longer = predictor.memory(plan, with_length(subject.step, found.limit.number + LENGTH_UNIT))
+        if found is not None and found.number:
+            longer = predictor.memory(plan, with_length(subject.step, found.number + LENGTH_UNIT))
             is_more = longer.peak_bytes <= budget_bytes and (host_bytes is None or longer.host_bytes <= host_bytes)
             if not is_more:
                 continue
         limit = longest_row(predictor, plan, budget_bytes, host_bytes=host_bytes)
-        if found is None or limit.number > found.limit.number:
-            found = LongestRow(limit, plan)
+        if found is None or limit.number > found.number:
+            found = limit
     assert found is not None, "there is always the plan that keeps everything"
     return found
 
@@ -193,8 +185,8 @@ def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: boo
         budget = budget_of(subject, device)
         if is_auto(subject.recipe):
             say(f"Searching what fits on {device.name}: {AUTO} ...")
-            of_all = longest_row_of_all(predictor, budget).limit if is_length else None
-            rows.append(FittingSize(AUTO, device, budget, of_all or largest_batch_of_all(predictor, budget)))
+            of_all = longest_row_of_all if is_length else largest_batch_of_all
+            rows.append(FittingSize(AUTO, device, budget, of_all(predictor, budget)))
         for name, plan in _plans(subject):
             say(f"Searching what fits on {device.name}: {name} ...")
             rows.append(FittingSize(name, device, budget, search(predictor, plan, budget)))
@@ -235,34 +227,28 @@ def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
 _SHORTER, _LONGER, _GRID_ROWS = 2, 2, 4
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Peaks of one plan."""
-
-    name: str
-    lengths: tuple[int, ...]  # Tokens of a row.
-    rows: tuple[int, ...]
-    peaks: dict[tuple[int, int], int]  # Bytes by (length, rows).
+Grid = dict[tuple[int, int], int]
+"""Peaks of one plan in bytes, by (tokens of a row, rows)."""
 
 
-def grids(predictor: Predictor, say: Say) -> list[Grid]:
-    """Simulate the recipe at lengths and micro-batches around its own."""
+def grids(predictor: Predictor, say: Say) -> dict[str, Grid]:
+    """Simulate the recipe at lengths and micro-batches around its own, under plans by name."""
     subject = predictor.subject
     lengths = _lengths(subject.step.seq_length, subject.longest)
     rows = _powers(subject.step.batch_size)
     plans: list[tuple[str, Plan | None]] = [("none", None)]
     plans += [(RECIPE, subject.plan)] if subject.plan is not None else []
-    return [_grid(predictor, name, plan, lengths, rows, say) for name, plan in plans]
+    return {name: _grid(predictor, name, plan, lengths, rows, say) for name, plan in plans}
 
 
-def grids_as_json(found: Sequence[Grid], predictor: Predictor) -> dict[str, Any]:
+def grids_as_json(found: Mapping[str, Grid], predictor: Predictor) -> dict[str, Any]:
     """Return grids as JSON types."""
     return {
         "recipe": predictor.subject.title,
         "device": predictor.device.name,
         "grids": [
             {
-                "plan": grid.name,
+                "plan": name,
                 "peaks": [
                     {
                         "seq_length": length,
@@ -270,10 +256,10 @@ def grids_as_json(found: Sequence[Grid], predictor: Predictor) -> dict[str, Any]
                         "peak_bytes": peak,
                         "fits": str(fit_of(peak, predictor.device)),
                     }
-                    for (length, rows), peak in grid.peaks.items()
+                    for (length, rows), peak in grid.items()
                 ],
             }
-            for grid in found
+            for name, grid in found.items()
         ],
     }
 
@@ -287,7 +273,7 @@ def _grid(
             say(f"Simulating {name}: {number} x {length:,} tokens ...")
             step = with_rows(with_length(predictor.subject.step, length), number)
             peaks[length, number] = predictor.memory(plan, step).peak_bytes
-    return Grid(name, tuple(lengths), tuple(rows), peaks)
+    return peaks
 
 
 def _lengths(own: int, longest: int | None) -> list[int]:

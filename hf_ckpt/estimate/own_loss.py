@@ -98,17 +98,10 @@ def _check_rewards(recipe: Recipe) -> None:
         )
 
 
-@dataclass(frozen=True)
-class RunningStep:
-    """A trainer's loss on a device, with weights."""
-
-    model: nn.Module  # With adapters.
-    loss_of: Callable[[dict[str, Tensor]], Tensor]
-    inputs: dict[str, Tensor]
-
-
-def running_step(recipe: Recipe, base: Any, step: Step, place: torch.device) -> RunningStep:
-    """Return the step of a recipe whose trainer is one of trl, to be run.
+def running_step(
+    recipe: Recipe, base: Any, step: Step, place: torch.device
+) -> tuple[nn.Module, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]]:
+    """Return the step of a recipe whose trainer is one of trl, to be run: model with adapters, inputs, loss of inputs.
 
     Args:
         recipe: the recipe.
@@ -122,7 +115,7 @@ def running_step(recipe: Recipe, base: Any, step: Step, place: torch.device) -> 
     stand_in, model = replace(own, trainer=trainer).bound_to(trainer.model, others, is_cuda=False).args
     stand_in.accelerator.device = place
     inputs = {name: value.to(place) for name, value in own.make_inputs(step, model).items()}
-    return RunningStep(model, partial(stand_in.compute_loss, model), inputs)
+    return model, inputs, partial(stand_in.compute_loss, model)
 
 
 def _of_any_length(loss: TrainerLoss) -> TrainerLoss:

@@ -59,16 +59,16 @@ def measure(
     _check_room(subject, device, predicted)
     say(f"Building {subject.class_name} ...")
     place = torch.device("cuda" if device.is_cuda else "cpu")
-    running = _running(recipe, subject, place, folder)
-    model: Any = running.model.train()
+    model, inputs, loss_of = _running(recipe, subject, place, folder)
+    model.train()
     # As the Trainer sets it.
     model.config.use_cache = False
     seconds = (num_steps + _NUM_WARMUP) * predicted.time.total
     say(f"Running {num_steps} steps: about {format_seconds(seconds)} ...")
     profile = profile_step(
         model,
-        running.inputs,
-        loss_of=running.loss_of,
+        inputs,
+        loss_of=loss_of,
         plan=subject.plan,
         autocast=None if subject.step.autocast is None else getattr(torch, subject.step.autocast),
         optimizer=make_optimizer(model, subject.step, is_cuda=device.is_cuda),
@@ -123,21 +123,16 @@ def _free_host_bytes(device: Device) -> int:
     return device.memory_bytes // 2
 
 
-@dataclass(frozen=True)
-class _Running:
-    model: Any
-    inputs: dict[str, Tensor]
-    loss_of: Callable[[dict[str, Tensor]], Tensor] | None
-
-
-def _running(recipe: Recipe, subject: Subject, place: torch.device, folder: Path) -> _Running:
+def _running(
+    recipe: Recipe, subject: Subject, place: torch.device, folder: Path
+) -> tuple[Any, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor] | None]:
+    """Return the model, what it is given, and the trainer's loss of that; None for the model's own."""
     model = _model(recipe, place, folder)
     if not recipe.kind.of_trl:
-        return _Running(model, _inputs(subject, place), None)
+        return model, _inputs(subject, place), None
     from hf_ckpt.estimate.own_loss import running_step
 
-    own = running_step(recipe, model, subject.step, place)
-    return _Running(own.model, own.inputs, own.loss_of)
+    return running_step(recipe, model, subject.step, place)
 
 
 def _model(recipe: Recipe, place: torch.device, folder: Path) -> Any:

@@ -7,7 +7,7 @@ recomputation to fit: which one is faster is simulated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import TrainingArguments
@@ -28,46 +28,27 @@ from hf_ckpt.simulation.step import Step
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """What an optimizer step takes under its fastest plan."""
-
-    seconds_per_token: float  # Predicted, padding included.
-    peak_bytes: int  # Predicted.
-
-
-@dataclass(frozen=True, slots=True)
-class StepDivision:
-    """How the rows of an optimizer step are divided."""
-
-    rows: int
-    times: int  # Micro-batches in a step.
-    priced: Priced  # What the step takes.
-
-
 def choose_micro_batch(
-    rows_of_step: int, price: Callable[[int, int], Priced], say: Callable[[str], None] = lambda text: None
-) -> StepDivision:
-    """Return the division of a step's rows that takes the least time for each token; of equal ones the smallest.
+    rows_of_step: int, price: Callable[[int, int], float], say: Callable[[str], None] = lambda text: None
+) -> int:
+    """Return the rows of the micro-batch whose step takes the least time for each token; of equal ones the smallest.
 
-    `price`: of so many rows and so many micro-batches; raises `BudgetError` where no plan fits.
+    `price`: predicted seconds per token, padding included, of so many rows and so many micro-batches under the fastest
+    plan; raises `BudgetError` where no plan fits.
     """
-    best: StepDivision | None = None
+    found: dict[int, float] = {}
     for rows in _divisors(rows_of_step):
         times = rows_of_step // rows
         try:
-            priced = price(rows, times)
+            found[rows] = price(rows, times)
         except BudgetError:
-            if best is None:
+            if not found:
                 raise
             # Nor does a larger one.
             say(f"{rows} x {times}: no plan fits")
             break
-        say(f"{rows} x {times}: {priced.seconds_per_token * 1e6:.3g} microseconds per token")
-        if best is None or priced.seconds_per_token < best.priced.seconds_per_token:
-            best = StepDivision(rows, times, priced)
-    assert best is not None, "1 divides every number"
-    return best
+        say(f"{rows} x {times}: {found[rows] * 1e6:.3g} microseconds per token")
+    return min(found, key=found.__getitem__)
 
 
 def _divisors(number: int) -> list[int]:
@@ -114,14 +95,14 @@ def with_micro_batch(recipe: Recipe, args: TrainingArguments, data: PreparedData
     rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
 
     def chosen() -> int:
-        return choose_micro_batch(rows_of_step, _price(recipe, args, data), say).rows
+        return choose_micro_batch(rows_of_step, _price(recipe, args, data), say)
 
     rows = store.broadcast_result(chosen, args.ddp_timeout, "choosing the micro-batch")
     sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": rows_of_step // rows}
     return replace(recipe, training={**recipe.training, **sizes})
 
 
-def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], Priced]:
+def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], float]:
     subject, device = subject_of(recipe, launch_of(args)), device_of(args)
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     is_on = choose_input_gradients(subject.model, subject.stacks, checkpointing.input_require_grads)
@@ -129,13 +110,13 @@ def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Calla
         InputGradients(subject.model, is_on)
     budget = budget_bytes(checkpointing.budget, device, subject.model, None)
 
-    def price(rows: int, times: int) -> Priced:
+    def price(rows: int, times: int) -> float:
         batch = largest_batch(data.train, data.collator, rows, checkpointing.max_length)
         assert batch is not None, "a recipe's data is tokenised"
         step = step_of_batch(subject.step, batch, times)
         simulator = subject.simulator(device).with_step(step)
         memory = StepPlanner(simulator, allowed=subject.allowed).plan_for(budget).memory
-        return Priced(memory.time.total / step.tokens, memory.peak_bytes)
+        return memory.time.total / step.tokens
 
     return price
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of
+from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
@@ -134,14 +135,12 @@ _STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.
 
 @contextmanager
 def explained(
-    trainer: Trainer,
-    recipe: Recipe,
-    watch: RunWatch,
-    facts: Callable[[], tuple[Plan | None, Batch | None]],
-    say: Callable[[str], None],
+    trainer: Trainer, recipe: Recipe, callback: HFCkptCallback | None, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Turn `torch.OutOfMemoryError` into an error that says where, why, and what would fit."""
     model: Any = trainer.model
+    watch = RunWatch()
+    trainer.add_callback(watch)
     try:
         with watch.on(model):
             yield
@@ -150,7 +149,7 @@ def explained(
         cause = error.__cause__ if isinstance(error, OutOfMemoryError) else error
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
-        plan, planned_for = facts()
+        plan, planned_for = (None, None) if callback is None else (callback.plan, callback.planned_for)
         failure = OutOfMemoryRun(part_of(cause.__traceback__), Figures.of(str(cause)), watch, planned_for)
         say("Out of memory. Simulating what would fit ...")
         lines = [] if error is cause else [str(error)]

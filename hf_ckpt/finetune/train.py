@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune import termination
 from hf_ckpt.finetune.measured_step import measured_peak
 from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
-from hf_ckpt.finetune.oom_report import RunWatch, explained
+from hf_ckpt.finetune.oom_report import explained
 from hf_ckpt.finetune.summary import RunSummary
 from hf_ckpt.loading.columns import (
     PreparedColumns,
@@ -54,7 +53,6 @@ from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
-from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
@@ -98,7 +96,8 @@ def finetune(
     with processes.stage("building the model"), termination.named(Path(HF_HOME)):
         trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
     # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
-    with _failing_gracefully(args), _explaining(trainer, recipe, callback), termination.named(_output_dir(args)):
+    explaining = explained(trainer, recipe, callback, partial(_say, args))
+    with _failing_gracefully(args), explaining, termination.named(_output_dir(args)):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     with processes.stage("saving the model"), termination.named(_output_dir(args)):
         _save(trainer, expected)
@@ -338,16 +337,6 @@ def _failing_gracefully(args: TrainingArguments) -> Iterator[None]:
         how = "There is no checkpoint to go on from." if checkpoint is None else f"--resume goes on from {checkpoint}."
         _say(args, f"\nStopped. {how}")
         raise
-
-
-def _explaining(trainer: Trainer, recipe: Recipe, callback: HFCkptCallback | None) -> AbstractContextManager[None]:
-    watch = RunWatch()
-    trainer.add_callback(watch)
-
-    def facts() -> tuple[Plan | None, Batch | None]:
-        return (None, None) if callback is None else (callback.plan, callback.planned_for)
-
-    return explained(trainer, recipe, watch, facts, partial(_say, trainer.args))
 
 
 def _save(trainer: Trainer, expected: SavedFiles) -> None:

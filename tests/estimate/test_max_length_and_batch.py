@@ -68,10 +68,11 @@ def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("linear")
 def test_grid_has_a_peak_for_each_length_and_micro_batch(tmp_path: Path) -> None:
     predictor = Predictor(replace(small_subject(tmp_path), longest=128), card(MIB + 128 * 1024))
-    none, own = max_length_and_batch.grids(predictor, silent)
-    assert (none.lengths, none.rows) == ((16, 32, 64, 128), (1, 2, 4))
-    assert (none.peaks[64, 2], own.peaks[64, 2]) == (MIB + 128 * 1024, MIB + 64 * 1024)
-    document = max_length_and_batch.grids_as_json([none, own], predictor)
+    found = max_length_and_batch.grids(predictor, silent)
+    none, own = found.values()
+    assert list(none) == list(own) == [(length, rows) for length in (16, 32, 64, 128) for rows in (1, 2, 4)]
+    assert (none[64, 2], own[64, 2]) == (MIB + 128 * 1024, MIB + 64 * 1024)
+    document = max_length_and_batch.grids_as_json(found, predictor)
     assert tables.grid_table(document).splitlines() == [
         "Peak without checkpointing",
         "  tokens    1 row     2 rows     4 rows",

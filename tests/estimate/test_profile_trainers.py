@@ -55,11 +55,11 @@ def test_loss_that_is_measured_asks_a_reference(tmp_path: Path, lora: dict[str, 
 
     recipe = recipe_of(tmp_path, "dpo", lora=lora, checkpointing={"policy": "none"})
     subject = subject_of(recipe)
-    running = running_step(recipe, random_base(recipe, CPU), subject.step, CPU)
+    _, inputs, loss_of = running_step(recipe, random_base(recipe, CPU), subject.step, CPU)
     # Before training the model is its own reference.
-    assert running.loss_of(running.inputs).item() == pytest.approx(math.log(2))
+    assert loss_of(inputs).item() == pytest.approx(math.log(2))
     # Both texts of each pair, of the longest length.
-    assert running.inputs["input_ids"].shape == (2 * subject.step.batch_size, subject.step.seq_length)
+    assert inputs["input_ids"].shape == (2 * subject.step.batch_size, subject.step.seq_length)
 
 
 def test_images_are_refused(tmp_path: Path) -> None:

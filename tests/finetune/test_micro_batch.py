@@ -9,18 +9,18 @@ import pytest
 from hf_ckpt import Plan
 from hf_ckpt.cli.finetune import main
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.finetune.micro_batch import Priced, StepDivision, choose_micro_batch
+from hf_ckpt.finetune.micro_batch import choose_micro_batch
 from tests import small_recipes
 
 pytestmark = pytest.mark.slow
 
 
 def price_of(prices: dict[int, float], asked: list[tuple[int, int]]) -> object:
-    def price(rows: int, times: int) -> Priced:
+    def price(rows: int, times: int) -> float:
         asked.append((rows, times))
         if rows not in prices:
             raise BudgetError(f"No plan fits {rows} rows.")
-        return Priced(prices[rows], rows * 100)
+        return prices[rows]
 
     return price
 
@@ -28,28 +28,26 @@ def price_of(prices: dict[int, float], asked: list[tuple[int, int]]) -> object:
 @pytest.mark.parametrize(
     ("rows_of_step", "prices", "expected", "asked"),
     [
-        (1, {1: 5.0}, (1, 1), [(1, 1)]),
+        (1, {1: 5.0}, 1, [(1, 1)]),
         # A larger batch pays for its recomputation up to 4 rows, no longer with 6.
         (
             12,
             {1: 5.0, 2: 4.0, 3: 3.5, 4: 3.0, 6: 3.2, 12: 3.1},
-            (4, 3),
+            4,
             [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)],
         ),
         # Equal ones: the smallest.
-        (4, {1: 5.0, 2: 5.0, 4: 5.0}, (1, 4), [(1, 4), (2, 2), (4, 1)]),
+        (4, {1: 5.0, 2: 5.0, 4: 5.0}, 1, [(1, 4), (2, 2), (4, 1)]),
         # What does not fit ends the search.
-        (8, {1: 5.0, 2: 4.0}, (2, 4), [(1, 8), (2, 4), (4, 2)]),
-        (7, {1: 5.0, 7: 1.0}, (7, 1), [(1, 7), (7, 1)]),
+        (8, {1: 5.0, 2: 4.0}, 2, [(1, 8), (2, 4), (4, 2)]),
+        (7, {1: 5.0, 7: 1.0}, 7, [(1, 7), (7, 1)]),
     ],
 )
 def test_fastest_division_of_the_same_rows_is_chosen(
-    rows_of_step: int, prices: dict[int, float], expected: tuple[int, int], asked: list[tuple[int, int]]
+    rows_of_step: int, prices: dict[int, float], expected: int, asked: list[tuple[int, int]]
 ) -> None:
     seen: list[tuple[int, int]] = []
-    found = choose_micro_batch(rows_of_step, price_of(prices, seen))  # type: ignore[arg-type]
-    assert (found.rows, found.times) == expected
-    assert found == StepDivision(*expected, Priced(prices[expected[0]], expected[0] * 100))
+    assert choose_micro_batch(rows_of_step, price_of(prices, seen)) == expected  # type: ignore[arg-type]
     assert seen == asked
 
 
