@@ -409,9 +409,15 @@ class RankTape:
         yield from self._free(self._reduced, place)
         self._reduced = Storage(num_bytes, category=Category.GATHERED, is_sent=self._engine == "fsdp1")
         yield Event(place, MemoryChange.ALLOCATE, self._reduced)
+        received = None
+        if self._keeps_masters and num_bytes == sum(whole.num_bytes for whole, _ in gradients):
+            # It arrives in the dtype that it was computed in, and is cast to that of the stored weights.
+            received = Storage(self._share(num_bytes), category=Category.GATHERED, stream=Stream.REDUCE)
+            yield Event(place, MemoryChange.ALLOCATE, received)
         for whole, shard in gradients:
             yield Event(place, MemoryChange.FREE, whole)
             yield Event(place, MemoryChange.ALLOCATE, shard)
+        yield from self._free(received, place)
         yield self._collective(TransferKind.REDUCE, num_bytes, place)
         if self._engine == "fsdp1":
             yield from self._free(self._reduced, place)
