@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 from hf_ckpt.policy.options import Offload
-from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.offload.offloader import Offloader
 
 TO_HOST = Offload(min_bytes=0)
 LAYERS = 5

@@ -39,7 +39,7 @@ from hf_ckpt.policy.plan import Plan, parse
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
-from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, modules_of, uncovered_lists

@@ -16,7 +16,7 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRAINED_CACHES, WHOLE_LAYER_MODES, Mode
-from hf_ckpt.regions.offload import check_path
+from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of
 from hf_ckpt.structure.parts import unwrapped

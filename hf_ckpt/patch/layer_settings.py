@@ -20,7 +20,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.module_state import STATE, ModuleState
-from hf_ckpt.regions.offload import Offloader, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective.save_rules import SaveRules

@@ -20,7 +20,7 @@ from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.regions.offload import Offloader
+from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.recompute import is_cache
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling

@@ -10,10 +10,11 @@ Note [What engines hold].
   micro-batch only (the Trainer's `no_sync`): until then each holds all of them whole. accelerate keeps what is trained
   in float32 under mixed precision.
 - FSDP1: in backward the next layer is gathered before one's gradients (`BACKWARD_PRE`); while the loss runs backward,
-  that is the last layer. PEFT makes each adapter a unit of its own, and adapters are next until a layer's backward is
-  almost done. The buffer of gradients is freed when they are sent; from the second micro-batch on, those of a unit
-  are added when all of them are there. In host order, as `torch.cuda.memory_allocated`
-  counts: what is freed while another stream reads it is counted no more, though its memory is not yet of use.
+  that is the last layer. PEFT makes each adapter a unit of its own: adapters are next until a layer's backward is
+  almost done, and then, with its first adapter, the layer before. The buffer of gradients is freed when they are sent;
+  from the second micro-batch on, those of a unit are added when all of them are there. In host order, as
+  `torch.cuda.memory_allocated` counts: what is freed while another stream reads it is counted no more, though its
+  memory is not yet of use.
 - FSDP2: accelerate makes units of the embeddings and of the head as well, which stays gathered from its forward on;
   tied, the two are one, and stay all the time. What is gathered arrives in one buffer, which the copy-in stream makes,
   and is copied out of it into weight after weight, which the compute stream makes when the unit runs; in forward the

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, with_entries
-from hf_ckpt.regions.offload import Link
 from hf_ckpt.regions.offload.pacing import is_offloaded
-from hf_ckpt.regions.offload.transfer import TensorLayout
+from hf_ckpt.regions.offload.transfer import Link, TensorLayout
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import copy_seconds
 from hf_ckpt.simulation.tape import Tape, Transfer, TransferKind

@@ -15,8 +15,8 @@ from benchmarks import offload
 from benchmarks.journal import FileJournal, ReadJournal
 from benchmarks.offload import disturbed, slow_link
 from hf_ckpt.policy.options import Offload
-from hf_ckpt.regions.offload import Offloader
 from hf_ckpt.regions.offload.cuda import CudaCopy, CudaWire, PinnedPages
+from hf_ckpt.regions.offload.offloader import Offloader
 from tests import exactness, zoo
 from tests.gpu.test_exact_on_device import DEVICES, on_device
 

@@ -8,9 +8,9 @@ import torch
 import hf_ckpt
 from hf_ckpt.errors import HostMemoryError
 from hf_ckpt.policy.options import Offload
-from hf_ckpt.regions.offload import Offloader, run_offloaded
 from hf_ckpt.regions.offload.host_buffers import BufferPool, HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits, HostMemory
+from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded
 from hf_ckpt.regions.offload.transfer import (
     PageableMemory,
     SynchronousWire,

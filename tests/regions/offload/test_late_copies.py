@@ -11,10 +11,10 @@ from torch import Tensor
 
 import hf_ckpt
 from hf_ckpt.policy.options import Offload
-from hf_ckpt.regions.offload import Offloader, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.offload.cuda import CudaCopy, CudaIncomingTensor, CudaWire
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
+from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.recompute import recompute
 from tests import exactness, zoo
 from tests.late_copies import Late, Stream

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ckpt.regions.offload import Link, Offloader, run_offloaded
+from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded
 from hf_ckpt.regions.offload.pacing import (
     FractionTuner,
     PrefetchOrder,
@@ -20,6 +20,7 @@ from hf_ckpt.regions.offload.pacing import (
 )
 from hf_ckpt.regions.offload.transfer import (
     DeviceMemory,
+    Link,
 )
 from hf_ckpt.regions.recompute import recompute
 from tests.offloading import TO_HOST
