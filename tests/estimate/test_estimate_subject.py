@@ -301,6 +301,27 @@ def test_prefetch_in_backward_is_what_accelerate_makes_of_its_file(
     assert found.prefetches_in_backward == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # The defaults of `accelerate launch`.
+        ({}, True),
+        ({"fsdp_sync_module_states": True}, True),
+        ({"fsdp_sync_module_states": False}, False),
+        ({"fsdp_sync_module_states": "false"}, False),
+        # accelerate sets the other one then.
+        ({"fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": True}, True),
+    ],
+)
+def test_weights_are_broadcast_where_accelerate_does(fields: dict[str, Any], expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({**FSDP1_FILE, "fsdp_config": fields}))
+    of_file = sharding_of(load_recipe(small_recipes.write(tmp_path)), Launch(config=path))
+    keys = {"fsdp": True, "fsdp_config": {"version": 1, **fields}}
+    of_recipe = sharding_of(load_recipe(small_recipes.write(tmp_path, training=keys)), Launch(num_processes=2))
+    assert (of_file.broadcasts_weights, of_recipe.broadcasts_weights) == (expected, expected)
+
+
 @pytest.mark.parametrize(("fields", "expected"), [({}, False), ({"backward_prefetch": "backward_pre"}, True)])
 def test_prefetch_in_backward_is_what_the_recipe_says(fields: dict[str, Any], expected: bool, tmp_path: Path) -> None:
     keys = {"fsdp": True, "fsdp_config": {"version": 1, **fields}}

@@ -174,6 +174,19 @@ def test_fsdp2_gathers_into_a_buffer_of_one_stream_and_copies_into_weights_of_an
         assert gathered[Stream.COMPUTE, num_bytes_of_weight] >= num_times * number
 
 
+@pytest.mark.parametrize(("dtype", "is_cast"), [("bfloat16", True), (None, False)])
+def test_gradients_arrive_in_the_dtype_that_they_are_computed_in(dtype: str | None, is_cast: bool) -> None:
+    sharding = Sharding(engine="fsdp1", world_size=WORLD_SIZE)
+    step = Step(batch_size=2, seq_length=32, autocast=dtype, sharding=sharding)
+    events = StepSimulator(model(), step, DEVICE).trace(None).tape.events
+    made = [event.storage for event in events if event.change is MemoryChange.ALLOCATE and event.storage]
+    layer = sum(weight.numel() for weight in find_layers(model())[0].layers[0].module.parameters())
+    # Bytes of each number of a unit's share: the rest of the model is about as large as a layer.
+    shares = [round(each.num_bytes / (layer / WORLD_SIZE)) for each in made if each.stream is Stream.REDUCE]
+    num_units = CONFIG.num_hidden_layers + 1
+    assert Counter(filter(None, shares)) == {4: num_units, **({2: num_units} if is_cast else {})}
+
+
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_all_that_was_gathered_is_gone_when_the_optimizer_makes_its_state(engine: str) -> None:
     step = Step(batch_size=2, seq_length=32, sharding=Sharding(engine=engine, world_size=WORLD_SIZE))
