@@ -100,14 +100,14 @@ def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
 def flat_parameter(weights: Sequence[Weight], step: Step) -> FlatParameter:
     """Return the unit of FSDP1 that has these weights."""
     world_size, is_trained = step.sharding.world_size, all(weight.is_trained for weight in weights)
-    kept, gathered = (sum(each) for each in zip(*((w.num_bytes, w.compute_bytes) for w in weights), strict=True))
+    of_each = ((weight.loaded_bytes, weight.num_bytes, weight.compute_bytes) for weight in weights)
+    loaded, kept, gathered = (sum(each) for each in zip(*of_each, strict=True))
     share = sum(weight.shard_bytes for weight in weights)
-    loaded = -(-sum(weight.loaded_bytes for weight in weights) // world_size)
     is_mixed = is_trained and kept != gathered
     return FlatParameter(
         weights=tuple(weight.loaded_bytes for weight in weights if weight.loaded_bytes),
         is_broadcast=step.sharding.broadcasts_weights,
-        loaded_bytes=loaded if is_trained else share,
+        loaded_bytes=-(-loaded // world_size) if is_trained and loaded != kept else share,
         share_bytes=share,
         emptied=(-(-gathered // world_size), gathered, kept) if is_mixed else (gathered,),
     )

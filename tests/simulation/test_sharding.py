@@ -174,6 +174,17 @@ def test_fsdp2_gathers_into_a_buffer_of_one_stream_and_copies_into_weights_of_an
         assert gathered[Stream.COMPUTE, num_bytes_of_weight] >= num_times * number
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_that_keep_their_dtype_are_not_cast_whatever_their_size(dtype: torch.dtype) -> None:
+    # Nothing can be divided by it: the share of each weight is rounded.
+    sharding = Sharding(engine="fsdp1", world_size=11)
+    step = Step(batch_size=2, seq_length=32, autocast="bfloat16", sharding=sharding)
+    before = StepSimulator(model(dtype), step, DEVICE).trace(None).tape.before
+    units = [storage.flat_parameter for storage in before if storage.flat_parameter is not None]
+    is_cast = dtype is torch.bfloat16
+    assert [unit.loaded_bytes != unit.share_bytes for unit in units] == [is_cast] * (CONFIG.num_hidden_layers + 1)
+
+
 @pytest.mark.parametrize(("dtype", "is_cast"), [("bfloat16", True), (None, False)])
 def test_gradients_arrive_in_the_dtype_that_they_are_computed_in(dtype: str | None, is_cast: bool) -> None:
     sharding = Sharding(engine="fsdp1", world_size=WORLD_SIZE)
