@@ -74,7 +74,7 @@ def error_text(error: Exception) -> str:
     return str(error) if isinstance(error, HFCkptError) else f"{type(error).__name__}: {error}"
 
 
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from hf_ckpt.errors import DiskFullError, OtherProcessError, chain_of
+from hf_ckpt.errors import DiskFullError, OtherProcessError, cause_chain
 from hf_ckpt.units import format_bytes
 
 _DEADLINE_S = 20.0
@@ -78,7 +78,7 @@ def named(folder: Path) -> Iterator[None]:
     except (DiskFullError, OtherProcessError):
         raise
     except Exception as error:
-        found = next((link for link in chain_of(error) if _is_full(link, folder)), None)
+        found = next((link for link in cause_chain(error) if _is_full(link, folder)), None)
         if found is None:
             raise
         raise DiskFullError(_message(found, folder)) from error

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError, chain_of
+from hf_ckpt.errors import DiskFullError, HFCkptError, HostMemoryError, cause_chain
 from hf_ckpt.units import format_bytes
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -133,7 +133,7 @@ class Failure:
     def caught(cls, error: BaseException) -> Failure:
         """Read an error, and let go of all that the frames of its traceback hold: activations, above all."""
         found = cls(error, part_of(error.__traceback__), Figures.of(str(error)))
-        for each in chain_of(error):
+        for each in cause_chain(error):
             clear_frames(each.__traceback__)
         if error.__traceback__ is not None:
             # The frame that catches it runs on, and holds this failure: a cycle, with all that the frame is given.

@@ -161,7 +161,7 @@ def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> 
     for each in there:
         if each.flat_parameter is None:
             yield each, allocator.allocate(each.num_bytes, each.stream)
-    made = fsdp1_wrapping.shares(allocator, [unit for _, unit in units])
+    made = fsdp1_wrapping.blocks_of_shares(allocator, [unit for _, unit in units])
     yield from zip((storage for storage, _ in units), made, strict=True)
 
 

@@ -85,9 +85,8 @@ class RankTape:
         self._master_bytes = MASTER_DTYPE.itemsize
         self._reshards = step.sharding.reshards_after_forward
         self._prefetches_in_backward = step.sharding.prefetches_in_backward
-        self._has_adapter_units = self._engine == "fsdp1" and any(
-            isinstance(weight.unit, str) for weight in weights.values()
-        )
+        self._small_units = self._find_small_units()
+        self._has_adapter_units = self._engine == "fsdp1" and bool(self._small_units)
         self._device = device
         self._rounding = BLOCK_BYTES if device.is_cuda else 1
         self._order = self._units_in_order()
@@ -106,7 +105,6 @@ class RankTape:
         self._shards: dict[int, Storage] = {}
         self._reduced: Storage | None = None
         self._gathers_to_recompute = step.sharding.gathers_to_recompute
-        self._small_units = self._find_small_units()
         self._module = ""
         self._adapter: Running | None = None
         self._first_adapters: dict[UnitKey, str] = {}
@@ -513,11 +511,13 @@ class RankTape:
 
     def _find_small_units(self) -> frozenset[str]:
         """Return the modules within layers that the host gathers one by one: adapters (FSDP1), or all (ZeRO-3)."""
-        within_layers = (
+        if self._engine == "fsdp1":
+            return frozenset(weight.unit for weight in self._weights.values() if isinstance(weight.unit, str))
+        if self._engine != "zero3":
+            return frozenset()
+        return frozenset(
             name.rpartition(".")[0] for name, weight in self._weights.items() if isinstance(weight.unit, tuple)
         )
-        adapters = (weight.unit for weight in self._weights.values() if isinstance(weight.unit, str))
-        return frozenset(within_layers if self._engine == "zero3" else adapters if self._has_adapter_units else ())
 
     def _units_in_order(self) -> list[UnitKey]:
         marks = (event.mark for event in self._whole.events)

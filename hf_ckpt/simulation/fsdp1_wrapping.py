@@ -73,7 +73,7 @@ class FlatParameter:
         return buckets
 
 
-def shares(allocator: Allocator[Block], units: Sequence[FlatParameter]) -> list[Block]:
+def blocks_of_shares(allocator: Allocator[Block], units: Sequence[FlatParameter]) -> list[Block]:
     """Return the blocks of the shares of all units, the root's last. See Note [What wrapping leaves free]."""
     loaded = [unit.loaded_share(allocator) for unit in units]
     root_first = [len(units) - 1, *range(len(units) - 1)] if units else []
