@@ -127,7 +127,8 @@ class Record:
     buffers: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    forward_counts: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by (module path, whether in backward)
+    forwards: Counter[str] = field(default_factory=Counter)  # by module path
+    recomputations: Counter[str] = field(default_factory=Counter)  # forwards in backward, by module path
     with_output_gradient: set[str] = field(default_factory=set)  # layers and parts that a gradient came back to
     no_output_gradient: set[str] = field(default_factory=set)  # layers whose output required none
     reentrant: set[str] = field(default_factory=set)
@@ -272,7 +273,7 @@ class Recorder:
         if self._is_reference and not in_backward:
             self._running.append(path)
             return
-        self._record.forward_counts[path, in_backward] += 1
+        (self._record.recomputations if in_backward else self._record.forwards)[path] += 1
         self._last_entered, self.is_recomputing = path, in_backward
         # A recomputation that stopped early never left the modules that it was in.
         while in_backward and self._running and not path.startswith(f"{self._running[-1]}."):

@@ -18,7 +18,7 @@ _MAX_NAME_WIDTH = 34
 _SHOWN = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One comparison and its verdict: one line of the table."""
 

@@ -202,7 +202,7 @@ class _Verification:
             return
         if self.is_full:
             what = "Not with real weights; hf-ckpt verify without --full does it with a small model."
-            yield Check(name="in float32", verdict="skip", detail=what)
+            yield Check("in float32", "skip", what)
             return
         self.say(f"Running 1 step in float32, for {tolerance.what} ...")
         inputs = self.inputs.in_float32()
@@ -217,7 +217,7 @@ class _Verification:
 
     def _saved(self, trials: Trials) -> Iterator[Check]:
         if not trials.planned.can_save_model:
-            yield Check(name="saved files", verdict="skip", detail="Under FSDP1 saving and resuming are not looked at.")
+            yield Check("saved files", "skip", "Under FSDP1 saving and resuming are not looked at.")
             return
         if processes.is_first():
             self.say("Loading what was saved ...")
@@ -225,12 +225,12 @@ class _Verification:
         processes.gather(None)
         save_at = self._save_at()
         if save_at is None:
-            yield Check(name="resume", verdict="skip", detail="One step cannot be stopped half way; use --steps 2.")
+            yield Check("resume", "skip", "One step cannot be stopped half way; use --steps 2.")
         elif self.inputs.recipe.has_virtual_tokens:
-            yield Check(name="resume", verdict="skip", detail="PEFT trains virtual tokens that were saved no further.")
+            yield Check("resume", "skip", "PEFT trains virtual tokens that were saved no further.")
         elif self.saves_model_only:
             detail = "save_only_model: the recipe's checkpoints have no optimizer state to go on from."
-            yield Check(name="resume", verdict="skip", detail=detail)
+            yield Check("resume", "skip", detail)
         else:
             checkpoint = trials.planned.saved / f"checkpoint-{save_at}"
             resumed = self._run("resumed", "from a checkpoint", is_planned=True, resume_from=checkpoint)
@@ -240,7 +240,7 @@ class _Verification:
         """Find the layer and the operator from which on the trials differ, if they do on any process."""
         if (module := first_module_changed_by_plan(trials)) is not None:
             detail = f"In forward, {module} is the first module whose output differs: the plan changes the forward."
-            yield Check(name="first difference", verdict="fail", detail=detail)
+            yield Check("first difference", "fail", detail)
         found = processes.gather(self._difference(trials))
         first = next((difference for difference in found if difference is not None), None)
         if first is None:
@@ -324,26 +324,21 @@ def _check_difference(trials: Trials, first: FirstDifference, operators: Operato
         what += " whose input gradient differs while that at its output is equal, or a gradient inside it"
     which = f"{describe_operators(operators)}. " if operators is not None else ""
     detail = f"{what} (micro-batch {first.micro_batch + 1}). {which[:1].upper()}{which[1:]}Likely cause: "
-    return Check(
-        name="first difference",
-        verdict="fail",
-        detail=f"{detail}{likely_cause(trials.reference, trials.planned, operators)}.",
-    )
+    return Check("first difference", "fail", f"{detail}{likely_cause(trials.reference, trials.planned, operators)}.")
 
 
 def _check_reference(reference: Record) -> Check:
     if reference.failure is None:
-        return Check(name="run", verdict="skip", detail="Another process failed without the plan.")
+        return Check("run", "skip", "Another process failed without the plan.")
     error = reference.failure.error
     if "does not require grad" in str(error):
         return Check(
-            name="trainable parameters",
-            verdict="fail",
-            detail="Nothing trains, without the plan either: the loss does not depend on any trainable parameter. Is "
+            "trainable parameters",
+            "fail",
+            "Nothing trains, without the plan either: the loss does not depend on any trainable parameter. Is "
             "the adapter frozen or disabled?",
         )
-    what = f"Without the plan the recipe does not run: {type(error).__name__}: {error}"
-    return Check(name="run", verdict="fail", detail=what)
+    return Check("run", "fail", f"Without the plan the recipe does not run: {type(error).__name__}: {error}")
 
 
 def _check_run(planned: Record) -> Check:
@@ -351,21 +346,21 @@ def _check_run(planned: Record) -> Check:
     if failure is None:
         steps, batches = counted(planned.num_steps, "optimizer step"), len(planned.micro_batches)
         return Check(
-            name="run",
-            verdict="pass",
-            detail=f"{steps} of {batches // planned.num_steps} forward and backward each, {planned.engine}.",
-            figures={"num_steps": planned.num_steps, "num_micro_batches": batches},
+            "run",
+            "pass",
+            f"{steps} of {batches // planned.num_steps} forward and backward each, {planned.engine}.",
+            {"num_steps": planned.num_steps, "num_micro_batches": batches},
         )
     doing = "recomputing" if failure.is_recomputing else "running"
     where = f" while {doing} {failure.path}" if failure.path else ""
     # After this word torch says how to find the place; the check "first difference" does that.
     reason = " ".join(str(failure.error).split()).partition(" Tip: ")[0]
     return Check(
-        name="run",
-        verdict="fail",
-        detail=f"With the plan the run ends after {counted(failure.step, 'step')}{where}: "
+        "run",
+        "fail",
+        f"With the plan the run ends after {counted(failure.step, 'step')}{where}: "
         f"{type(failure.error).__name__}: {reason[:_MAX_REASON_LENGTH]}",
-        figures={"num_steps": planned.num_steps},
+        {"num_steps": planned.num_steps},
     )
 
 

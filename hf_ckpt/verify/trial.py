@@ -250,7 +250,7 @@ class _Trial:
         self.recorder.stop()
         if self.callback is not None:
             self.record.plan, self.record.callback_faults = self.callback.plan, self.callback.faults
-        self.record.hooks = self.user_hooks.finish(self.record.forward_counts)
+        self.record.hooks = self.user_hooks.finish(self.record.recomputations)
         if self.record.failure is None and trainer is not None:
             self._finish(trainer)
         return self.record
