@@ -8,8 +8,8 @@ a field that no rule matches keeps its value. `make_weights` builds the result a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +90,29 @@ class Sizes:
 
 def sizes_for(fields: Mapping[str, Any], vocab_size: int, *, keeps_ratios: bool) -> Sizes:
     """Return sizes that are large enough for the heads of every part of a config."""
-    heads = [_heads(part)[0] for part in _parts(fields) if keeps_ratios and _heads(part)[0]]
-    return Sizes(max(_HIDDEN, HEAD_SIZE * max(heads, default=0)), vocab_size, keeps_ratios)
+    heads = max(_heads(part)[0] for part in _parts(fields)) if keeps_ratios else 0
+    return Sizes(max(_HIDDEN, HEAD_SIZE * heads), vocab_size, keeps_ratios)
 
 
 def with_small_widths(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the fields of a config and its sub-configs, as JSON types, with small widths."""
-    part = _SubConfig(fields, sizes)
+    part = _SubConfig(fields, sizes, _heads(fields) if sizes.keeps_ratios else (4, 2))
     return {name: _reduced_field(name, value, part) for name, value in fields.items()}
 
 
 def with_vocabulary(fields: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return the fields of a config and its sub-configs with a small vocabulary and nothing else changed."""
-    changed: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            changed[name] = with_vocabulary(value, vocab_size)
-        else:
-            changed[name] = _limited(value, vocab_size) if re.fullmatch(_VOCABULARY, name) else value
-    return changed
+    return _changed(
+        fields, lambda name, value: _limited(value, vocab_size) if re.fullmatch(_VOCABULARY, name) else value
+    )
 
 
-def describe(sizes: Sizes) -> str:
-    """Return the sizes as text."""
-    return f"hidden size {sizes.hidden}, feed-forward {sizes.inner}, vocabulary {sizes.vocab_size}"
+def _changed(fields: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the fields of a config and its sub-configs, with `change(name, value)` for each value."""
+    return {
+        name: _changed(value, change) if isinstance(value, Mapping) else change(name, value)
+        for name, value in fields.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,7 @@ class _SubConfig:
 
     fields: Mapping[str, Any]
     sizes: Sizes
-    heads: tuple[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", _heads(self.fields) if self.sizes.keeps_ratios else (4, 2))
+    heads: tuple[int, int]  # of queries, of keys and values
 
     @property
     def is_mixer(self) -> bool:
@@ -232,40 +228,26 @@ def with_special_tokens(
     of the vocabulary, after the tokenizer's own: a text must not hold them by chance.
     """
     frames: dict[str, int | None] = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _FRAMES}
-    others = sorted(set(_other_ids(fields, frames)))
+    items = (item for part in _parts(fields) for item in part.items())
+    others = sorted({token for name, value in items if name not in frames for token in _tokens(name, value)})
     room = list(range(vocab_size - 1, len(tokenizer) - 1, -1))
     moved = {token: room[min(number, len(room) - 1)] for number, token in enumerate(others)}
-    return _with_moved_tokens(fields, frames, moved)
+
+    def changed(name: str, value: Any) -> Any:
+        if name in frames and value is not None:
+            return frames[name]
+        if isinstance(value, list) and _TOKEN_ID.fullmatch(name):
+            return [moved.get(item, item) if type(item) is int else item for item in value]
+        return moved.get(value, value) if type(value) is int and _TOKEN_ID.fullmatch(name) else value
+
+    return _changed(fields, changed)
 
 
-def _with_moved_tokens(
-    fields: Mapping[str, Any], frames: Mapping[str, int | None], moved: Mapping[int, int]
-) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            changed[name] = _with_moved_tokens(value, frames, moved)
-        elif name in frames and value is not None:
-            changed[name] = frames[name]
-        elif _TOKEN_ID.fullmatch(name) and type(value) is int:
-            changed[name] = moved.get(value, value)
-        elif _TOKEN_ID.fullmatch(name) and isinstance(value, list):
-            changed[name] = [moved.get(item, item) if type(item) is int else item for item in value]
-        else:
-            changed[name] = value
-    return changed
-
-
-def _other_ids(fields: Mapping[str, Any], frames: Mapping[str, int | None]) -> Iterator[int]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _other_ids(value, frames)
-        elif _TOKEN_ID.fullmatch(name) and name not in frames:
-            yield from (item for item in (value if isinstance(value, list) else [value]) if _is_token(item))
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _tokens(name: str, value: object) -> list[int]:
+    """Return the ids of tokens that a field holds."""
+    if not _TOKEN_ID.fullmatch(name):
+        return []
+    return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0]
 
 
 # --- Seeded weights. ---
