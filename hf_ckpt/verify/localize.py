@@ -67,7 +67,6 @@ class Operator:
     module: str  # path of the module that ran it
     outputs: tuple[str, ...]  # digests, taken before anything could write to them
     has_gradients: bool  # gradients were enabled
-    is_in_place: bool  # it wrote into an argument
     has_indices: bool  # it returned whole numbers, as a router does
 
 
@@ -184,7 +183,6 @@ def _operator(func: Any, module: str, output: Any) -> Operator:
         module=module,
         outputs=() if is_unwritten else tuple(tensor_digest(tensor) for tensor in tensors),
         has_gradients=torch.is_grad_enabled(),
-        is_in_place=bool(func._schema.is_mutable),
         has_indices=any(not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in tensors),
     )
 
@@ -217,11 +215,14 @@ def _aligned(forward: Sequence[Operator], recomputed: Sequence[Operator]) -> Ite
 
 
 def _next_match(forward: Sequence[Operator], start: int, again: Operator) -> int | None:
-    return next((at for at in range(start, len(forward)) if _matches(forward[at], again)), None)
-
-
-def _matches(forward: Operator, again: Operator) -> bool:
-    return forward.name == again.name and again.module in ("", forward.module)
+    return next(
+        (
+            at
+            for at in range(start, len(forward))
+            if forward[at].name == again.name and again.module in ("", forward[at].module)
+        ),
+        None,
+    )
 
 
 def _kept_operators(skipped: Sequence[Operator]) -> list[Operator]:
@@ -269,7 +270,7 @@ def _of_operators(difference: OperatorDifference) -> str:
     if forward.outputs == again.outputs:
         # It is the same, but operators before it are missing whose outputs nothing keeps.
         return BRANCH
-    if _short_name(again).startswith(_RANDOM):
+    if again.name.removeprefix("aten.").startswith(_RANDOM):
         return RANDOM
     if difference.indices_differ:
         return ROUTER
@@ -279,20 +280,16 @@ def _of_operators(difference: OperatorDifference) -> str:
 
 
 def describe_operators(difference: OperatorDifference) -> str:
-    """Return which operator it is, and what the forward ran in its place, as text."""
+    """Return which operator it is, and what the forward ran in its place, as a sentence without its full stop."""
     forward, again = difference.forward, difference.recomputed
     where = again.module or (forward.module if forward is not None else "") or "the layer"
     if forward is None:
-        return f"recomputation ran {again.name} in {where} behind the last operator of the forward"
+        return f"Recomputation ran {again.name} in {where} behind the last operator of the forward"
     if forward.name != again.name:
-        return f"the forward ran {forward.name} in {forward.module}, recomputation {again.name} in {where}"
+        return f"The forward ran {forward.name} in {forward.module}, recomputation {again.name} in {where}"
     if forward.outputs == again.outputs:
         missing = ", ".join(operator.name for operator in difference.kept[:3])
-        return f"recomputation left out {missing} before {again.name} in {where}"
+        return f"Recomputation left out {missing} before {again.name} in {where}"
     kept_operator = next(iter(_kept_operators(difference.kept)), None)
     kept = f", behind {kept_operator.name}, whose output was kept" if kept_operator is not None else ""
-    return f"the first recomputed operator that differs from its forward twin is {again.name} in {where}{kept}"
-
-
-def _short_name(operator: Operator) -> str:
-    return operator.name.removeprefix("aten.")
+    return f"The first recomputed operator that differs from its forward twin is {again.name} in {where}{kept}"

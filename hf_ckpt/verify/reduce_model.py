@@ -47,8 +47,9 @@ _DROPPED = (
     *("resume_from_checkpoint", "run_name", "logging_dir", "project", "trackio_space_id"),
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "do_eval", "eval_accumulation_steps"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("save_only_model", "auto_find_batch_size"),
+    *("save_only_model", "save_total_limit", "logging_steps", "auto_find_batch_size"),
     *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+    # A warm-up is longer than the trial, and its first step has a learning rate of zero.
     *("warmup_steps", "warmup_ratio", "num_train_epochs", "max_steps"),
 )
 _NEEDS_GPU = ("tf32", "torch_empty_cache_steps")

@@ -248,7 +248,9 @@ class _Verification:
         self.say(f"Looking at the operators of {first.layer or 'the model'} ...")
         operators = None
         for micro_batch in range(first.micro_batch, first.micro_batch + MAX_ACCUMULATION):
-            operators = self._operators(FirstDifference(first.layer, micro_batch))
+            watch = OperatorWatch(first.layer, micro_batch)
+            run_trial(self.inputs, self.folder / "watched", is_planned=True, num_steps=self.num_steps, watch=watch)
+            operators = watch.first_difference()
             if any(processes.gather(operators is not None)):
                 break
         if processes.is_first_with(operators is not None or _has_evidence(trials)):
@@ -256,8 +258,9 @@ class _Verification:
 
     def _difference(self, trials: Trials) -> FirstDifference | None:
         planned = trials.planned
-        if planned.failure is not None:
-            return _of_failure(planned)
+        if (failure := planned.failure) is not None:
+            is_of_layer = failure.is_recomputing and failure.path
+            return FirstDifference(failure.path, len(planned.micro_batches) - 1) if is_of_layer else None
         is_known = (
             trials.differences.is_equal
             or trials.is_within_tolerance
@@ -266,11 +269,6 @@ class _Verification:
         if is_known or not trials.is_repeatable:
             return None
         return first_differing_layer(trials.reference, planned) or _by_parameter(trials)
-
-    def _operators(self, difference: FirstDifference) -> OperatorDifference | None:
-        watch = OperatorWatch(difference.layer, difference.micro_batch)
-        run_trial(self.inputs, self.folder / "watched", is_planned=True, num_steps=self.num_steps, watch=watch)
-        return watch.first_difference()
 
 
 def _compared(trials: Trials) -> Iterator[Check]:
@@ -298,13 +296,6 @@ def _has_evidence(trials: Trials) -> bool:
     return bool(planned.state_changes or planned.no_output_gradient - trials.reference.no_output_gradient)
 
 
-def _of_failure(planned: Record) -> FirstDifference | None:
-    failure = planned.failure
-    if failure is None or not failure.is_recomputing or not failure.path:
-        return None
-    return FirstDifference(failure.path, len(planned.micro_batches) - 1)
-
-
 def _by_parameter(trials: Trials) -> FirstDifference | None:
     """Return the layer of the first parameter whose gradient differs, where no layer's input gradient does."""
     step = trials.differences.first_step - 1
@@ -317,14 +308,16 @@ def _by_parameter(trials: Trials) -> FirstDifference | None:
 
 
 def _check_difference(trials: Trials, first: FirstDifference, operators: OperatorDifference | None) -> Check:
-    what = f"In backward, {first.layer} is the first layer"
-    if trials.planned.failure is not None:
-        what = f"{first.layer} could not be recomputed"
-    else:
-        what += " whose input gradient differs while that at its output is equal, or a gradient inside it"
+    what = f"{first.layer} could not be recomputed"
+    if trials.planned.failure is None:
+        what = (
+            f"In backward, {first.layer} is the first layer whose input gradient differs while that at its output is "
+            "equal, or a gradient inside it"
+        )
     which = f"{describe_operators(operators)}. " if operators is not None else ""
-    detail = f"{what} (micro-batch {first.micro_batch + 1}). {which[:1].upper()}{which[1:]}Likely cause: "
-    return Check("first difference", "fail", f"{detail}{likely_cause(trials.reference, trials.planned, operators)}.")
+    cause = likely_cause(trials.reference, trials.planned, operators)
+    what += f" (micro-batch {first.micro_batch + 1}). {which}Likely cause: {cause}."
+    return Check("first difference", "fail", what)
 
 
 def _check_reference(reference: Record) -> Check:

@@ -30,13 +30,12 @@ _MERGE_TOLERANCE = 2.0**-13
 def check_saved(inputs: TrialInputs, trials: Trials) -> Iterator[Check]:
     """Check what `Trainer.save_model` wrote at the end of the planned trial. On one process only."""
     if inputs.recipe.adapter_section is None:
-        yield _check_model(inputs, trials)
+        yield _guarded("saved model", lambda: _check_model(inputs, trials))
         return
     file = _check_adapter_file(inputs, trials)
     yield file
     if file.verdict == "fail":
-        yield Check("reload", "skip", "The adapter file is not whole.")
-        yield Check("merge", "skip", "The adapter file is not whole.")
+        yield from (Check(name, "skip", "The adapter file is not whole.") for name in ("reload", "merge"))
         return
     yield _guarded("reload", lambda: _check_reload(inputs, trials))
     yield _guarded("merge", lambda: _check_merge(inputs, trials.planned))
@@ -60,11 +59,11 @@ def _check_adapter_file(inputs: TrialInputs, trials: Trials) -> Check:
     figures = {"num_tensors": len(saved), "num_trained": len(planned.trained)}
     missing = [] if inputs.recipe.has_virtual_tokens and saved else _missing(planned, saved)
     if missing:
-        what = f"{_ADAPTER_FILE} has {counted(len(saved), 'tensor')}, and of "
-        what += (
+        what = (
+            f"{_ADAPTER_FILE} has {counted(len(saved), 'tensor')}, and of "
             f"{counted(len(planned.trained), 'trained one')} it lacks {len(missing)} ({listed(missing)}). Something "
+            "renamed modules, so that PEFT did not find them."
         )
-        what += "renamed modules, so that PEFT did not find them."
         return Check(name, "fail", what, figures)
     if saved.keys() != expected.keys():
         what = f"Its keys are not those of a run without the plan: {listed(sorted(saved.keys() ^ expected.keys()))}."
@@ -109,29 +108,25 @@ def _check_reload(inputs: TrialInputs, trials: Trials) -> Check:
 def _check_model(inputs: TrialInputs, trials: Trials) -> Check:
     """Load a fully trained model again and compare its parameters and logits."""
     name, planned = "saved model", trials.planned
-
-    def check() -> Check:
-        where = {**inputs.recipe.model, "name_or_path": str(planned.saved)}
-        if planned.engine not in _COMPUTES_AS_ALONE:
-            # FSDP trains and saves weights of half precision in float32.
-            where["dtype"] = "float32"
-        model = load_base(replace(inputs.recipe, model=where), is_quantized=False)
-        loaded = {key: values_digest(parameter) for key, parameter in model.named_parameters()}
-        if inputs.setup is not None:
-            inputs.setup(model)
-        # What the user's script adds to the model is in no file that transformers could load.
-        added = {key for key, _ in model.named_parameters()} - loaded.keys()
-        trained = {key: digest for key, digest in planned.trained.items() if key not in added}
-        wrong = sorted(key for key, digest in trained.items() if loaded.get(key) != digest)
-        if added:
-            what = f"The user's script adds {counted(len(added), 'parameter')} ({listed(sorted(added))}), not compared."
-            return Check(name, "fail" if wrong else "skip", what)
-        if wrong:
-            what = f"{len(wrong)} of {len(trained)} parameters are not what was trained ({listed(wrong)})."
-            return Check(name, "fail", what)
-        return _compare_logits(name, "All parameters are what was trained, and the model gives", inputs, trials, model)
-
-    return _guarded(name, check)
+    where = {**inputs.recipe.model, "name_or_path": str(planned.saved)}
+    if planned.engine not in _COMPUTES_AS_ALONE:
+        # FSDP trains and saves weights of half precision in float32.
+        where["dtype"] = "float32"
+    model = load_base(replace(inputs.recipe, model=where), is_quantized=False)
+    loaded = {key: values_digest(parameter) for key, parameter in model.named_parameters()}
+    if inputs.setup is not None:
+        inputs.setup(model)
+    # What the user's script adds to the model is in no file that transformers could load.
+    added = {key for key, _ in model.named_parameters()} - loaded.keys()
+    trained = {key: digest for key, digest in planned.trained.items() if key not in added}
+    wrong = sorted(key for key, digest in trained.items() if loaded.get(key) != digest)
+    if added:
+        what = f"The user's script adds {counted(len(added), 'parameter')} ({listed(sorted(added))}), not compared."
+        return Check(name, "fail" if wrong else "skip", what)
+    if wrong:
+        what = f"{len(wrong)} of {len(trained)} parameters are not what was trained ({listed(wrong)})."
+        return Check(name, "fail", what)
+    return _compare_logits(name, "All parameters are what was trained, and the model gives", inputs, trials, model)
 
 
 def _compare_logits(name: str, what: str, inputs: TrialInputs, trials: Trials, model: nn.Module) -> Check:
@@ -168,9 +163,8 @@ def _check_merge(inputs: TrialInputs, planned: Record) -> Check:
     if not can_be_merged(section):
         return Check("merge", "skip", f"PEFT merges no adapter of type {section['type']}.")
 
-    recipe = replace(inputs.recipe, model={**inputs.recipe.model, "dtype": "float32"})
-    plain = replace(inputs, recipe=replace(recipe, training={}))
-    model: Any = PeftModel.from_pretrained(load_base(recipe, is_quantized=False), str(planned.saved))
+    plain = inputs.in_float32()
+    model: Any = PeftModel.from_pretrained(load_base(plain.recipe, is_quantized=False), str(planned.saved))
     adapted = _logits(plain, model, "cpu")
     with model.disable_adapter():
         without = _logits(plain, model, "cpu")
@@ -210,8 +204,8 @@ def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
     if not_loaded := _not_loaded(planned, resumed):
         what += (
             f" Of these, {len(not_loaded)} start again from their first values ({listed(not_loaded)}): the Trainer did "
+            "not find them in its own checkpoint, which has nothing to do with the plan."
         )
-        what += "not find them in its own checkpoint, which has nothing to do with the plan."
     return Check(name, "fail", what, figures)
 
 

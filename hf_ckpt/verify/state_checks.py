@@ -281,14 +281,10 @@ def check_names(trials: Trials) -> Check:
                 f"Names of modules or of the state dict's keys differ {when} training: {'; '.join(what)}. A "
                 "wrapper renames what it wraps, and saved weights are then not found again.",
             )
-    number = len(trials.reference.names["before"])
-    same = f"{number} names of modules and of state-dict keys are the same {_joined(trials.planned.names)} training."
+    number, (*rest, last) = len(trials.reference.names["before"]), trials.planned.names
+    when = f"{', '.join(rest)} and {last}" if rest else last
+    same = f"{number} names of modules and of state-dict keys are the same {when} training."
     return Check(name, "pass", same, {"num_names": number})
-
-
-def _joined(names: Mapping[str, object]) -> str:
-    *rest, last = names
-    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def check_state(planned: Record) -> Iterator[Check]:
@@ -366,10 +362,11 @@ def check_hooks(trials: Trials) -> Check:
     figures = {"num_hooks": len(hooks), "num_run_again": len(twice)}
     if wrong:
         reference, planned = wrong[0]
+        more = f", and so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
         detail = (
             f"The {planned.kind} {planned.name} on {planned.path} left other values behind: "
             f"{_shown(reference.change)} without and {_shown(planned.change)} with the plan. It runs again when the "
-            f"module is recomputed{_and_more(len(wrong) - 1)}. Let it return early while a backward runs "
+            f"module is recomputed{more}. Let it return early while a backward runs "
             "(torch._C._current_graph_task_id() != -1), or leave the layer out of the policy."
         )
         return Check(name, "fail", detail, figures)
@@ -385,10 +382,6 @@ def _harmless(hooks: list[Any], twice: list[UserHook]) -> str:
         f"{first.path}; nothing that can be seen of them differs. What they write elsewhere (files, other processes) "
         "cannot be seen."
     )
-
-
-def _and_more(number: int) -> str:
-    return f", and so do {number} more" if number else ""
 
 
 def _shown(change: Any) -> str:

@@ -79,7 +79,7 @@ Engine = Literal["one process", "ddp", "fsdp1", "fsdp2", "deepspeed"]
 class TrialInputs:
     """What all trials of one verification share."""
 
-    recipe: Recipe  # with weights in `model.name_or_path`
+    recipe: Recipe  # of `reduce_recipe`: with weights in `model.name_or_path`; no evaluation, no reporters
     tokenizer: PreTrainedTokenizerBase
     rows: Sequence[Mapping[str, Any]] | Dataset  # with `input_ids` and `labels`, or the columns that a trainer reads
     collator: Any
@@ -98,28 +98,17 @@ class TrialInputs:
         return model
 
     def arguments(self, folder: Path, num_steps: int, *, save_at: int | None, is_planned: bool) -> TrainingArguments:
-        """Return the recipe's own `TrainingArguments`, but for folder, length, saving and reporters."""
+        """Return the recipe's own `TrainingArguments`, but for folder, length, saving and logging."""
         own = dict(self.recipe.training)
         changed: dict[str, Any] = {
             "output_dir": str(folder),
             "max_steps": num_steps,
             "gradient_accumulation_steps": min(int(own.get("gradient_accumulation_steps", 1)), MAX_ACCUMULATION),
-            # A warm-up is longer than the trial, and its first step has a learning rate of zero.
-            "warmup_steps": 0,
             "save_strategy": "no" if save_at is None else "steps",
             "save_steps": save_at or 1,
-            "save_total_limit": None,
             "logging_strategy": "no",
-            "eval_strategy": "no",
-            "eval_on_start": False,
-            "load_best_model_at_end": False,
-            "push_to_hub": False,
-            "report_to": "none",
             "disable_tqdm": True,
-            "dataloader_num_workers": 0,
         }
-        for name in ("warmup_ratio", "logging_steps", "eval_steps"):
-            own.pop(name, None)
         if not is_planned:
             own.pop("gradient_checkpointing", None)
             own.pop("activation_checkpointing", None)
@@ -301,7 +290,8 @@ class _Trial:
 
     def keep_gradients(self, step: int) -> None:
         """Record the gradients of an optimizer step, before they are clipped."""
-        gradients = {name: _gradient(p) for name, p in parameters_of(self.model) if p.requires_grad}
+        trainable = ((name, p) for name, p in parameters_of(self.model) if p.requires_grad)
+        gradients = {name: None if p.grad is None else local_shard(p.grad) for name, p in trainable}
         self.record.keep_gradients(step, gradients)
         self.record.num_steps = step + 1
         if "during" not in self.record.names:
@@ -505,10 +495,6 @@ def _without_wrappers(path: str) -> str:
 
 def _digests(model: nn.Module) -> dict[str, str]:
     return {name: tensor_digest(parameter) for name, parameter in parameters_of(model)}
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else local_shard(parameter.grad).detach()
 
 
 # --- Logits and use_cache. ---
