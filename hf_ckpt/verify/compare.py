@@ -239,11 +239,9 @@ def check_trainable(trials: Trials) -> Check:
     here = [parameter for parameter in planned.trainable if parameter not in planned.on_other_ranks]
     if not here:
         return Check(name, "skip", "This process holds no part of what trains.", figures)
-    without = [
-        parameter
-        for parameter in here
-        if all(planned.gradients(step).get(parameter) is None for step in range(planned.num_steps))
-    ]
+    steps = map(planned.gradients, range(planned.num_steps))
+    with_gradient = {name for step in steps for name, gradient in step.items() if gradient is not None}
+    without = [parameter for parameter in here if parameter not in with_gradient]
     lost = [parameter for parameter in without if _has_run(planned, parameter)]
     if lost:
         return Check(name, "fail", _without_gradient(trials, lost), figures)
@@ -251,20 +249,20 @@ def check_trainable(trials: Trials) -> Check:
     if still is not None:
         return Check(name, "fail", still, figures)
     idle = f" {counted(len(without), 'other')} belong to modules that never ran." if without else ""
-    got = len(here) - len(without)
-    figures |= {"num_with_gradient": got, "num_moved": len(_moved(planned, here))}
+    got, num_moved = len(here) - len(without), len(_moved(planned, here))
+    figures |= {"num_with_gradient": got, "num_moved": num_moved}
     what = f"{counted(got, 'trainable parameter')} got gradients, and training moved them."
-    if planned.failure is None and figures["num_moved"] < got:
+    if planned.failure is None and num_moved < got:
         what = (
-            f"{counted(got, 'trainable parameter')} got gradients; training moved {int(figures['num_moved'])} of them, "
+            f"{counted(got, 'trainable parameter')} got gradients; training moved {num_moved} of them, "
             "the others by less than their dtype can hold."
         )
     return Check(name, "pass", what + idle, figures)
 
 
 def _without_gradient(trials: Trials, lost: list[str]) -> str:
-    reference = trials.reference
-    is_ours = bool(reference.num_steps) and any(reference.gradients(0).get(name) is not None for name in lost)
+    of_reference = trials.reference.gradients(0) if trials.reference.num_steps else {}
+    is_ours = any(of_reference.get(name) is not None for name in lost)
     if len(lost) == len(trials.planned.trainable):
         head = "Nothing trains: no trainable parameter got a gradient although its module ran"
     else:

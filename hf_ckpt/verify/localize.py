@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.regions.execution_state import is_in_backward
-from hf_ckpt.verify.record import Gradients, Record, RecordedMicroBatch, Recorder, tensor_digest, tensors_in
+from hf_ckpt.verify.record import Gradients, Record, Recorder, tensor_digest, tensors_in
 
 # Selective checkpointing keeps the outputs of these, so they are missing in a recomputation.
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product")
@@ -90,24 +90,17 @@ def first_differing_layer(reference: Record, planned: Record) -> FirstDifference
     """Return the first layer, in backward order, whose input gradient differs while that at its output is equal."""
     pairs = zip(reference.micro_batches, planned.micro_batches, strict=False)
     for number, (expected, got) in enumerate(pairs):
-        layer = _first_layer_of(expected, got)
-        if layer is not None:
-            return FirstDifference(layer, number)
-    return None
-
-
-def _first_layer_of(expected: RecordedMicroBatch, got: RecordedMicroBatch) -> str | None:
-    there, here = dict(expected.layer_gradients), dict(got.layer_gradients)
-    equal_behind = True
-    for (path, side), digest in expected.layer_gradients:
-        # Inputs may require a gradient in one of the two trials only.
-        if (path, side) not in here:
-            continue
-        is_equal = digest == here[path, side]
-        if not is_equal and side == "input" and equal_behind:
-            return path
-        if side == "output":
-            equal_behind = is_equal and there[path, side] == digest
+        there, here = dict(expected.layer_gradients), dict(got.layer_gradients)
+        equal_behind = True
+        for (path, side), digest in expected.layer_gradients:
+            # Inputs may require a gradient in one of the two trials only.
+            if (path, side) not in here:
+                continue
+            is_equal = digest == here[path, side]
+            if not is_equal and side == "input" and equal_behind:
+                return FirstDifference(path, number)
+            if side == "output":
+                equal_behind = is_equal and there[path, side] == digest
     return None
 
 
@@ -265,10 +258,8 @@ def likely_cause(reference: Record, planned: Record, difference: OperatorDiffere
 
 def _of_operators(difference: OperatorDifference) -> str:
     forward, again = difference.forward, difference.recomputed
-    if forward is None or forward.name != again.name:
-        return BRANCH
-    if forward.outputs == again.outputs:
-        # It is the same, but operators before it are missing whose outputs nothing keeps.
+    # Where its outputs are the same, operators before it are missing whose outputs nothing keeps.
+    if forward is None or forward.name != again.name or forward.outputs == again.outputs:
         return BRANCH
     if again.name.removeprefix("aten.").startswith(_RANDOM):
         return RANDOM

@@ -54,7 +54,6 @@ class TrialError:
     error: Exception
     path: str  # the layer whose forward or recomputation ran; empty outside of the layers
     is_recomputing: bool
-    step: int  # optimizer steps done before
 
 
 @dataclass
@@ -198,18 +197,13 @@ class Recorder:
     def __init__(self, model: nn.Module, stacks: Sequence[Stack], record: Record) -> None:
         self._record = record
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-        self._layers = {self._paths[layer.module] for stack in stacks for layer in stack.layers}
+        layers = [layer for stack in stacks for layer in stack.layers]
+        self._layers = {self._paths[layer.module] for layer in layers}
         self._watched = self._layers | {
-            self._paths[layer.module.get_submodule(name)]
-            for stack in stacks
-            for layer in stack.layers
-            for name in (*layer.attention, *layer.ffn)
+            self._paths[layer.module.get_submodule(name)] for layer in layers for name in (*layer.attention, *layer.ffn)
         }
         self._layer_of: dict[str, str] = {
-            self._paths[inner]: self._paths[layer.module]
-            for stack in stacks
-            for layer in stack.layers
-            for inner in layer.module.modules()
+            self._paths[inner]: self._paths[layer.module] for layer in layers for inner in layer.module.modules()
         }
         self._handles: list[RemovableHandle] = []
         self._micro_batch: RecordedMicroBatch | None = None

@@ -10,6 +10,7 @@ A recipe made for GPUs is first adapted to this machine; what decides over loss 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -225,17 +226,13 @@ def _stacks_with_entries(full: MetaModel) -> list[tuple[Stack, Sequence[LayerPla
 
 
 def _with_fewer_layers(fields: Values, full: MetaModel, kept: Sequence[KeptStack]) -> dict[str, Any]:
-    changed: dict[str, Any] = dict(fields)
+    changed: dict[str, Any] = copy.deepcopy(dict(fields))
     for stack, left in zip(full.stacks, kept, strict=True):
-        place = _path_to(full.model.config, nearest_config(full.model, stack.path.rpartition(".")[0]))
-        changed = _with_layers_at(changed, place, left)
+        part = changed
+        for name in _path_to(full.model.config, nearest_config(full.model, stack.path.rpartition(".")[0])):
+            part = part[name]
+        part.update(reduce_depth.with_fewer_layers(part, left))
     return changed
-
-
-def _with_layers_at(fields: Values, place: tuple[str, ...], kept: KeptStack) -> dict[str, Any]:
-    if not place:
-        return reduce_depth.with_fewer_layers(fields, kept)
-    return {**fields, place[0]: _with_layers_at(fields[place[0]], place[1:], kept)}
 
 
 def _path_to(config: PreTrainedConfig, part: PreTrainedConfig) -> tuple[str, ...]:

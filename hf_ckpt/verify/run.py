@@ -111,11 +111,10 @@ def verify(
 def _trial_inputs(
     recipe: Recipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None
 ) -> TrialInputs:
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model["name_or_path"])
-    completed = complete_tokenizer(tokenizer, recipe.data)
-    inputs = TrialInputs(recipe=recipe, tokenizer=completed, rows=(), collator=None, setup=setup)
+    tokenizer = complete_tokenizer(AutoTokenizer.from_pretrained(recipe.model["name_or_path"]), recipe.data)
+    inputs = TrialInputs(recipe=recipe, tokenizer=tokenizer, rows=(), collator=None, setup=setup)
     args = inputs.arguments(folder / _ROWS_FOLDER, num_steps, save_at=None, is_planned=False)
-    batches = sample_rows(recipe, inputs.tokenizer, args, num_steps=num_steps)
+    batches = sample_rows(recipe, tokenizer, args, num_steps=num_steps)
     return replace(inputs, rows=batches.rows, collator=batches.collator)
 
 
@@ -351,7 +350,7 @@ def _check_run(planned: Record) -> Check:
     return Check(
         "run",
         "fail",
-        f"With the plan the run ends after {counted(failure.step, 'step')}{where}: "
+        f"With the plan the run ends after {counted(planned.num_steps, 'step')}{where}: "
         f"{type(failure.error).__name__}: {reason[:_MAX_REASON_LENGTH]}",
         {"num_steps": planned.num_steps},
     )

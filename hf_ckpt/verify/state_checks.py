@@ -20,7 +20,7 @@ from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
-from hf_ckpt.verify.record import Record, RecordedMicroBatch, UserHook, WatchedLayer, tensor_digest
+from hf_ckpt.verify.record import Record, UserHook, WatchedLayer, tensor_digest
 from hf_ckpt.verify.report import Check, Verdict, listed, numbered
 
 FORWARDS = "forward counts"
@@ -202,7 +202,9 @@ def _modules(paths: Sequence[str]) -> str:
 def check_random_numbers(trials: Trials) -> Check:
     """Compare the states of the random number generators after each forward and backward."""
     name = "random numbers"
-    for number, (expected, again, got) in enumerate(_triples(trials)):
+    finished = (micro for micro in trials.planned.micro_batches if micro.random_state)
+    triples = zip(trials.reference.micro_batches, trials.repeated.micro_batches, finished, strict=False)
+    for number, (expected, again, got) in enumerate(triples):
         for generator, state in expected.random_state.items():
             if state == again.random_state.get(generator) and state != got.random_state.get(generator):
                 return Check(
@@ -215,11 +217,6 @@ def check_random_numbers(trials: Trials) -> Check:
         return Check(name, "skip", "No forward was completed with the plan.")
     generators = listed(trials.reference.micro_batches[0].random_state)
     return Check(name, "pass", f"The generators ({generators}) are in the same states after each micro-batch.")
-
-
-def _triples(trials: Trials) -> Iterator[tuple[RecordedMicroBatch, RecordedMicroBatch, RecordedMicroBatch]]:
-    finished = (micro for micro in trials.planned.micro_batches if micro.random_state)
-    yield from zip(trials.reference.micro_batches, trials.repeated.micro_batches, finished, strict=False)
 
 
 def check_buffers(trials: Trials) -> Check:

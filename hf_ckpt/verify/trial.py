@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -170,7 +169,8 @@ def run_trial(
     to `folder`, and a checkpoint every `save_at` steps.
     """
     with _restored_environment():
-        return _Trial(inputs, folder, is_planned, num_steps, save_at, watch).run(resume_from)
+        args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
+        return _Trial(inputs, folder, args, is_planned, watch).run(resume_from)
 
 
 @contextmanager
@@ -186,17 +186,10 @@ def _restored_environment() -> Iterator[None]:
 
 class _Trial:
     def __init__(
-        self,
-        inputs: TrialInputs,
-        folder: Path,
-        is_planned: bool,
-        num_steps: int,
-        save_at: int | None,
-        watch: OperatorWatch | None,
+        self, inputs: TrialInputs, folder: Path, args: TrainingArguments, is_planned: bool, watch: OperatorWatch | None
     ) -> None:
-        self.inputs = inputs
+        self.inputs, self.args = inputs, args
         self.record = Record(folder)
-        self.args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
         self.section = inputs.recipe.checkpointing or NO_CHECKPOINTING
         self.callback = NonStoppingCallback(self.section) if is_planned else None
         self.watch = watch
@@ -256,8 +249,7 @@ class _Trial:
             recipe, self.model, self.args, inputs.tokenizer, data, callbacks, made_of=cast(type[Trainer], kind)
         )
         trainer = cast(RecordingTrainer, made)
-        for printer in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(printer)
+        trainer.remove_callback(PrinterCallback)
         # After the plan's own callback, so that it sees what a user's callback would.
         trainer.add_callback(_GenerateBetweenSteps(self, trainer))
         return trainer
@@ -266,7 +258,7 @@ class _Trial:
         where, is_recomputing = "", False
         if self._is_begun:
             where, is_recomputing = self.recorder.current_layer, self.recorder.is_recomputing
-        self.record.failure = TrialError(error, where, is_recomputing, self.record.num_steps)
+        self.record.failure = TrialError(error, where, is_recomputing)
         # The traceback holds the frames, and they the model.
         error.__traceback__ = None
 
@@ -510,16 +502,14 @@ def prompt_logits(model: nn.Module, ids: Tensor, autocast: AbstractContextManage
 
 def use_cache_of(model: nn.Module) -> dict[str, object]:
     """Return the `use_cache` values of a model's configs, by where they are."""
-    found: dict[str, object] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[str, object]] = {}
     for path, module in model.named_modules():
         for name in ("config", "generation_config"):
             values = vars(module).get(name)
-            # Layers share the config of their model.
-            if values is not None and "use_cache" in vars(values) and id(values) not in seen:
-                seen.add(id(values))
-                found[f"{path}.{name}".lstrip(".")] = vars(values)["use_cache"]
-    return found
+            if values is not None and "use_cache" in vars(values):
+                # Layers share the config of their model.
+                found.setdefault(id(values), (f"{path}.{name}".lstrip("."), vars(values)["use_cache"]))
+    return dict(found.values())
 
 
 def changed_values(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, tuple[object, object]]:
