@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
@@ -117,7 +116,10 @@ def build_on_meta(recipe: Recipe, section: Values) -> MetaModel:
     model: Any = rehearse(recipe, section)
     checkpointing = recipe.checkpointing
     if checkpointing is None:
-        return MetaModel(model, _layers_if_any(model), None)
+        try:
+            return MetaModel(model, find_layers(model), None)
+        except StructureError:
+            return MetaModel(model, (), None)
     stacks = find_layers(model, **checkpointing.structure)
     applied = apply(model, checkpointing.policy, **checkpointing.policy_options, **checkpointing.structure)
     applied.remove()
@@ -128,13 +130,6 @@ def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return every field of a config and its sub-configs, as JSON types."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return fields
-
-
-def _layers_if_any(model: nn.Module) -> tuple[Stack, ...]:
-    try:
-        return find_layers(model)
-    except StructureError:
-        return ()
 
 
 # --- At full size, and reduced. ---

@@ -37,18 +37,18 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_head_kv", "
 _MIXER_HEAD_SIZES = ("mamba_d_head", "mamba_head_dim")
 _HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
 _VOCABULARY = r"(?!.*type_).*vocab_size(_per_layer_input)?"
-_RULES: tuple[tuple[str, str], ...] = (
+_RULES: tuple[tuple[str, str | int], ...] = (
     (_VOCABULARY, "vocabulary"),
     (r"mamba_(n|num)_heads|n_mamba_heads|mamba_num_heads", "mixer heads"),
-    (r"(mamba_)?n_groups|mamba_ngroups", "two"),
-    (r"linear_num_key_heads|index_n_heads|indexer_kv_heads", "two"),
-    (r"linear_num_value_heads|indexer_n_heads|indexer_num_heads", "four"),
-    (r"(q|kv|o)_lora_rank|hc_lowrank", "two heads"),
-    (r"qk_head_dim", "two heads"),
-    (r"qk_(nope|rope)_head_dim|v_head_dim|d_kv|linear_(key|value)_head_dim|mamba_d_head|mamba_head_dim", "one head"),
+    (r"(mamba_)?n_groups|mamba_ngroups", 2),
+    (r"linear_num_key_heads|index_n_heads|indexer_kv_heads", 2),
+    (r"linear_num_value_heads|indexer_n_heads|indexer_num_heads", 4),
+    (r"(q|kv|o)_lora_rank|hc_lowrank", 2 * HEAD_SIZE),
+    (r"qk_head_dim", 2 * HEAD_SIZE),
+    (r"qk_(nope|rope)_head_dim|v_head_dim|d_kv|linear_(key|value)_head_dim|mamba_d_head|mamba_head_dim", HEAD_SIZE),
     (
         r"hidden_size_per_layer_input|laurel_rank|index_head_dim|indexer_head_dim|mamba_dt_rank|time_step_rank",
-        "one head",
+        HEAD_SIZE,
     ),
     (r"(attention_|global_|swa_)?head_dim|d_head|head_size|kv_channels|attention_head_size", "head"),
     (r"rotary_dim", "head"),
@@ -58,15 +58,18 @@ _RULES: tuple[tuple[str, str], ...] = (
         "hidden",
     ),
     (r"(vision_)?output_dim|projector_(in|out)put_dim|projection_dim|out_hidden_size|mm_embed_dim", "hidden"),
-    (r"moe_(.*_)?intermediate_size|moe_ffn_hidden_size|expert_intermediate_size", "expert"),
+    (r"moe_(.*_)?intermediate_size|moe_ffn_hidden_size|expert_intermediate_size", "hidden"),
     (r"n_inner|d_inner|dff|dim_ff|d_ff|mlp_dim|.*ffn_dim|.*(ffn_hidden|intermediate)_size(_mlp)?", "inner"),
-    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_expert", "experts"),
-    (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts|zero_expert_num", "chosen experts"),
-    (r"n_group|topk_group|num_expert_group|topk_groups?", "one"),
-    (r"(local_|attention_)?(sliding_)?window(_size)?|attention_chunk_size|index_topk", "window"),
-    (r"mamba_d_state|state_size|ssm_state_size|(mamba_)?chunk_size", "window"),
+    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_expert", _NUM_EXPERTS),
+    (
+        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts|zero_expert_num",
+        _NUM_EXPERTS // 2,
+    ),
+    (r"n_group|topk_group|num_expert_group|topk_groups?", 1),
+    (r"(local_|attention_)?(sliding_)?window(_size)?|attention_chunk_size|index_topk", WINDOW),
+    (r"mamba_d_state|state_size|ssm_state_size|(mamba_)?chunk_size", WINDOW),
 )
-"""The meaning of each field, by its name; the first pattern that matches decides."""
+"""The size of each field, or which of a part's sizes it is, by its name; the first pattern that matches decides."""
 _TOKEN_ID = re.compile(r".*(token_id|token_index|token_ids|_id)")
 _FRAMES = ("bos", "eos", "pad")
 _ROWS, _TOKENS = 2, 24
@@ -140,24 +143,15 @@ class _SubConfig:
         return self.sizes.hidden // (self.heads[0] or 1)
 
     def size(self, what: str) -> int:
-        """Return the size that a rule names."""
+        """Return the size that a rule names, of those that differ from model to model."""
         mixer = int(self.fields.get("mamba_expand") or self.fields.get("expand") or 2) * self.sizes.hidden
         return {
             "vocabulary": self.sizes.vocab_size,
             "hidden": self.sizes.hidden,
             "inner": self.sizes.inner,
-            "expert": self.sizes.hidden,
-            "experts": _NUM_EXPERTS,
-            "chosen experts": _NUM_EXPERTS // 2,
             "head": self.head_size,
-            "one head": HEAD_SIZE,
-            "two heads": 2 * HEAD_SIZE,
             "mixer": mixer,
             "mixer heads": mixer // min(_first(self.fields, _MIXER_HEAD_SIZES) or HEAD_SIZE, HEAD_SIZE),
-            "window": WINDOW,
-            "one": 1,
-            "two": 2,
-            "four": 4,
         }[what]
 
 
@@ -169,7 +163,7 @@ def _reduced_field(name: str, value: Any, part: _SubConfig) -> Any:
     if name in _KV_HEADS and isinstance(value, int):
         return min(value, part.heads[1])
     what = next((what for pattern, what in _RULES if re.fullmatch(pattern, name)), None)
-    return value if what is None else _limited(value, part.size(what))
+    return value if what is None else _limited(value, part.size(what) if isinstance(what, str) else what)
 
 
 def _limited(value: Any, size: int) -> Any:

@@ -52,7 +52,6 @@ NUM_STEPS = 4
 """Default optimizer steps of a trial: two before the checkpoint that is resumed from, and two after."""
 NUM_TOKENS = 32
 """Tokens of a row; each second row of a recipe that pads is shorter."""
-_ROWS_FOLDER = "verify"
 _MAX_REASON_LENGTH = 600
 _SHORTENED = 3
 _SHARE_WITHOUT_LOSS = 4
@@ -113,7 +112,7 @@ def _trial_inputs(
 ) -> TrialInputs:
     tokenizer = complete_tokenizer(AutoTokenizer.from_pretrained(recipe.model["name_or_path"]), recipe.data)
     inputs = TrialInputs(recipe=recipe, tokenizer=tokenizer, rows=(), collator=None, setup=setup)
-    args = inputs.arguments(folder / _ROWS_FOLDER, num_steps, save_at=None, is_planned=False)
+    args = inputs.arguments(folder, num_steps, save_at=None, is_planned=False)
     batches = sample_rows(recipe, tokenizer, args, num_steps=num_steps)
     return replace(inputs, rows=batches.rows, collator=batches.collator)
 
@@ -244,7 +243,7 @@ class _Verification:
         first = next((difference for difference in found if difference is not None), None)
         if first is None:
             return
-        self.say(f"Looking at the operators of {first.layer or 'the model'} ...")
+        self.say(f"Looking at the operators of {first.layer} ...")
         operators = None
         for micro_batch in range(first.micro_batch, first.micro_batch + MAX_ACCUMULATION):
             watch = OperatorWatch(first.layer, micro_batch)
@@ -298,11 +297,9 @@ def _has_evidence(trials: Trials) -> bool:
 def _by_parameter(trials: Trials) -> FirstDifference | None:
     """Return the layer of the first parameter whose gradient differs, where no layer's input gradient does."""
     step = trials.differences.first_step - 1
-    if step < 0:
-        return None
     expected, got = trials.reference.gradients(step), trials.planned.gradients(step)
     layer = layer_of_first_differing_parameter(expected, got, [layer.path for layer in trials.planned.layers])
-    per_step = len(trials.planned.micro_batches) // max(trials.planned.num_steps, 1)
+    per_step = len(trials.planned.micro_batches) // trials.planned.num_steps
     return None if layer is None else FirstDifference(layer, step * per_step)
 
 

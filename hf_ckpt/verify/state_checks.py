@@ -68,7 +68,8 @@ def check_counts(reference: Record, planned: Record) -> Check:
     faults = list(_count_faults(planned))
     if faults:
         return Check(FORWARDS, "fail", " ".join(faults))
-    num_layers, num_again = len(planned.layers), sum(_is_recomputed(planned, layer) for layer in planned.layers)
+    num_layers, paths = len(planned.layers), tuple(planned.recomputations)
+    num_again = sum(any(path.startswith(f"{layer.path}.") for path in paths) for layer in planned.layers)
     what = f"Nothing of {num_layers} layers ran again in backward, as planned."
     if num_again:
         what = f"{num_again} of {num_layers} layers ran again in backward, whole or in part, each as often as planned."
@@ -177,10 +178,6 @@ def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:
 
 def _is_below(path: str, roots: Sequence[str]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
-
-
-def _is_recomputed(planned: Record, layer: WatchedLayer) -> bool:
-    return any(path.startswith(f"{layer.path}.") for path in planned.recomputations)
 
 
 def _layers(layers: Sequence[WatchedLayer]) -> str:
