@@ -430,7 +430,7 @@ def visible_state(function: Callable[..., Any], known: set[int]) -> Any:
     Objects with an id in `known` are left out.
     """
     state: dict[str, Any] = {}
-    read = _StateReader(known).read
+    read = partial(_comparable, known=known)
     while isinstance(function, partial):
         state["arguments"] = read((*function.args, *function.keywords.values()))
         function = function.func
@@ -459,34 +459,30 @@ def _state_of_function(function: types.FunctionType, read: Callable[[Any], Any])
     yield "defaults", read(function.__defaults__ or ())
 
 
-class _StateReader:
-    """Turns values into plain ones, in containers; tensors into digests, and what cannot be compared into None."""
+def _comparable(value: Any, known: set[int], depth: int = _DEPTH) -> Any:
+    """Return a value as plain ones, in containers; tensors as digests, and what cannot be compared as None."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else tensor_digest(value)
+    if depth == 0 or id(value) in known or isinstance(value, _NEVER_STATE):
+        return None
+    if hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
+        return len(value)
+    return _inside(value, partial(_comparable, known=known, depth=depth - 1))
 
-    def __init__(self, known: set[int]) -> None:
-        self._known = known
 
-    def read(self, value: Any, depth: int = _DEPTH) -> Any:
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, Tensor):
-            return value.item() if value.numel() == 1 and not value.is_meta else tensor_digest(value)
-        if depth == 0 or id(value) in self._known or isinstance(value, _NEVER_STATE):
-            return None
-        if hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
-            return len(value)
-        return self._inside(value, depth - 1)
-
-    def _inside(self, value: Any, depth: int) -> Any:
-        if isinstance(value, dict):
-            return {str(key): self.read(item, depth) for key, item in value.items()}
-        if isinstance(value, set | frozenset):
-            return sorted(repr(item) for item in value)
-        if hasattr(value, "__iter__") and hasattr(value, "__len__"):  # lists, tuples, deques, arrays
-            return [self.read(item, depth) for item in value]
-        attributes = vars(value) if hasattr(value, "__dict__") else {}
-        if isinstance(value, nn.Module):
-            attributes = {name: item for name, item in attributes.items() if not name.startswith("_")}
-        return {name: self.read(item, depth) for name, item in attributes.items()} or None
+def _inside(value: Any, read: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {str(key): read(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(repr(item) for item in value)
+    if hasattr(value, "__iter__") and hasattr(value, "__len__"):  # lists, tuples, deques, arrays
+        return [read(item) for item in value]
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    if isinstance(value, nn.Module):
+        attributes = {name: item for name, item in attributes.items() if not name.startswith("_")}
+    return {name: read(item) for name, item in attributes.items()} or None
 
 
 def _added_state(before: Any, after: Any) -> Any:
