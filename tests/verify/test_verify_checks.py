@@ -86,7 +86,7 @@ def with_name(when: str) -> Change:
 
 
 def count_again(path: str, number: int) -> Change:
-    return lambda record: record.forward_counts.__setitem__((path, True), number)
+    return lambda record: record.recomputations.__setitem__(path, number)
 
 
 def draw(record: Record) -> None:
