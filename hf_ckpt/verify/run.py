@@ -15,7 +15,7 @@ import datasets
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase, TrainingArguments
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
@@ -42,7 +42,7 @@ from hf_ckpt.verify.localize import (
     likely_cause,
 )
 from hf_ckpt.verify.record import Record
-from hf_ckpt.verify.reduce_model import reduce_recipe
+from hf_ckpt.verify.reduce_model import ReducedRecipe, reduce_recipe
 from hf_ckpt.verify.report import Check, Report
 from hf_ckpt.verify.saved_checks import check_resume, check_saved
 from hf_ckpt.verify.state_checks import check_counts, check_in_force
@@ -95,7 +95,7 @@ def verify(
     with _quiet_libraries(), _single_thread(is_on=not is_full):
         try:
             small = reduce_recipe(recipe, folder / "model", is_full=is_full)
-            inputs = _trial_inputs(small.recipe, folder, num_steps, setup)
+            inputs = _trial_inputs(small, folder, num_steps, setup)
             saves_model_only = bool(recipe.training.get("save_only_model"))
             verification = _Verification(inputs, folder, num_steps, say, saves_model_only, is_full)
             checks = processes.combine_checks(list(verification.checks()))
@@ -108,9 +108,9 @@ def verify(
 
 
 def _trial_inputs(
-    recipe: Recipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None
+    small: ReducedRecipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None
 ) -> TrialInputs:
-    tokenizer = complete_tokenizer(AutoTokenizer.from_pretrained(recipe.model["name_or_path"]), recipe.data)
+    recipe, tokenizer = small.recipe, complete_tokenizer(small.tokenizer, small.recipe.data)
     inputs = TrialInputs(recipe=recipe, tokenizer=tokenizer, rows=(), collator=None, setup=setup)
     args = inputs.arguments(folder, num_steps, save_at=None, is_planned=False)
     batches = sample_rows(recipe, tokenizer, args, num_steps=num_steps)
