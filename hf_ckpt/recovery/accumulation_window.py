@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -233,12 +233,35 @@ class Gradients:
 # --- The window. ---
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method of a Trainer, of its accelerator or of its optimizer."""
+
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        """Run the method."""
+        return self.method(*self.args, **self.kwargs)
+
+    @property
+    def inputs(self) -> Any:
+        """What a training step or a prediction step is given."""
+        return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
+
+    def with_inputs(self, inputs: Any) -> Call:
+        """Return the call of such a step with other inputs."""
+        if "inputs" in self.kwargs:
+            return replace(self, kwargs={**self.kwargs, "inputs": inputs})
+        return replace(self, args=(self.args[0], inputs, *self.args[2:]))
+
+
 @dataclass
 class MicroBatch:
     """One call of a Trainer's `training_step`, and what things were like when it began."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: Call
     randomness: Randomness
     attributes: Attributes
     buffers: SavedBuffers
@@ -246,32 +269,22 @@ class MicroBatch:
     """As accelerate counts micro-batches."""
     sends_gradients: bool
     """To other processes."""
-    size: int = 0
-    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        named = list(tensors_in(self.inputs))
-        self.versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
+        named = list(tensors_in(self.call.inputs))
+        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         self.size = sum(tensor.nbytes for _, tensor in named)
         # A step may take entries out of what it is given.
-        self._inputs = copy.copy(self.inputs)
+        self._inputs = copy.copy(self.call.inputs)
 
-    @property
-    def inputs(self) -> Any:
-        """What the step was given."""
-        return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call as they came."""
-        inputs = copy.copy(self._inputs)
-        if "inputs" in self.kwargs:
-            return self.args, {**self.kwargs, "inputs": inputs}
-        return (self.args[0], inputs, *self.args[2:]), self.kwargs
+    def again(self) -> Call:
+        """Return the call with its inputs as they came."""
+        return self.call.with_inputs(copy.copy(self._inputs))
 
     @property
     def changed_inputs(self) -> list[str]:
         """The names of inputs that have been written to since."""
-        return [name for name, tensor, version in self.versions if tensor._version != version]
+        return [name for name, tensor, version in self._versions if tensor._version != version]
 
 
 def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:

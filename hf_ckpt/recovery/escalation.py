@@ -19,7 +19,7 @@ from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
-from hf_ckpt.recovery.out_of_memory import Failure, Part, is_out_of_memory, release_memory
+from hf_ckpt.recovery.out_of_memory import Failure, Part, attempt, release_memory
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
@@ -89,15 +89,11 @@ class Escalation:
             self._put_in_force(self.ladder.rung)
 
     def attempt(self, function: Callable[[], Any]) -> tuple[Any, Failure | None]:
-        """Return what a function returns, or what it holds nothing of any longer: that memory ran out in it."""
-        try:
-            return function(), None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure.caught(error)
-        self._drop_failed_backward()
-        return None, failure
+        """Return what a function returns, or that memory ran out in it: its graph is let go of as well."""
+        returned, failure = attempt(function)
+        if failure is not None:
+            self._drop_failed_backward()
+        return returned, failure
 
     def recover(
         self, failed: Failed, fault: Callable[[], str | None], run_again: Callable[[], tuple[Any, Failed | None]]
