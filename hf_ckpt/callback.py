@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_batch
 from hf_ckpt.distributed import fsdp, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
@@ -470,7 +470,7 @@ def _largest(
         # Without token ids its length says nothing.
         return planning.bound if planning.bound is not None and planning.bound.length else None
     num_rows = state.train_batch_size or args.train_batch_size
-    return largest_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
+    return largest_text_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
 
 
 def _announce_lengths(run: TrainingRun, largest: Batch | None) -> None:

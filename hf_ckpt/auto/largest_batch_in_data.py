@@ -111,7 +111,7 @@ def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
     return Batch(ids.shape[0], ids.shape[1], has_mask, is_packed, tuple(sorted(more)))
 
 
-def describe_batch(
+def batch_of_forward(
     model: nn.Module,
     args: Any,
     kwargs: Mapping[str, Any],
@@ -205,7 +205,7 @@ def is_like_tokens(value: Any, ids: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
 
 
-def largest_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | None = None) -> Batch | None:
+def largest_text_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | None = None) -> Batch | None:
     """Return the largest micro-batch that can come, or None where no bound is known.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch, forward_names, knows_labels, reads_text
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward, forward_names, knows_labels, reads_text
 from hf_ckpt.auto.simulation_coverage import check_no_tensors_inside
 from hf_ckpt.simulation.random_states import random_states_kept
 
@@ -82,7 +82,7 @@ def _collated(model: nn.Module, examples: list[Any], collator: Any, *, may_pad: 
         return None
     for name in forward_names(model):
         check_no_tensors_inside(name, made.get(name))
-    return describe_batch(model, (), made, may_pad=may_pad)
+    return batch_of_forward(model, (), made, may_pad=may_pad)
 
 
 # --- Which examples. ---

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
@@ -57,6 +57,15 @@ class LeanerPlan:
     plan: Plan
     time_ratio: float | None
     """Predicted time of a step over that under the other plan; None where none is predicted."""
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
+    # Only where it is on: within it, casts of weights are kept until its end.
+    plain = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    with _disable_current_modes(), plain, torch.enable_grad():
+        yield
 
 
 class RunPlanner:
@@ -163,10 +172,10 @@ class RunPlanner:
             BudgetError: no plan fits.
         """
         logger.info("Planning for %s within %s: simulating steps.", batch.describe(), format_bytes(self.budget_bytes))
-        work = partial(_undisturbed, self._decide, batch)
-        text, peak_bytes, where, *plain = store.broadcast_result(work, self._timeout_s, "planning")
+        found = store.broadcast_result(partial(self._decide, batch), self._timeout_s, "planning")
+        text, peak_bytes, where, plain_bytes, of_plain = found
         self.plan = Plan.from_json(text)
-        self._compare_with_plain(batch, peak_bytes, *plain)
+        self._compare_with_plain(batch, peak_bytes, plain_bytes, of_plain)
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.batch = batch
         self._fitting.setdefault(self.plan.digest(), []).append(batch)
@@ -201,16 +210,13 @@ class RunPlanner:
         fitting.extend(batch for batch in dict.fromkeys(known) if batch not in fitting)
         self.plan = plan
 
+    @_undisturbed()
     def leaner_plan(self, share: float, *, is_exact: bool) -> LeanerPlan | None:
         """Return the plan for a share less than what the plan in force is predicted to need; None if there is none."""
         if self.batch is None:
             return None
-        found: LeanerPlan | None = _undisturbed(partial(self._leaner_plan, share, is_exact), self.batch)
-        return found
-
-    def _leaner_plan(self, share: float, is_exact: bool, batch: Batch) -> LeanerPlan | None:
         allowed = self._allowed.bitwise if is_exact else self._allowed
-        simulator = self._simulator(batch)
+        simulator = self._simulator(self.batch)
         before = simulator.memory(self.plan)
         planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self._host_bytes))
         try:
@@ -224,7 +230,8 @@ class RunPlanner:
         """Return the bytes that a step is predicted to need. Raises `UnsupportedError`."""
         key = plan.digest(), batch
         if key not in self._peaks:
-            self._peaks[key] = _undisturbed(lambda each: self._simulator(each).memory(plan).peak_bytes, batch)
+            with _undisturbed():
+                self._peaks[key] = self._simulator(batch).memory(plan).peak_bytes
         return self._peaks[key]
 
     def start_micro_batch_again(self) -> None:
@@ -328,7 +335,9 @@ class RunPlanner:
         self._evaluated.append(batch)
         if store.num_processes() > 1 and dist.get_rank() != 0:
             return
-        _undisturbed(self._check_evaluation, (read and read()) or batch)
+        batch = (read and read()) or batch
+        with _undisturbed():
+            self._check_evaluation(batch)
 
     def _check_evaluation(self, batch: Batch) -> None:
         simulator = self._simulator(batch)
@@ -377,6 +386,7 @@ class RunPlanner:
                 stacklevel=2,
             )
 
+    @_undisturbed()
     def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
         simulator = self._simulator(batch)
@@ -444,7 +454,7 @@ class _BeforeForward:
         planning = self._planning
         # The loss of the Trainer, where that is simulated, calls the model itself.
         has_settings = planning._coverage.loss is None
-        describe = partial(describe_batch, model, args, kwargs, has_settings=has_settings)
+        describe = partial(batch_of_forward, model, args, kwargs, has_settings=has_settings)
         batch = describe(reads=False)
         if model.training and torch.is_grad_enabled():
             before = planning.plan
@@ -454,14 +464,6 @@ class _BeforeForward:
         elif batch is not None and not model.training and "labels" in kwargs:
             # Without labels it is a generation, one token after the other.
             planning.check_evaluation(batch, describe)
-
-
-def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
-    # Only where it is on: within it, casts of weights are kept until its end.
-    plain = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
-    with _disable_current_modes(), plain, torch.enable_grad():
-        return work(batch)
 
 
 def _rounded_up(batch: Batch) -> Batch:

@@ -10,15 +10,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.simulation_coverage import losses_of_its_own, refuse
-from hf_ckpt.auto.trl_kernels import use_cuda_kernels
 from hf_ckpt.simulation.constant_folding import has_values
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
@@ -39,8 +39,8 @@ class ModelInputs:
         return True
 
     def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
-        """Return the largest micro-batch that can come; None where no bound is known. See `largest_batch`."""
-        return largest_batch(dataset, collator, num_examples, max_length)
+        """Return the largest micro-batch that can come; None where no bound is known. See `largest_text_batch`."""
+        return largest_text_batch(dataset, collator, num_examples, max_length)
 
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         """Return a micro-batch of the step's size, with values. See `hf_ckpt.simulation.step.make_inputs`."""
@@ -97,7 +97,7 @@ class TrainerLoss:
     def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> partial[Any]:
         """Return `compute_loss` on copies of the models."""
         for each in (model, *others.values()) if is_cuda else ():
-            use_cuda_kernels(each)
+            _use_cuda_kernels(each)
         return partial(_compute, _stand_in(self.trainer, model, others), model)
 
     @property
@@ -249,3 +249,56 @@ class _NumbersUnknown(TorchFunctionMode):
         if function is Tensor.item and not has_values(args[0]):
             return _UnknownNumber()
         return function(*args, **(kwargs or {}))
+
+
+# --- trl's head and loss as they run on CUDA. ---
+
+_LOSS = "_ChunkedLogProbFunction"
+
+
+def _use_cuda_kernels(copied: nn.Module) -> None:
+    """Let a copy of a model run trl's fused head as on CUDA, where a kernel of Triton works in place.
+
+    Elsewhere trl computes the same with operators of torch, and so it does on the tensors of a simulation: with several
+    float32 copies of each tile of logits, of up to 512 MiB, which CUDA never has. Functions are made anew: those of trl
+    stay as they are. Source: `trl/kernels/chunked_logprob.py`.
+    """
+    for module in copied.modules():
+        forward = vars(module).get("forward")
+        function = getattr(forward, "__func__", None)
+        if isinstance(function, FunctionType) and _LOSS in function.__globals__:
+            loss = _in_place(function.__globals__[_LOSS])
+            module.forward = MethodType(with_globals(function, {_LOSS: loss}), module)
+
+
+def _in_place(loss: Any) -> Any:
+    """Return an autograd function like trl's whose steps on a tile take no memory."""
+    steps = {"_forward_tile": _fold, "_backward_tile": _turn_to_gradient, "_addmm_fp32": _add_product}
+    methods = {name: staticmethod(with_globals(getattr(loss, name), steps)) for name in ("forward", "backward")}
+    return type(loss.__name__, (torch.autograd.Function,), methods)
+
+
+def with_globals(function: FunctionType, changes: dict[str, Any]) -> FunctionType:
+    """Return a function made anew that finds other things by these names of its module."""
+    names = {**function.__globals__, **changes}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _fold(tile: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Write into the statistics of each row what depends on its tile."""
+    for each in args:
+        if isinstance(each, Tensor) and each.is_floating_point():
+            each.copy_(tile[:, 0])
+
+
+def _turn_to_gradient(tile: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Put the gradient of the logits in their place."""
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

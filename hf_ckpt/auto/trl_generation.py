@@ -21,8 +21,7 @@ from transformers import StoppingCriteriaList
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, without_adapter
 from hf_ckpt.auto.simulation_coverage import refuse
-from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
-from hf_ckpt.auto.trl_kernels import with_globals
+from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss, with_globals
 from hf_ckpt.simulation.step import Sharding, Step
 
 _TOKEN = 5
