@@ -265,8 +265,7 @@ class HFCkptCallback(TrainerCallback):
             return None
         trainer = running_trainer() or (None if self._trainer is None else self._trainer())
         announce = partial(self._announce_plan, args, state)
-        make = partial(Recovery, trainer, run, announce, self._planning, **self._rungs)
-        recovery = begin(trainer, args, self._planning, lambda why: make(why_not=why))
+        recovery = begin(trainer, args, run, announce, self._planning, **self._rungs)
         if recovery is not None and state.global_step:
             recovery.resume(_resumed_folder(args, state))
         return recovery

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from hf_ckpt.auto.largest_batch_in_data import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import Call, Randomness, describe_inputs, named_tensors, one_of_each_device
 from hf_ckpt.recovery.attribute_snapshots import Attributes
@@ -88,15 +89,19 @@ class EvaluationRecovery:
         """
         self._gathered = Gathered(self._trainer.accelerator)
         returned, failure = self._try(call)
+        if failure is not None:
+            release_memory()
+            # What the allocator held in pieces is together again.
+            returned = self._whole_or_in_halves(call)
+            self.num_recovered += 1
+        return returned
+
+    def _whole_or_in_halves(self, call: Call) -> Any:
+        returned, failure = self._try(call)
         if failure is None:
             return returned
         release_memory()
-        # What the allocator held in pieces is together again.
-        returned, failure = self._try(call)
-        if failure is not None:
-            returned = self._in_halves(call, failure)
-        self.num_recovered += 1
-        return returned
+        return self._in_halves(call, failure)
 
     def _try(self, call: Call) -> tuple[Any, Failure | None]:
         noted, randomness = Attributes(self._trainer), Randomness.now(self._on_devices)
@@ -124,12 +129,7 @@ class EvaluationRecovery:
         self._say(inputs, failure)
         found, weights = [], []
         for part in (_rows(inputs, rows, 0, rows // 2), _rows(inputs, rows, rows // 2, rows)):
-            part_call = call.with_inputs(part)
-            returned, part_failure = self._try(part_call)
-            if part_failure is not None:
-                release_memory()
-                returned = self._in_halves(part_call, part_failure)
-            found.append(returned)
+            found.append(self._whole_or_in_halves(call.with_inputs(part)))
             weights.append(self._num_counted(part))
         try:
             return _joined(found, None if self._gathered.values else weights)
@@ -151,7 +151,9 @@ class EvaluationRecovery:
         """Whether the loss leaves out the first label of each row, as those of causal language models do."""
         # transformers before 5.2x does not say.
         of_trainer: bool | None = getattr(self._trainer, "_loss_shifts_labels", None)
-        return _is_causal(self._trainer.model) if of_trainer is None else of_trainer
+        if of_trainer is not None:
+            return of_trainer
+        return type(without_adapter(self._trainer.model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
     def _say(self, inputs: Any, failure: Failure) -> None:
         if not self._has_said:
@@ -182,11 +184,6 @@ def _rows(inputs: Mapping[str, Any], rows: int, start: int, stop: int) -> Any:
         if isinstance(value, Tensor) or (isinstance(value, list | tuple) and len(value) == rows):
             part[name] = value[start:stop]
     return part
-
-
-def _is_causal(model: Any) -> bool:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 # --- Parts put together. ---

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -314,43 +315,36 @@ def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> R
 
 def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None) -> Rung | None:
     """Set more layers to full, of those that can be and are not. See `next_rung`."""
-    places = [(at, idx) for at, stack in enumerate(plan.stacks) for idx in range(len(stack.layers))]
+    entries = [entry for stack in plan.stacks for entry in stack.layers]
+    layers = [layer for stack in stacks for layer in stack.layers]
     left = [
-        (at, idx)
-        for at, idx in places
-        if plan.stacks[at].layers[idx].mode is not Mode.FULL and stacks[at].layers[idx].needs_gradient
+        place
+        for place, (entry, layer) in enumerate(zip(entries, layers, strict=True))
+        if entry.mode is not Mode.FULL and layer.needs_gradient
     ]
     # A module that layers share can only be treated alike in all of them.
     if not _is_possible(_with_full(plan, left), stacks, model):
         left = [place for place in left if _is_possible(_with_full(plan, [place]), stacks, model)]
     if not left:
         return None
-    number = math.ceil(len(places) / _QUARTERS) if share is None else math.ceil(len(left) * share)
+    number = math.ceil(len(entries) / _QUARTERS) if share is None else math.ceil(len(left) * share)
     chosen = left[: max(1, number)]
     if not _is_possible(_with_full(plan, chosen), stacks, model):
         chosen = left
     return Rung(_with_full(plan, chosen), f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")
 
 
-def _with_full(plan: Plan, places: Sequence[tuple[int, int]]) -> Plan:
-    chosen = set(places)
-    stacks = []
-    for at, stack in enumerate(plan.stacks):
-        layers = (
-            replace(entry, mode=Mode.FULL, save=(), why="") if (at, idx) in chosen else entry
-            for idx, entry in enumerate(stack.layers)
-        )
-        stacks.append(replace(stack, layers=tuple(layers)))
-    return replace(plan, stacks=tuple(stacks))
+def _with_full(plan: Plan, places: Sequence[int]) -> Plan:
+    """Set layers to full, by their places among those of all stacks."""
+    numbers = count()
+    return with_entries(
+        plan, lambda entry: replace(entry, mode=Mode.FULL, save=(), why="") if next(numbers) in places else entry
+    )
 
 
 def _nested_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    nested = resolve(_NESTED, stacks, plan.model_class)
-    changed = [_is_longer_full(stack) for stack in plan.stacks]
-    pairs = zip(plan.stacks, nested.stacks, changed, strict=True)
-    chosen = tuple(new if is_changed else old for old, new, is_changed in pairs)
-    if not any(changed):
-        return None
+    pairs = zip(plan.stacks, resolve(_NESTED, stacks, plan.model_class).stacks, strict=True)
+    chosen = tuple(nested if _is_longer_full(stack) else stack for stack, nested in pairs)
     return Rung(replace(plan, stacks=chosen), "layers recomputed in segments, and again within them (nested)")
 
 
@@ -385,12 +379,11 @@ def _chunked_head(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung
 
 
 def _tiles(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    chosen = []
-    for planned, stack in zip(plan.stacks, stacks, strict=True):
-        pairs = zip(planned.layers, stack.layers, strict=True)
-        layers = (replace(entry, tiles="auto") if _can_be_tiled(entry, layer) else entry for entry, layer in pairs)
-        chosen.append(replace(planned, layers=tuple(layers)))
-    return Rung(replace(plan, stacks=tuple(chosen)), "layers in tiles", is_exact=False)
+    layers = iter([layer for stack in stacks for layer in stack.layers])
+    tiled = with_entries(
+        plan, lambda entry: replace(entry, tiles="auto") if _can_be_tiled(entry, next(layers)) else entry
+    )
+    return Rung(tiled, "layers in tiles", is_exact=False)
 
 
 def _can_be_tiled(entry: LayerPlan, layer: Layer) -> bool:

@@ -262,14 +262,12 @@ class Temporaries:
 
     def allocate(self, weights: Sequence[nn.Parameter]) -> None:
         """Allocate them for some weights, and let go of them."""
-        if self.is_at_once:
-            kept = [self._like(weight) for weight in weights]
-            kept.clear()
-        else:
-            self._like(max(weights, key=lambda weight: weight.nbytes))
-
-    def _like(self, weight: nn.Parameter) -> Tensor:
-        return torch.empty(math.ceil(self.share * weight.nbytes), dtype=torch.uint8, device=weight.device)
+        at_once = weights if self.is_at_once else [max(weights, key=lambda weight: weight.nbytes)]
+        kept = [
+            torch.empty(math.ceil(self.share * weight.nbytes), dtype=torch.uint8, device=weight.device)
+            for weight in at_once
+        ]
+        kept.clear()
 
 
 class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -169,6 +169,11 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, Failure | None]:
         return None, Failure.caught(error)
 
 
+def allocated_bytes() -> int | None:
+    """Return the bytes that tensors hold on the device of this process; None where there is none that counts them."""
+    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
+
+
 def release_memory() -> None:
     """Free what only cycles of references keep, and give what the device's allocator holds unused back to the device.
 

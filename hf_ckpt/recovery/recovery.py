@@ -245,21 +245,26 @@ class Recovery:
 
 
 def begin(
-    trainer: Any, args: TrainingArguments, planning: RunPlanner | None, make: Callable[[str | None], Recovery]
+    trainer: Any,
+    args: TrainingArguments,
+    run: TrainingRun,
+    announce: Callable[[Plan], None],
+    planning: RunPlanner | None,
+    *,
+    is_exact: bool,
+    quiet_steps: int,
 ) -> Recovery | None:
     """Return the recovery of a run that begins, or None where there is none, and say so.
 
-    Args:
-        trainer: that trains; None where it was not found.
-        args: the Trainer's.
-        planning: of policy `auto`, or None.
-        make: makes it, given why no step is run again.
+    `trainer` is None where it was not found. For the rest see `Recovery`.
     """
     why = why_not(trainer, args, planning)
     if why is not None and args.process_index == 0:
         logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
-    return make(why) if why is None or (ends_others and not args.auto_find_batch_size) else None
+    if why is None or (ends_others and not args.auto_find_batch_size):
+        return Recovery(trainer, run, announce, planning, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
+    return None
 
 
 def _is_whole(trainer: Any) -> bool:

@@ -109,7 +109,7 @@ class TrainingSteps:
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
         returned, failure = escalation.attempt(call)
         if failure is not None:
-            failed = self._failed(micro_batch, failure)
+            failed = self._failed(window, len(window.micro_batches) - 1, failure)
             returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, window))
         self._buffers.learn(micro_batch.buffers)
         escalation.ladder.passed(micro_batch.size, self._batch)
@@ -146,10 +146,8 @@ class TrainingSteps:
         window.micro_batches.append(micro_batch)
         return micro_batch
 
-    def _failed(self, micro_batch: MicroBatch, failure: Failure) -> Failed:
-        step = int(self._trainer.state.global_step) + 1
-        window = [] if self._window is None else self._window.micro_batches
-        number = next(at for at, each in enumerate(window) if each is micro_batch)
+    def _failed(self, window: Window, number: int, failure: Failure) -> Failed:
+        step, micro_batch = int(self._trainer.state.global_step) + 1, window.micro_batches[number]
         examples = partial(describe_examples, self._trainer, number, micro_batch.call.inputs)
         inputs = describe_inputs(micro_batch.call.inputs)
         return Failed(failure, step, micro_batch.size, inputs, self._batch, examples)
@@ -165,7 +163,7 @@ class TrainingSteps:
             window.micro_batches[first].buffers.restore()
         returned: Any = None
         try:
-            for micro_batch in window.micro_batches[first:]:
+            for number, micro_batch in enumerate(window.micro_batches[first:], first):
                 micro_batch.attributes.restore()
                 micro_batch.randomness.restore()
                 gradient_state._set_sync_gradients(micro_batch.syncs_gradients)
@@ -175,7 +173,7 @@ class TrainingSteps:
                     self._planning.start_micro_batch_again()
                 returned, failure = self._escalation.attempt(micro_batch.again())
                 if failure is not None:
-                    return None, self._failed(micro_batch, failure)
+                    return None, self._failed(window, number, failure)
         finally:
             gradient_state._set_sync_gradients(syncs)
         return returned, None
