@@ -263,16 +263,33 @@ def rounded(length: int, multiple: int) -> int:
 
 def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
     """Return what is known of a data set's rows, with so many of the longest ones; None where that is nothing."""
+    parts = [_lengths_of(part, num_rows) for part in _parts(dataset)]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    largest = heapq.nlargest(num_rows, (length for part in known for length in part.largest))
+    return Lengths(tuple(largest), min(part.shortest for part in known), any(part.has_padding for part in known))
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """Return the data sets that one is made of. What is in the whole of one bounds what is in a part of it."""
     if isinstance(dataset, Subset):
-        # A bound for the whole data set is one for a part of it.
-        return read_lengths(dataset.dataset, num_rows)
+        return _parts(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        return _concatenated([read_lengths(part, num_rows) for part in dataset.datasets], num_rows)
-    if hasattr(dataset, "column_names") and hasattr(dataset, "with_format") and hasattr(dataset, "__len__"):
-        return _of_columns(dataset, num_rows)
-    if isinstance(dataset, list | tuple) and dataset:
-        return _of_examples(dataset, num_rows)
-    return None
+        return [part for each in dataset.datasets for part in _parts(each)]
+    return [dataset]
+
+
+def _lengths_of(part: Any, num_rows: int) -> Lengths | None:
+    if isinstance(part, list | tuple) and part:
+        return _of_examples(part, num_rows)
+    return _of_columns(part, num_rows)
+
+
+def stored_columns(dataset: Any) -> Sequence[str]:
+    """Return the columns of a data set of `datasets`; none of one without end, or whose transform computes its rows."""
+    is_finite = all(hasattr(dataset, name) for name in ("column_names", "with_format", "__len__"))
+    return dataset.column_names if is_finite and len(dataset) and dataset.format["type"] != "custom" else ()
 
 
 def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
@@ -280,24 +297,24 @@ def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
 
     A mask is one: models compute with it where nothing is padded too.
     """
-    if isinstance(dataset, Subset):
-        return further_inputs(dataset.dataset, names)
-    if isinstance(dataset, ConcatDataset):
-        return tuple(sorted({name for part in dataset.datasets for name in further_inputs(part, names)}))
-    if hasattr(dataset, "column_names"):
-        columns = [name for name in dataset.column_names if name in names]
+    return tuple(sorted({name for part in _parts(dataset) for name in _further_inputs(part, names)}))
+
+
+def _further_inputs(part: Any, names: Container[str]) -> Iterator[str]:
+    if hasattr(part, "column_names"):
+        columns = [name for name in part.column_names if name in names]
         if _TOKENS not in columns:
-            return ()
-        first = next(iter(dataset.select_columns(columns).with_format(None).iter(batch_size=1)))
+            return
+        first = next(iter(part.select_columns(columns).with_format(None).iter(batch_size=1)))
         example = {name: values[0] for name, values in first.items()}
-    elif isinstance(dataset, list | tuple) and isinstance(dataset[0], Mapping):
-        example = {name: value for name, value in dataset[0].items() if name in names}
+    elif isinstance(part, list | tuple) and isinstance(part[0], Mapping):
+        example = {name: value for name, value in part[0].items() if name in names}
     else:
-        return ()
+        return
     ids = torch.as_tensor(example.get(_TOKENS, ()))
-    known = (_TOKENS, _LABELS)
-    rest = {name: torch.as_tensor(value) for name, value in example.items() if name not in known and _is_row(value)}
-    return tuple(sorted(name for name, value in rest.items() if is_like_tokens(value, ids)))
+    for name, value in example.items():
+        if name not in (_TOKENS, _LABELS) and _is_row(value) and is_like_tokens(torch.as_tensor(value), ids):
+            yield name
 
 
 def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> Batch:
@@ -318,14 +335,6 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(each, int) for each in value))
 
 
-def _concatenated(parts: list[Lengths | None], num_rows: int) -> Lengths | None:
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts):
-        return None
-    largest = heapq.nlargest(num_rows, (length for part in known for length in part.largest))
-    return Lengths(tuple(largest), min(part.shortest for part in known), any(part.has_padding for part in known))
-
-
 def _of_examples(examples: Iterable[Any], num_rows: int) -> Lengths | None:
     if not all(isinstance(example, Mapping) and _TOKENS in example for example in examples):
         return None
@@ -339,10 +348,10 @@ def _num_tokens(ids: Any) -> int:
 
 
 def _of_columns(dataset: Any, num_rows: int) -> Lengths | None:
-    """Read a data set of `datasets`, column by column and without decoding; one with a transform computes its rows."""
-    names = dataset.column_names
+    """Read a data set of `datasets`, column by column and without decoding."""
+    names = stored_columns(dataset)
     column = next((name for name in (_TOKENS, _LENGTH) if name in names), None)
-    if column is None or not len(dataset) or dataset.format["type"] == "custom":
+    if column is None:
         return None
     largest: list[int] = []
     shortest, has_padding = 2**62, False

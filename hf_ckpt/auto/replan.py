@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
-_SHORTER = "Evaluate shorter rows, or raise the budget."
-
 _PlanMessage = tuple[str, int, str, int, float]
 """A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, where that lies, and what it is compared with:
 the bytes of a step without a plan, and its time as a share of that one's; 0 where the plan was there before."""
@@ -363,7 +361,7 @@ class RunPlanner:
         examples = batch.rows // self._rows_per_example
         if examples > 1 and not batch.tensors:
             fits = largest(peak, self.budget_bytes, start=examples // 2, most=examples - 1)
-        what = "Evaluate smaller batches, or raise the budget." if batch.tensors else _SHORTER
+        what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter rows'}, or raise the budget."
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.peak_bytes)})."
         return (

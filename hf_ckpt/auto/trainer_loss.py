@@ -33,10 +33,8 @@ class ModelInputs:
         """Rows that the model sees of each example."""
         return 1
 
-    @property
-    def takes_more_than_text(self) -> bool:
-        """Whether what is no text may come as well."""
-        return True
+    takes_more_than_text = True
+    """Whether what is no text may come as well."""
 
     def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
         """Return the largest micro-batch that can come; None where no bound is known. See `largest_text_batch`."""
@@ -136,7 +134,9 @@ def users_loss(trainer: Any, model: nn.Module, sharding: Sharding) -> UsersLoss 
 
 def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
     labels = inputs.get("labels")
-    if isinstance(labels, Tensor) and has_values(labels) and _counts_items(stand_in):
+    # Labelled tokens of a step are counted for these alone; trl's losses need no such number.
+    counts_items = any(getattr(stand_in, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
+    if isinstance(labels, Tensor) and has_values(labels) and counts_items:
         options["num_items_in_batch"] = (labels != _IGNORED).sum()
     try:
         with _NumbersUnknown(), warnings.catch_warnings():
@@ -159,19 +159,12 @@ _IGNORED = -100
 """The label of a token that is no item."""
 
 
-def _counts_items(trainer: Any) -> bool:
-    """Whether the Trainer counts the labelled tokens of a step for its loss; trl's losses need no such number."""
-    return (
-        getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None
-    )
-
-
 def _stand_in(trainer: Any, model: nn.Module, others: Mapping[str, nn.Module]) -> Any:
     made = object.__new__(type(trainer))
     vars(made).update({name: _copied(value) for name, value in vars(trainer).items()})
     vars(made).update({"model": model, "model_wrapped": model, "accelerator": _Alone(trainer.accelerator), **others})
     # A loss may log by itself, which reporters would hear of.
-    vars(made).update({"log": _say_nothing, "args": copy.copy(trainer.args)})
+    vars(made).update({"log": lambda *args, **kwargs: None, "args": copy.copy(trainer.args)})
     made.args.report_to = []
     return made
 
@@ -187,10 +180,6 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in the place of `Trainer.log`."""
-
-
 class _Alone:
     """The accelerator as a loss sees it that runs on fake tensors: on the CPU, and in one process only."""
 
@@ -202,17 +191,11 @@ class _Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what this rank gives: of all ranks, numbers for metrics are gathered."""
         return tensor
 
-    def gather_for_metrics(self, tensor: Any, use_gather_object: bool = False) -> Any:
-        """See `gather`."""
-        return tensor
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See `gather`."""
-        return tensor
+    gather_for_metrics = reduce = gather
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model: nothing is around a copy."""
