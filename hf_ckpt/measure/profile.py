@@ -360,22 +360,19 @@ class LayerRanges:
         found = self._open.get(is_recomputation)
         if found is not None and (found[0].stack, found[0].layer_idx) == (stack.path, layer.layer_idx):
             return
-        if found is not None:
-            self._end(is_recomputation)
-        name = None
-        if self._is_named:
-            where = "" if len(self._stacks) == 1 else f"{stack.path} "
-            name = record_function(f"{'recompute' if is_recomputation else 'hf_ckpt'} {where}layer {layer.layer_idx}")
-            name.__enter__()  # type: ignore[no-untyped-call]
+        self._end(is_recomputation)
+        where = "" if len(self._stacks) == 1 else f"{stack.path} "
+        title = f"{'recompute' if is_recomputation else 'hf_ckpt'} {where}layer {layer.layer_idx}"
+        name: Any = record_function(title) if self._is_named else nullcontext()
+        name.__enter__()
         self._open[is_recomputation] = (LayerRange(stack.path, layer.layer_idx, self._stamp()), name)
 
     def _end(self, is_recomputation: bool) -> None:
-        found, name = self._open.pop(is_recomputation, (None, None))
-        if found is None:
+        if is_recomputation not in self._open:
             return
+        found, name = self._open.pop(is_recomputation)
         found.end, found.bytes_after = self._stamp(), self._measure()
-        if name is not None:
-            name.__exit__(None, None, None)
+        name.__exit__(None, None, None)
         (self.recomputation if is_recomputation else self.forward).append(found)
 
 
