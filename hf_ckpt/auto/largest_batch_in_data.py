@@ -226,9 +226,11 @@ def _collated(lengths: Lengths, collator: Any, num_rows: int) -> Batch:
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
     if is_packing(collator):
         return Batch(1, rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1)
-    length = rounded(_padded(lengths.largest[0], collator), multiple)
-    varies = num_rows > 1 and lengths.shortest != lengths.largest[0]
-    return Batch(num_rows, length, is_padded=lengths.has_padding or varies or length > lengths.largest[0])
+    longest, padding = lengths.largest[0], getattr(collator, "padding", None)
+    is_to_limit = str(getattr(padding, "value", padding)) == "max_length"
+    length = rounded(max(longest, getattr(collator, "max_length", None) or 0) if is_to_limit else longest, multiple)
+    varies = num_rows > 1 and lengths.shortest != longest
+    return Batch(num_rows, length, is_padded=lengths.has_padding or varies or length > longest)
 
 
 def is_packing(collator: Any) -> bool:
@@ -244,13 +246,6 @@ def _innermost(collator: Any) -> Any:
     while hasattr(collator, "data_collator"):
         collator = collator.data_collator
     return collator
-
-
-def _padded(length: int, collator: Any) -> int:
-    wanted = getattr(collator, "padding", None)
-    if str(getattr(wanted, "value", wanted)) == "max_length":
-        return max(length, getattr(collator, "max_length", None) or 0)
-    return length
 
 
 def rounded(length: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,15 +46,6 @@ _STEPS_IN_A_DOUBLING = 8
 _PlanMessage = tuple[str, int, str, int, float]
 """A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, where that lies, and what it is compared with:
 the bytes of a step without a plan, and its time as a share of that one's; 0 where the plan was there before."""
-
-
-@dataclass(frozen=True)
-class LeanerPlan:
-    """A plan in the place of one that ran out of memory."""
-
-    plan: Plan
-    time_ratio: float | None
-    """Predicted time of a step over that under the other plan; None where none is predicted."""
 
 
 @contextmanager
@@ -209,8 +200,11 @@ class RunPlanner:
         self.plan = plan
 
     @_undisturbed()
-    def leaner_plan(self, share: float, *, is_exact: bool) -> LeanerPlan | None:
-        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none."""
+    def leaner_plan(self, share: float, *, is_exact: bool) -> tuple[Plan, float | None] | None:
+        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none.
+
+        With it, the predicted time of a step over that under the plan in force; None where none is predicted.
+        """
         if self.batch is None:
             return None
         allowed = self._allowed.bitwise if is_exact else self._allowed
@@ -222,7 +216,7 @@ class RunPlanner:
         except BudgetError:
             return None
         plan, seconds = restore_user_cap(found.plan, self._allowed), before.time.total
-        return None if plan == self.plan else LeanerPlan(plan, found.memory.time.total / seconds if seconds else None)
+        return None if plan == self.plan else (plan, found.memory.time.total / seconds if seconds else None)
 
     def peak_of(self, plan: Plan, batch: Batch) -> int:
         """Return the bytes that a step is predicted to need. Raises `UnsupportedError`."""

@@ -254,7 +254,7 @@ def _summarize(measured: list[_Measured], device: torch.device, trace_path: str 
         for stack, layer_idx in measured[0].forward
     )
     return Profile(
-        device=_device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         is_resident=device.type == "cpu",
         num_steps=len(measured),
         phases=phases,
@@ -262,10 +262,6 @@ def _summarize(measured: list[_Measured], device: torch.device, trace_path: str 
         peak_bytes=max(phase.peak_bytes for phase in phases.values()),
         trace_path=trace_path,
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 # --- Layers. ---

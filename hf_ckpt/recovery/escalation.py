@@ -190,8 +190,9 @@ def rung_after(
         share = share_of_step(failure)
         leaner = planning.leaner_plan(share, is_exact=is_exact)
         if leaner is not None:
-            time = "" if leaner.time_ratio is None else f", predicted to take {leaner.time_ratio:.2f} of the time"
-            return Rung(leaner.plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
+            leaner_plan, time_ratio = leaner
+            time = "" if time_ratio is None else f", predicted to take {time_ratio:.2f} of the time"
+            return Rung(leaner_plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
     of_layers = None if failure.is_of_host else share_of_layers(failure, allocated_bytes())
     return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host, share=of_layers)
 
