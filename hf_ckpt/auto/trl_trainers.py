@@ -71,10 +71,10 @@ def _why_not(trainer: Any, of_trl: type, sharding: Sharding) -> str:
     mro = type(trainer).__mro__
     derived = mro[: mro.index(of_trl)]
     own = [f"{kind.__name__}.{name}" for kind in derived for name in _LOSSES if name in vars(kind)]
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        own.append("compute_loss_func")
     if own:
         return f"{own[0]} replaces the loss of {of_trl.__name__}, which alone is"
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        return f"compute_loss_func replaces the loss of {of_trl.__name__}, which alone is"
     if sharding.engine not in ("none", "ddp"):
         return f"the reference of {of_trl.__name__} runs under {sharding.engine} too, which gathers its weights"
     return ""
