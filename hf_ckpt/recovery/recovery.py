@@ -98,7 +98,7 @@ class Recovery:
         *,
         is_exact: bool,
         quiet_steps: int,
-        why_not: str | None = None,
+        why_not: str | None,
     ) -> None:
         self._trainer = trainer
         self._run = run
