@@ -65,11 +65,8 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of everything that the forward gets."""
-        if self.tensors:
-            return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
-        rest = [(_MASK, self.is_padded), (_POSITIONS, self.is_packed)]
-        return (*dict.fromkeys((_TOKENS, _LABELS, *self.more, *(name for name, is_there in rest if is_there))),)
+        """The names of everything that the forward gets, where it is more than text."""
+        return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
 
     @property
     def num_bytes(self) -> int:

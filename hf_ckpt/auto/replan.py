@@ -34,7 +34,7 @@ from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Step, make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
@@ -173,7 +173,15 @@ class RunPlanner:
             "Planned for %s: predicted peak %s of %s, %s%s.",
             *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where, bound),
         )
-        self._coverage.log(batch)
+        self._coverage.log(self._names_of_inputs(batch))
+
+    @_undisturbed()
+    def _names_of_inputs(self, batch: Batch) -> tuple[str, ...]:
+        """Return the names of everything that a micro-batch of this size is made of."""
+        if batch.tensors:
+            return batch.names
+        simulator = self._simulator(batch)
+        return tuple(make_inputs(replace(simulator.step, batch_size=1), simulator.model))
 
     def start_all(self, batches: Sequence[Batch]) -> None:
         """Plan for the largest of each kind of batch. See `start`."""

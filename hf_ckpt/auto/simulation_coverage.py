@@ -80,11 +80,10 @@ class Coverage:
             return self
         return self.without(f"{format_bytes(num_bytes)} that something else in this process has allocated")
 
-    def log(self, batch: Batch) -> None:
-        """Say both in one line; at the level of a warning where something is left out."""
+    def log(self, names: Iterable[str]) -> None:
+        """Say both in one line, with the names of inputs; at the level of a warning where something is left out."""
         level = logging.WARNING if self.not_counted else logging.INFO
         left_out = "; ".join(self.not_counted) or "nothing that is known"
-        names = batch.names if self.loss is None or batch.tensors else self.loss.names_of(batch)
         counted = "; ".join((", ".join(names), *self.counted))
         logger.log(level, "Counted: %s. Not counted: %s.", counted, left_out)
 

@@ -44,10 +44,6 @@ class ModelInputs:
         """Return a micro-batch of the step's size, with values. See `hf_ckpt.simulation.step.make_inputs`."""
         return make_inputs(replace(step, loss=None), model)
 
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what a micro-batch of this size is made of. See `Batch.names`."""
-        return batch.names
-
 
 @dataclass(frozen=True, eq=False)
 class TrainerLoss:
@@ -67,10 +63,6 @@ class TrainerLoss:
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
         return self.batch.rows_per_example
-
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what a micro-batch of this size is made of."""
-        return self.batch.names_of(batch)
 
     @property
     def keeps_predictions(self) -> bool:

@@ -87,10 +87,6 @@ class Completions(ModelInputs):
         scores = [name for name, is_there in (("old", self.asks_policy), ("ref", self.asks_reference)) if is_there]
         return made | {f"{name}_per_token_logps": torch.zeros((rows, completion)) for name in scores}
 
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what is generated, and kept of it."""
-        return tuple(self.make_rows(Step(batch_size=1, seq_length=batch.length), 1))
-
     @property
     def asks_policy(self) -> bool:
         """Whether completions are scored by the model that is trained before it trains on them."""

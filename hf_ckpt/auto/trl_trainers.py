@@ -102,10 +102,6 @@ class _Texts(ModelInputs):
             inputs.setdefault(_MASK, torch.ones_like(inputs["input_ids"]))
         return inputs
 
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        names = super().names_of(batch)
-        return names if batch.is_packed or _MASK in names else (*names, _MASK)
-
 
 _Columns = tuple[str, ...]
 
@@ -164,11 +160,6 @@ class _Preferences(ModelInputs):
         longest = max(lengths) if max_length is None else max_length
         length = rounded(longest, getattr(collator, "pad_to_multiple_of", None) or 1)
         return Batch(rows, length, is_padded=length > min(lengths, default=0))
-
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        of_rows = [_IDS, _MASK, *([_COMPLETION] if self.has_completions else [])]
-        of_kl = [] if self.kl_lengths is None else [f"{_KL}{name}" for name in of_rows]
-        return (*of_rows, *of_kl, *(name for name, _ in self.numbers))
 
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         inputs = self._rows(step, step.seq_length)
