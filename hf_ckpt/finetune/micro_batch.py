@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -111,7 +111,7 @@ def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Calla
     budget = budget_bytes(checkpointing.budget, device, subject.model, None)
 
     def price(rows: int, times: int) -> float:
-        batch = largest_batch(data.train, data.collator, rows, checkpointing.max_length)
+        batch = largest_text_batch(data.train, data.collator, rows, checkpointing.max_length)
         assert batch is not None, "a recipe's data is tokenised"
         step = step_of_batch(subject.step, batch, times)
         simulator = subject.simulator(device).with_step(step)

@@ -21,7 +21,7 @@ from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
 from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, part_of
+from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, allocated_bytes, part_of
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step import Step
@@ -29,11 +29,6 @@ from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes
 
 # --- What a run tells of itself. ---
-
-
-def allocated_bytes() -> int | None:
-    """Return what tensors have on the device; None where nothing counts it."""
-    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
 
 
 @dataclass(eq=False)
