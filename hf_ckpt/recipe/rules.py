@@ -15,16 +15,24 @@ from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
-from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
+from hf_ckpt.policy.options import (
+    POLICY_OPTIONS,
+    is_whole,
+    parse_head,
+    parse_offload,
+    parse_prove,
+    parse_save,
+    parse_tiles,
+)
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode, Policy
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import resolve_path
 from hf_ckpt.recipe.field_types import show
-from hf_ckpt.recipe.schema import Draft, training_keys
+from hf_ckpt.recipe.schema import Draft
 from hf_ckpt.recipe.trainer_kinds import TEXT
-from hf_ckpt.recipe.trainer_rules import TRAINER_RULES
+from hf_ckpt.recipe.trainer_rules import check_trainer
 from hf_ckpt.units import parse_budget
 
 
@@ -412,7 +420,8 @@ def _policy_can_be_read(draft: Draft) -> None:
     }
     if policy == AUTO:
         _check_auto(draft, [name for name, value in options.items() if name not in ALLOWANCES and value is not False])
-        _check_allowances(draft, readable)
+        for name in ALLOWANCES:
+            _can_be_read(draft, name, allowed_by, {name: readable.get(name)})
         return
     for name in OF_AUTO:
         if draft.has(f"checkpointing.{name}"):
@@ -423,8 +432,7 @@ def _policy_can_be_read(draft: Draft) -> None:
 
 
 def _prove_can_be_read(draft: Draft) -> None:
-    prove = draft.get("checkpointing.prove")
-    _can_be_read(draft, "prove", parse_prove, "first_step" if prove is None else prove)
+    _can_be_read(draft, "prove", parse_prove, draft.get("checkpointing.prove", "first_step"))
 
 
 def _can_be_read(draft: Draft, name: str, read: Callable[[Any], object], value: object) -> bool:
@@ -443,11 +451,6 @@ def _check_auto(draft: Draft, options: list[str]) -> None:
         value = draft.get(f"checkpointing.{name}")
         if value is not None:
             _can_be_read(draft, name, read, value)
-
-
-def _check_allowances(draft: Draft, readable: Mapping[str, object]) -> None:
-    for name in ALLOWANCES:
-        _can_be_read(draft, name, allowed_by, {name: readable.get(name)})
 
 
 def _with_whole_path(draft: Draft, policy: object) -> object:
@@ -479,11 +482,11 @@ def _one_plan_governs(draft: Draft) -> None:
 
 def _training(draft: Draft, name: str) -> Any:
     """Return a value of the training section, or its default."""
-    return draft.get(f"training.{name}", training_keys(draft.trainer or TEXT)[name].default)
+    return draft.get(f"training.{name}", field_types.training_keys((draft.trainer or TEXT).of_trl)[name].default)
 
 
 def _are_counts(*values: object) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)
+    return all(is_whole(value, 1) for value in values)
 
 
 _RULES: tuple[Callable[[Draft], None], ...] = (
@@ -499,7 +502,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _virtual_tokens_are_trained,
     _quantization_is_one_kind,
     _loss_suits_format,
-    *TRAINER_RULES,
+    check_trainer,
     _evaluation_data_has_one_source,
     _evaluation_has_data,
     _precision_is_one,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_ckpt.errors import did_you_mean
+from hf_ckpt.errors import did_you_mean, shortened
 from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
@@ -131,6 +131,7 @@ def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[st
     `adapter`: one of PEFT's kinds of adapters, where the recipe has one. `trainer`: whose arguments `training` takes.
     """
     transformers = f"transformers {field_types.version('transformers')}"
+    arguments_of = "trl" if trainer.of_trl else "transformers"
     known = (
         Section("model", "the model section", _own(_MODEL)),
         Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.adapter_keys("lora")),
@@ -142,19 +143,14 @@ def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[st
         ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
-        Section("training", f"{trainer.arguments} ({_library(trainer)})", training_keys(trainer), ("output_dir",)),
+        Section(
+            "training",
+            f"{trainer.arguments} ({arguments_of} {field_types.version(arguments_of)})",
+            field_types.training_keys(trainer.of_trl),
+            ("output_dir",),
+        ),
     )
     return {section.name: section for section in known}
-
-
-def training_keys(trainer: TrainerKind) -> Keys:
-    """Return the fields of a trainer's arguments."""
-    return field_types.trl_keys(trainer.of_trl) if trainer.of_trl else field_types.training_keys()
-
-
-def _library(trainer: TrainerKind) -> str:
-    package = "trl" if trainer.of_trl else "transformers"
-    return f"{package} {field_types.version(package)}"
 
 
 def _adapter_section(kind: str | None) -> Section:
@@ -177,8 +173,9 @@ def nested_sections(model_type: object, trainer: TrainerKind = TEXT) -> dict[str
     }
     config = field_types.config_keys(model_type) if isinstance(model_type, str) else None
     if config is not None:
-        owner = f"{config.class_name} (transformers {field_types.version('transformers')})"
-        known["model.config"] = Section("model.config", owner, config.keys, ("model_type",))
+        class_name, keys = config
+        owner = f"{class_name} (transformers {field_types.version('transformers')})"
+        known["model.config"] = Section("model.config", owner, keys, ("model_type",))
     return known
 
 
@@ -211,23 +208,27 @@ class Draft:
             value = value[key]
         return value
 
+    def written(self, path: str) -> Any:
+        """Return what is written at a dotted path, valid or not; None where nothing is."""
+        entry = self.document.find(path)
+        return None if entry is None else entry.plain()
+
     def has(self, path: str) -> bool:
         """Tell whether something is written at a dotted path, valid or not."""
-        entry = _entry_at(self.document, path)
-        return path in self.mistakes.unread or (entry is not None and entry.value is not None)
+        return path in self.mistakes.unread or self.written(path) is not None
 
     def place(self, path: str) -> Location:
         """Return where the value at a dotted path is written, or else what would hold it."""
-        while (entry := _entry_at(self.document, path)) is None:
+        while (entry := self.document.find(path)) is None:
             path = path.rpartition(".")[0]
         return entry.place
 
     def refuse(self, path: str, text: str) -> None:
         """Note what is wrong with the value at a dotted path, or with its absence."""
-        self.mistakes.add(self.place(path), f"{path}{_shown(_entry_at(self.document, path))}: {text}")
+        self.mistakes.add(self.place(path), f"{path}{_shown(self.document.find(path))}: {text}")
 
 
-def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
+def check_sections(document: Entry, mistakes: Mistakes) -> Draft:
     """Check the keys of a document and the types of their values."""
     draft = Draft(document, {}, mistakes)
     draft = replace(draft, trainer=_trainer_kind(draft))
@@ -253,8 +254,7 @@ def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
 
 def _trainer_kind(draft: Draft) -> TrainerKind | None:
     """Return the trainer that a recipe names, if it can be had; it is refused otherwise."""
-    entry = draft.document.value.get(TRAINER)
-    name = None if entry is None else entry.plain()
+    name = draft.written(TRAINER)
     if name is None:
         return TEXT
     if not isinstance(name, str) or name not in TRAINERS:
@@ -263,8 +263,7 @@ def _trainer_kind(draft: Draft) -> TrainerKind | None:
         else:
             draft.refuse(TRAINER, f"expected one of {', '.join(TRAINERS)}.{did_you_mean(str(name).lower(), TRAINERS)}")
         return None
-    written = _entry_at(draft.document, "data.format")
-    kind = kind_of(name, None if written is None else written.plain())
+    kind = kind_of(name, draft.written("data.format"))
     return kind if _is_installed(draft, kind) else None
 
 
@@ -279,11 +278,9 @@ def _is_installed(draft: Draft, kind: TrainerKind) -> bool:
 
 def _adapter_kind(draft: Draft) -> str | None:
     """Return the kind of adapter of a recipe, if it is one that PEFT has."""
-    entry = _entry_at(draft.document, "adapter.type")
+    kind = draft.written("adapter.type")
     # Looked up only where it is needed: that reads a file of each kind.
-    if entry is None or not isinstance(entry.value, str) or entry.value not in field_types.adapter_classes():
-        return None
-    return entry.value
+    return kind if isinstance(kind, str) and kind in field_types.adapter_classes() else None
 
 
 def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
@@ -293,11 +290,11 @@ def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
     if not isinstance(entry.value, dict):
         draft.refuse("adapter", f"expected a mapping. {_EXAMPLES['adapter']}")
         return
-    kind, kinds = _entry_at(draft.document, "adapter.type"), sorted(field_types.adapter_classes())
-    if kind is None or kind.value is None:
+    kind, kinds = draft.written("adapter.type"), sorted(field_types.adapter_classes())
+    if kind is None:
         draft.refuse("adapter.type", f"missing. {_EXAMPLES['adapter']}")
     else:
-        near = did_you_mean(str(kind.plain()).lower(), kinds)
+        near = did_you_mean(str(kind).lower(), kinds)
         version = field_types.version("peft")
         draft.refuse("adapter.type", f"peft {version} has no such adapter.{near} It has {', '.join(kinds)}.")
 
@@ -358,7 +355,7 @@ def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
     for path, section in nested_sections(model_type, draft.trainer or TEXT).items():
         if draft.trainer is None and path == "data.columns":
             continue
-        entry = _entry_at(draft.document, path)
+        entry = draft.document.find(path)
         if isinstance(draft.get(path), dict) and entry is not None:
             parent, _, key = path.rpartition(".")
             draft.get(parent)[key] = _check_section(draft, section, entry, known)
@@ -390,22 +387,12 @@ def _of_trainers(name: str) -> str:
     """Return which other trainers take a key of `training`."""
     if field_types.trl_version() is None:
         return ""
-    words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.trl_keys(kind.of_trl)]
+    words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.training_keys(kind.of_trl)]
     choices = " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
     return f" It belongs to trainer: {choices}." if words else ""
-
-
-def _entry_at(document: Entry, path: str) -> Entry | None:
-    entry = document
-    for key in path.split(".") if path else ():
-        if not isinstance(entry.value, dict) or key not in entry.value:
-            return None
-        entry = entry.value[key]
-    return entry
 
 
 def _shown(entry: Entry | None) -> str:
     if entry is None or isinstance(entry.value, dict):
         return ""
-    text = show(entry.plain())
-    return f" = {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'}"
+    return f" = {shortened(show(entry.plain()), _LONGEST_SHOWN)}"

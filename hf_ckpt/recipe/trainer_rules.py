@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH, Draft
-from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION, IMAGES, REWARDS, TEXT
+from hf_ckpt.recipe.trainer_kinds import DEFAULT_COMPLETION, IMAGES, REWARDS, TrainerKind
 
 _SAID_ELSEWHERE = {
     "max_length": "data.max_length",
@@ -29,8 +29,14 @@ _SAID_ELSEWHERE = {
 _OF_TEXT = ("format", "loss_on", "packing")
 
 
-def _trainer_reads_its_sections(draft: Draft) -> None:
-    kind = draft.trainer or TEXT
+def check_trainer(draft: Draft) -> None:
+    """Check what a trainer makes of the sections; of one that cannot be had nothing is known."""
+    if draft.trainer is not None:
+        for rule in _RULES:
+            rule(draft, draft.trainer)
+
+
+def _trainer_reads_its_sections(draft: Draft, kind: TrainerKind) -> None:
     for name, home in _SAID_ELSEWHERE.items() if kind.of_trl else ():
         if draft.has(f"training.{name}"):
             draft.refuse(f"training.{name}", f"a recipe says this in {home}. Write it there.")
@@ -42,30 +48,28 @@ def _trainer_reads_its_sections(draft: Draft) -> None:
         draft.refuse("checkpointing.micro_batch", f"is chosen for plain text, not for trainer {kind.name}. Remove it.")
 
 
-def _images_are_read(draft: Draft) -> None:
-    if draft.get("data.format") != IMAGES or draft.trainer is None:
-        for name in ("max_pixels", "max_images") if draft.trainer is not None else ():
+def _images_are_read(draft: Draft, kind: TrainerKind) -> None:
+    if draft.get("data.format") != IMAGES:
+        for name in ("max_pixels", "max_images"):
             if draft.has(f"data.{name}"):
                 draft.refuse(f"data.{name}", "belongs to data.format: images. Remove it, or write that.")
         return
-    if draft.trainer.is_text:
+    if kind.is_text:
         draft.refuse("data.format", "images are read by trl's SFTTrainer. Write trainer: sft.")
-    if draft.trainer.reads_images and draft.has("model.config"):
+    if kind.reads_images and draft.has("model.config"):
         draft.refuse("model.config", "images are read by the processor of trained weights. Write model.name_or_path.")
-    if draft.trainer.reads_images and draft.get("data.loss_on") == "completion":
+    if kind.reads_images and draft.get("data.loss_on") == "completion":
         draft.refuse("data.loss_on", "messages have turns. Use assistant, or all.")
 
 
-def _labels_are_counted(draft: Draft) -> None:
-    if draft.trainer is None:
-        return
-    if draft.trainer.name == "classification" and not draft.has("model.num_labels"):
+def _labels_are_counted(draft: Draft, kind: TrainerKind) -> None:
+    if kind.name == "classification" and not draft.has("model.num_labels"):
         draft.refuse("model.num_labels", "missing. Write how many classes there are; 1 for a number to predict.")
-    elif draft.trainer.name != "classification" and draft.has("model.num_labels"):
+    elif kind.name != "classification" and draft.has("model.num_labels"):
         draft.refuse("model.num_labels", "belongs to trainer: classification. Remove it, or use that.")
 
 
-def _reference_is_one(draft: Draft) -> None:
+def _reference_is_one(draft: Draft, kind: TrainerKind) -> None:
     if draft.get("training.sync_ref_model") and (draft.has("lora") or draft.has("adapter")):
         draft.refuse(
             "training.sync_ref_model", "with an adapter the reference is the model without it. Remove one of the two."
@@ -74,16 +78,12 @@ def _reference_is_one(draft: Draft) -> None:
 
 def written_rewards(draft: Draft) -> list[str]:
     """Return the names of what rewards completions; none where they are not a list of names."""
-    entry = draft.document.value.get(REWARDS)
-    found = None if entry is None else entry.plain()
-    is_list = isinstance(found, list) and all(isinstance(name, str) and name for name in found)
-    return found if is_list and found is not None else []
+    found = draft.written(REWARDS)
+    return found if isinstance(found, list) and all(isinstance(name, str) and name for name in found) else []
 
 
-def _completions_are_rewarded(draft: Draft) -> None:
-    if draft.trainer is None:
-        return
-    if not draft.trainer.generates:
+def _completions_are_rewarded(draft: Draft, kind: TrainerKind) -> None:
+    if not kind.generates:
         if draft.has(REWARDS):
             draft.refuse(REWARDS, "belongs to trainer: grpo. Remove it, or use that.")
         return
@@ -111,7 +111,7 @@ def _completions_are_rewarded(draft: Draft) -> None:
         )
 
 
-TRAINER_RULES: tuple[Callable[[Draft], None], ...] = (
+_RULES: tuple[Callable[[Draft, TrainerKind], None], ...] = (
     _trainer_reads_its_sections,
     _images_are_read,
     _labels_are_counted,
