@@ -17,7 +17,7 @@ from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
-from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
+from hf_ckpt.finetune.micro_batch import device_of, launch_of_run, step_of_batch
 from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
@@ -171,7 +171,7 @@ def explanation(
 def _simulated(
     failure: OutOfMemoryRun, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device
 ) -> Iterator[str]:
-    subject = subject_of(recipe, launch_of(args))
+    subject = subject_of(recipe, launch_of_run(args))
     usable = (failure.figures.capacity or device.memory_bytes) - reserve(device).high_bytes
     step = subject.step
     if (batch := failure.watch.batch) is not None:

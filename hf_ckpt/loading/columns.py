@@ -14,9 +14,9 @@ from typing import Any
 from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from hf_ckpt.errors import DataError, did_you_mean
+from hf_ckpt.errors import DataError, did_you_mean, shortened
 from hf_ckpt.loading.built_in_data import NAME
-from hf_ckpt.loading.dataset import check_chat_template
+from hf_ckpt.loading.dataset import NUM_PROMPTS_LOOKED_AT, check_chat_template, shortest_prompt
 from hf_ckpt.loading.images import check_number_of_images
 from hf_ckpt.loading.sources import RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
@@ -25,8 +25,6 @@ from hf_ckpt.recipe.trainer_kinds import Columns, TrainerKind
 
 _LONGEST_SHOWN = 200
 _MANY = 0.5
-_NUM_PROMPTS = 100
-_SHORTEST_PROMPT = 8
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,8 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
 
     `rows`: as the trainer has tokenised them; `num_rows`: how many it was given.
     """
+    left_out = num_rows - len(rows)
     if kind.generates:
-        left_out = num_rows - len(rows)
         more = f"; left out: {left_out:,} that are longer than data.max_length allows" if left_out else ""
         yield f"Training data: {len(rows):,} prompts{more}"
         return
@@ -149,7 +147,6 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
         return
     lengths = tokens_of(rows, kind)
     share = sum(length > max_length for length in lengths) / max(1, len(lengths))
-    left_out = num_rows - len(rows)
     more = f"; examples left out: {left_out:,} longer than data.max_length {max_length}" if left_out else ""
     yield (
         f"Training data: {len(rows):,} examples, {sum(lengths):,} tokens, longest row {max(lengths, default=0):,}, "
@@ -164,12 +161,12 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
 
 def prompt_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of a short prompt, to try a model on that has learned to prefer, or for rewards."""
-    few = rows.with_format(None)[:_NUM_PROMPTS]
+    few = rows.with_format(None)[:NUM_PROMPTS_LOOKED_AT]
     if "prompt_ids" in few:
         prompts = [list(ids) for ids in few["prompt_ids"]]
     else:
         prompts = [prompt_ids(prompt, tokenizer) for prompt in few["prompt"]]
-    return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
+    return shortest_prompt(prompts)
 
 
 def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Dataset:
@@ -240,5 +237,4 @@ def _check_labels(labels: Sequence[Any], num_labels: int) -> None:
 def _shown(value: Any) -> str:
     is_images = isinstance(value, list) and all(hasattr(each, "size") for each in value)
     text = ", ".join(f"{each.width} x {each.height} pixels" for each in value) if is_images else str(value)
-    text = text.replace("\n", "\\n")
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return shortened(text.replace("\n", "\\n"), _LONGEST_SHOWN)

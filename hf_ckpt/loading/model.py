@@ -24,8 +24,14 @@ from transformers import (
 )
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.loading.config_files import is_path, is_reachable, not_to_be_had, shaping_recipes, source_options
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import (
+    is_path,
+    is_reachable,
+    known_configs,
+    not_to_be_had,
+    shaping_recipes,
+    source_options,
+)
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
@@ -356,12 +362,9 @@ def _load(section: Mapping[str, Any], *, local_files_only: bool) -> PreTrainedCo
 
 
 def _advice(name: str, error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0].rstrip(".")
     if "trust_remote_code" in str(error):
-        return (
-            f"model.name_or_path: {name} brings code of its own, which would run here. Read it, and set "
-            "model.trust_remote_code=true if you trust it."
-        )
+        return _loading_advice(name, error)
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
     if Path(name).expanduser().is_dir():
         return f"model.name_or_path: the config in {name} cannot be read: {reason}."
     return not_to_be_had(name, reason)

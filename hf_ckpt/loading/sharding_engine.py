@@ -58,10 +58,15 @@ def asked_engine(args: TrainingArguments) -> Engine:
         return Engine.DEEPSPEED
     if args.fsdp or _is_set("ACCELERATE_USE_FSDP"):
         # accelerate itself takes version 1 where nothing is said.
-        of_recipe: dict[str, object] = getattr(args, "fsdp_plugin_args", None) or {}
-        version = of_recipe.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
-        return Engine.FSDP2 if str(version) == "2" else Engine.FSDP1
+        return Engine.FSDP2 if _fsdp_option(args, "fsdp_version", default="1") == "2" else Engine.FSDP1
     return Engine.DDP if args.world_size > 1 else Engine.NONE
+
+
+def _fsdp_option(args: TrainingArguments, name: str, *, default: str) -> str:
+    """Return what the recipe says of FSDP, else the launcher, which sets a variable of the same name."""
+    of_recipe: dict[str, object] = getattr(args, "fsdp_plugin_args", None) or {}
+    variable = f"FSDP_{name.removeprefix('fsdp_').upper()}"
+    return str(of_recipe.get(name, os.environ.get(variable, default)))
 
 
 def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
@@ -128,9 +133,8 @@ def _check_saving(args: TrainingArguments, engine: Engine) -> None:
 
 def _state_dict_type(args: TrainingArguments, engine: Engine) -> str:
     """Return in what form accelerate saves a sharded model."""
-    of_recipe: dict[str, object] = getattr(args, "fsdp_plugin_args", None) or {}
     default = "SHARDED_STATE_DICT" if engine is Engine.FSDP2 else "FULL_STATE_DICT"
-    return str(of_recipe.get("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", default))).upper()
+    return _fsdp_option(args, "state_dict_type", default=default).upper()
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
@@ -216,7 +220,7 @@ def _autocast(args: TrainingArguments) -> AbstractContextManager[None]:
     return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
 
 
-def describe(trainer: Trainer) -> str:
+def describe_engine(trainer: Trainer) -> str:
     """Return which engine ran on how many processes, and what it sharded."""
     num, model = trainer.args.world_size, trainer.model_wrapped
     if num == 1 and not gathers_in_forward(trainer):
