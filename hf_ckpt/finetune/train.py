@@ -298,7 +298,9 @@ def _trainer(
     use_one_thread_if_tiny(model)
     if recipe.data.get("packing", False):
         check_packing(model)
-    callback = _callback(recipe)
+    # What it would show is in the log, which this command prints, and in the summary.
+    section = recipe.checkpointing
+    callback = None if section is None else HFCkptCallback(**section.callback_options, quiet=True)
     rewards = reward_functions(recipe.reward_funcs, recipe.path.parent)
     callbacks: list[TrainerCallback] = [] if callback is None else [callback]
     trainer = make_trainer(recipe, model, args, tokenizer, data, callbacks, reward_funcs=rewards)
@@ -313,13 +315,6 @@ def _trainer(
     check_can_be_saved(args.device)
     _say(args, _describe_parameters(model))
     return trainer, callback, expected
-
-
-def _callback(recipe: Recipe) -> HFCkptCallback | None:
-    if recipe.checkpointing is None:
-        return None
-    # What it would show is in the log, which this command prints, and in the summary.
-    return HFCkptCallback(**recipe.checkpointing.callback_options, quiet=True)
 
 
 def _describe_parameters(model: Any) -> str:

@@ -487,16 +487,12 @@ def _corrected(found: Keys, types: Mapping[str, str]) -> Keys:
 
 def _enums(tree: ast.Module) -> dict[str, tuple[str, ...]]:
     """Return the values of the enumerations of text in a module."""
-    classes = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and "Enum" in ast.unparse(node).split(":")[0]
-    ]
-    return {node.name: tuple(_enum_values(node)) for node in classes}
-
-
-def _enum_values(node: ast.ClassDef) -> Iterator[str]:
-    for statement in node.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            yield str(statement.value.value)
+    found: dict[str, tuple[str, ...]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and "Enum" in ast.unparse(node).split(":")[0]:
+            values = (statement.value for statement in node.body if isinstance(statement, ast.Assign))
+            found[node.name] = tuple(str(value.value) for value in values if isinstance(value, ast.Constant))
+    return found
 
 
 def _pairs_of_text(statement: ast.stmt) -> Iterator[tuple[str, str]]:

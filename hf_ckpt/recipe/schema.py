@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_ckpt.errors import did_you_mean, shortened
-from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
+from hf_ckpt.policy.options import CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
@@ -40,8 +40,6 @@ class Section:
 TRAINER = "trainer"
 """The key besides the sections, with `REWARDS`."""
 REQUIRED_SECTIONS = ("model", "data", "training")
-# Whose keys depend on the trainer.
-_OF_TRAINER = ("training",)
 
 _MODEL = {
     "name_or_path": "str | None",
@@ -54,13 +52,9 @@ _MODEL = {
     "num_labels": "int | None",
     "base_recipe": "str | None",
 }
-_TOKENIZER = {"train": "dict"}
-_TOKENIZER_TRAINING = {"vocab_size": "int"}
-_ADAPTER = {"type": "str"}
 PREPARE_FOR_KBIT = "prepare_model_for_kbit_training"
 """The key of `quantization` that is a function of PEFT, and no field of `BitsAndBytesConfig`."""
 
-_QUANTIZATION = {PREPARE_FOR_KBIT: "bool"}
 _DATA = {
     "path": "str | list[str]",
     "name": "str | None",
@@ -93,7 +87,6 @@ DEFAULT_MAX_LENGTH = 1024
 _COLUMNS = {"text": "str", "prompt": "str", "completion": "str", "messages": "str"}
 _CHECKPOINTING = {
     "policy": "str | dict | list[dict]",
-    **types_of(AutoOptions),
     "micro_batch": "Literal['auto'] | None",
     **types_of(CallbackOptions),
 }
@@ -125,7 +118,7 @@ OTHER_NAMES = {
 """What keys are called in other versions of transformers and in other trainers, and what they are called here."""
 
 
-def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[str, Section]:
+def sections(adapter: str | None, trainer: TrainerKind) -> dict[str, Section]:
     """Return the sections of a recipe by name, as the installed libraries know them.
 
     `adapter`: one of PEFT's kinds of adapters, where the recipe has one. `trainer`: whose arguments `training` takes.
@@ -139,7 +132,7 @@ def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[st
         Section(
             "quantization",
             f"BitsAndBytesConfig ({transformers})",
-            {**field_types.quantization_keys(), **_own(_QUANTIZATION)},
+            {**field_types.quantization_keys(), **_own({PREPARE_FOR_KBIT: "bool"})},
         ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
@@ -158,16 +151,16 @@ def _adapter_section(kind: str | None) -> Section:
     if kind is not None:
         _, class_name = field_types.adapter_classes()[kind]
         owner, keys = f"{class_name} (peft {field_types.version('peft')})", dict(field_types.adapter_keys(kind))
-    return Section("adapter", owner, {**_own(_ADAPTER), **keys}, ("type",))
+    return Section("adapter", owner, {**_own({"type": "str"}), **keys}, ("type",))
 
 
-def nested_sections(model_type: object, trainer: TrainerKind = TEXT) -> dict[str, Section]:
+def nested_sections(model_type: object, trainer: TrainerKind) -> dict[str, Section]:
     """Return what is known of the mappings inside sections, by key path."""
     columns = _COLUMNS if trainer.is_text else dict.fromkeys((*trainer.columns, *trainer.more_columns), "str")
     known = {
-        "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own(_TOKENIZER), ("train",)),
+        "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own({"train": "dict"}), ("train",)),
         "model.tokenizer.train": Section(
-            "model.tokenizer.train", "a tokenizer's training", _own(_TOKENIZER_TRAINING), ("vocab_size",)
+            "model.tokenizer.train", "a tokenizer's training", _own({"vocab_size": "int"}), ("vocab_size",)
         ),
         "data.columns": Section("data.columns", "the mapping of columns", _own(columns)),
     }
@@ -241,7 +234,7 @@ def check_sections(document: Entry, mistakes: Mistakes) -> Draft:
         entry = document.value.get(section.name)
         if section.name == "adapter" and adapter is None:
             _refuse_adapter(draft, entry)
-        elif draft.trainer is None and section.name in _OF_TRAINER:
+        elif draft.trainer is None and section.name == "training":
             # Nothing is known of what a trainer takes that cannot be had.
             continue
         elif entry is not None and entry.value is not None:
