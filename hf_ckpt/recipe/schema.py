@@ -183,6 +183,10 @@ _LIKELY_HOMES = ("model", "training", "data", "lora", "adapter", "quantization",
 _LONGEST_SHOWN = 80
 
 
+Refusal = tuple[str, str]
+"""A key path, and what is wrong with its value, or with its absence. Noted by `Draft.refuse`."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """A recipe while it is checked."""
