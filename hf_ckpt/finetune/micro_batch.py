@@ -6,6 +6,7 @@ recomputation to fit: which one is faster is simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -139,15 +140,8 @@ def check_auto(recipe: Recipe, args: TrainingArguments) -> None:
 
 def effective_batch(args: TrainingArguments) -> str:
     """Return the effective batch over all processes, in words."""
-    rows, times, processes = args.train_batch_size, args.gradient_accumulation_steps, args.world_size
-    total = f"{rows * times * processes} {_counted(rows * times * processes, 'row')} in each optimizer step"
-    parts = (
-        f"{rows} {_counted(rows, 'row')}",
-        f"{times} {_counted(times, 'micro-batch')}",
-        f"{processes} {_counted(processes, 'process')}",
-    )
-    return f"{' x '.join(parts)} = {total}"
-
-
-def _counted(number: int, what: str) -> str:
-    return what if number == 1 else f"{what}{'s' if what == 'row' else 'es'}"
+    numbers = (args.train_batch_size, args.gradient_accumulation_steps, args.world_size)
+    names = (("row", "rows"), ("micro-batch", "micro-batches"), ("process", "processes"))
+    parts = (f"{number} {one if number == 1 else many}" for number, (one, many) in zip(numbers, names, strict=True))
+    total = math.prod(numbers)
+    return f"{' x '.join(parts)} = {total} {'row' if total == 1 else 'rows'} in each optimizer step"

@@ -178,7 +178,7 @@ def _simulated(
         step = step_of_batch(step, batch, step.gradient_accumulation_steps)
     if failure.part is Part.EVALUATION:
         yield from _because(failure.causes(None))
-        yield _evaluation_that_fits(partial(_evaluation_peak, subject, device, step), step.batch_size, usable)
+        yield _evaluation_that_fits(subject, device, step, usable)
         return
     predictor = Predictor(replace(subject, step=step), device)
     predicted = predictor.memory(plan)
@@ -215,13 +215,13 @@ def _auto(predictor: Predictor, budget: int) -> str:
     return f"checkpointing.policy=auto checkpointing.memory_budget={amount}, predicted peak {format_bytes(peak)}"
 
 
-def _evaluation_peak(subject: Subject, device: Device, step: Step, rows: int) -> int:
-    batch = replace(step, batch_size=rows)
-    batch = replace(batch, is_padded=step.is_padded and batch.rows > 1)
-    return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
+def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: int) -> str:
+    def peak(rows: int) -> int:
+        batch = replace(step, batch_size=rows)
+        batch = replace(batch, is_padded=step.is_padded and batch.rows > 1)
+        return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
 
-
-def _evaluation_that_fits(peak: Callable[[int], int], rows: int, usable: int) -> str:
+    rows = step.batch_size
     needed = peak(rows)
     kept = "with compute_metrics, predictions stay on the device until training.eval_accumulation_steps moves them"
     if needed <= usable:

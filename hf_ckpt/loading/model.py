@@ -293,26 +293,31 @@ def find_config(recipe: Recipe) -> Found:
     if "config" in section:
         return Found(_config(section["config"], _NO_TOKENS), f"model.config{by}", section, has_weights=False)
     name = section["name_or_path"]
-    if Path(name).expanduser().is_dir():
-        config = _load(section, local_files_only=True)
-        has_weights = holds_weights(Path(name).expanduser())
-        return Found(config, _compared_with_known(f"the folder {name}", name, config), section, has_weights=has_weights)
-    return _of_hub(section)
-
-
-def _of_hub(section: Mapping[str, Any]) -> Found:
-    name, refusals = section["name_or_path"], []
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _loaded(section, f"the folder {name}", is_local=True, has_weights=holds_weights(folder))
+    refusals = []
     for source, is_cached in (("the cache of the hub", True), ("the hub", False)):
         if is_cached or is_reachable():
             try:
-                config = _load(section, local_files_only=is_cached)
-                return Found(config, _compared_with_known(source, name, config), section, has_weights=True)
+                return _loaded(section, source, is_local=is_cached, has_weights=True)
             except RecipeError as error:
                 refusals.append(error)
     if (known := known_config(name)) is not None:
         why = f"{name} is neither cached nor to be had from the hub"
         return Found(known, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
     raise refusals[-1]
+
+
+def _loaded(section: Mapping[str, Any], source: str, *, is_local: bool, has_weights: bool) -> Found:
+    name = section["name_or_path"]
+    folder = Path(name).expanduser()
+    options = {**source_options(section, "revision"), "local_files_only": is_local}
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(_advice(name, error)) from error
+    return Found(config, _compared_with_known(source, name, config), section, has_weights=has_weights)
 
 
 def _compared_with_known(source: str, name: str, config: PreTrainedConfig) -> str:
@@ -348,17 +353,6 @@ def known_config(hub_id: str) -> PreTrainedConfig | None:
     """Return the config of a hub model whose shape comes with the package; None where it is not known."""
     fields = known_configs().get(hub_id)
     return None if fields is None else AutoConfig.for_model(**fields)
-
-
-def _load(section: Mapping[str, Any], *, local_files_only: bool) -> PreTrainedConfig:
-    options = {**source_options(section, "revision"), "local_files_only": local_files_only}
-    name = section["name_or_path"]
-    folder = Path(name).expanduser()
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(_advice(name, error)) from error
-    return config
 
 
 def _advice(name: str, error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +134,13 @@ def _device_name() -> str:
 
 def _float16_overrides(recipe: Recipe) -> str:
     """Return the overrides that turn a bfloat16 recipe into a float16 one."""
-
-    def overrides() -> Iterator[str]:
-        yield "training.bf16=false training.fp16=true"
-        if recipe.model.get("dtype") == "bfloat16":
-            # Gradients are scaled for float32 weights: adapters are in float32, other weights are as loaded.
-            yield f"model.dtype={'float32' if recipe.adapter_section is None else 'float16'}"
-        if recipe.quantization is not None and recipe.quantization.get("bnb_4bit_compute_dtype") == "bfloat16":
-            yield "quantization.bnb_4bit_compute_dtype=float16"
-
-    return " ".join(overrides())
+    found = ["training.bf16=false training.fp16=true"]
+    if recipe.model.get("dtype") == "bfloat16":
+        # Gradients are scaled for float32 weights: adapters are in float32, other weights are as loaded.
+        found.append(f"model.dtype={'float32' if recipe.adapter_section is None else 'float16'}")
+    if (recipe.quantization or {}).get("bnb_4bit_compute_dtype") == "bfloat16":
+        found.append("quantization.bnb_4bit_compute_dtype=float16")
+    return " ".join(found)
 
 
 def _check_reporters(args: TrainingArguments) -> None:
