@@ -51,9 +51,7 @@ def load_columns(section: Mapping[str, Any], kind: TrainerKind) -> RawSplits:
     Raises:
         DataError: one of them is not there.
     """
-    raw = load_splits(section)
-    rename = partial(_renamed, section=section, kind=kind)
-    return RawSplits(rename(raw.train), None if raw.evaluation is None else rename(raw.evaluation))
+    return load_splits(section).map(partial(_renamed, section=section, kind=kind))
 
 
 def prepare_columns(
@@ -76,22 +74,18 @@ def prepare_columns(
     if not kind.reads_images:
         complete_tokenizer(tokenizer, section)
     raw = load_columns(section, kind)
-    train, evaluation, collator = raw.train, raw.evaluation, None
+    splits, collator = raw, None
     if not kind.of_trl:
         collator = DataCollatorWithPadding(tokenizer)
-        encode = partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels)
-        train, evaluation = encode(train), None if evaluation is None else encode(evaluation)
+        splits = raw.map(partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels))
     if kind.generates:
-        train, evaluation = (
-            None if rows is None else _with_short_prompts(rows, section, tokenizer, max_prompt)
-            for rows in (train, evaluation)
-        )
-        if not train:
+        splits = raw.map(partial(_with_short_prompts, section=section, tokenizer=tokenizer, most=max_prompt))
+        if not splits.train:
             raise DataError(
                 f"None of the {len(raw.train):,} prompts has {max_prompt} tokens or fewer, which is what "
                 "data.max_length leaves before training.max_completion_length. Raise data.max_length."
             )
-    return PreparedColumns(kind, train, evaluation, collator, raw.train[0], len(raw.train))
+    return PreparedColumns(kind, splits.train, splits.evaluation, collator, raw.train[0], len(raw.train))
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

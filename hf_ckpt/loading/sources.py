@@ -6,7 +6,7 @@ Gives back `datasets.Dataset` objects as they were stored; knows nothing of toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ class RawSplits:
 
     train: Dataset
     evaluation: Dataset | None
+
+    def map(self, change: Callable[[Dataset], Dataset]) -> RawSplits:
+        """Return what `change` makes of each."""
+        return RawSplits(change(self.train), None if self.evaluation is None else change(self.evaluation))
 
 
 def load_splits(section: Mapping[str, Any]) -> RawSplits:

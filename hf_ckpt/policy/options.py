@@ -369,6 +369,15 @@ def parse_head(value: object) -> HeadMode | None:
     raise PolicyError(f"head is {as_written(value)}. Use one of {names}.{did_you_mean(value, HeadMode)}")
 
 
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    "save": parse_save,
+    "offload": parse_offload,
+    "tiles": parse_tiles,
+    "head": parse_head,
+}
+"""What reads the options whose values have a form of their own."""
+
+
 def _parse_to(value: object) -> str:
     if value in (TO_CPU, TO_DISK):
         return str(value)

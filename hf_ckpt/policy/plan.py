@@ -19,15 +19,13 @@ from typing import Any, Unpack
 from hf_ckpt import html_svg
 from hf_ckpt.errors import PolicyError, did_you_mean, shortened
 from hf_ckpt.policy.options import (
+    READERS,
     HeadMode,
     Offload,
     PolicyOptions,
     Tiles,
     is_whole,
     parse_head,
-    parse_offload,
-    parse_save,
-    parse_tiles,
     to_json_types,
 )
 from hf_ckpt.policy.policy import Mode, Policy, Rule, check_combination
@@ -256,16 +254,9 @@ def _layer_plans(where: str, entries: list[dict[str, Any]]) -> tuple[LayerPlan, 
     return tuple(layers)
 
 
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "mode": Mode,
-    "save": parse_save,
-    "offload": parse_offload,
-    "tiles": parse_tiles,
-}
-
-
 def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
-    layer = LayerPlan(**{**entry, **{name: read(entry[name]) for name, read in _READERS.items() if name in entry}})
+    readers = {"mode": Mode, **READERS}
+    layer = LayerPlan(**{**entry, **{name: read(entry[name]) for name, read in readers.items() if name in entry}})
     # A modifier that its mode does not know would be ignored without a word.
     size = None if layer.segment is None else 1
     rule = Rule(mode=layer.mode, segment_size=size, nested=layer.nested)

@@ -16,15 +16,7 @@ from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
-from hf_ckpt.policy.options import (
-    POLICY_OPTIONS,
-    is_whole,
-    parse_head,
-    parse_offload,
-    parse_prove,
-    parse_save,
-    parse_tiles,
-)
+from hf_ckpt.policy.options import POLICY_OPTIONS, READERS, is_whole, parse_prove
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode, Policy
 from hf_ckpt.recipe import field_types
@@ -389,24 +381,17 @@ def _one_engine_shards(draft: Draft) -> Iterator[Refusal]:
 
 # --- The `checkpointing` section. ---
 
-_READERS: Mapping[str, Callable[[object], object]] = {
-    "save": parse_save,
-    "offload": parse_offload,
-    "tiles": parse_tiles,
-    "head": parse_head,
-}
-"""What reads the options whose values have a form of their own, so that a mistake is reported at its key."""
-
 
 def _policy_can_be_read(draft: Draft) -> Iterator[Refusal]:
     policy = draft.get("checkpointing.policy")
     if policy is None:
         return
     options = {name: value for name in POLICY_OPTIONS if (value := draft.get(f"checkpointing.{name}")) is not None}
+    # Each by itself, so that a mistake is reported at its key.
     unreadable = {
         name: found
         for name, value in options.items()
-        if name in _READERS and (found := _unreadable(name, _READERS[name], value))
+        if name in READERS and (found := _unreadable(name, READERS[name], value))
     }
     yield from itertools.chain(*unreadable.values())
     readable = {name: value for name, value in options.items() if name not in unreadable}
