@@ -119,15 +119,11 @@ class OutOfMemoryRun:
                 f"{self.watch.num_steps - 1} than after step 2. Look for what is collected on the device, such as "
                 "losses or outputs that are kept with their graph"
             )
-        elif predicted is not None and _is_beyond(figures, predicted):
+        elif predicted is not None and (figures.allocated or 0) > (1 + MUCH) * predicted.peak_bytes:
             yield (
                 f"something else than the step, which is predicted to need {format_bytes(predicted.peak_bytes)}. See "
                 "what else this process holds on the device"
             )
-
-
-def _is_beyond(figures: Figures, predicted: StepMemory) -> bool:
-    return figures.allocated is not None and figures.allocated > (1 + MUCH) * predicted.peak_bytes
 
 
 _STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)

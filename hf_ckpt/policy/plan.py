@@ -377,15 +377,15 @@ def _check_segments(where: str, layers: list[Mapping[str, Any]]) -> None:
     numbers = [layer.get("segment") for layer in layers]
     _check_snapshots(where, layers)
     seen: set[int] = set()
-    position = 0
-    for number, run in itertools.groupby(numbers):
-        if number is not None and (number in seen or number >= len(layers)):
+    for position, (before, number) in enumerate(itertools.pairwise([None, *numbers])):
+        if number is None or number == before:
+            continue
+        if number in seen or number >= len(layers):
             raise _not_a_plan(
                 f"{where}.{position}.segment is {_shown(number)}. Use a number below {len(layers)}, the layers of the "
                 "stack, and one number for layers that follow each other"
             )
-        seen.update([] if number is None else [number])
-        position += len(list(run))
+        seen.add(number)
 
 
 def _check_snapshots(where: str, layers: list[Mapping[str, Any]]) -> None:
