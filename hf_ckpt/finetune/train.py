@@ -391,11 +391,8 @@ def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[i
             synced_gpus=trainer.args.world_size > 1 and gathers_in_forward(trainer),
         )
     given, written = (decode(tokenizer, ids) for ids in (prompt, output[0, len(prompt) :].tolist()))
-    return f"Sample, a prompt of the data ==> what the model writes:\n{_indented(f'{given} ==>{written.rstrip()}')}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.split("\n"))
+    lines = f"{given} ==>{written.rstrip()}".split("\n")
+    return "\n  ".join(["Sample, a prompt of the data ==> what the model writes:", *lines])
 
 
 # --- Words. ---

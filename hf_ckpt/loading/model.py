@@ -147,7 +147,8 @@ def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     """Build what the recipe's `model` and `quantization` sections describe. See `build_model`."""
     if "name_or_path" in recipe.model:
         return load_base(recipe, is_quantized=True)
-    config = _config(recipe.model["config"], _config_fields(tokenizer))
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = _config(recipe.model["config"], {"vocab_size": len(tokenizer), **special})
     vocab_size: int = config.get_text_config().vocab_size
     if vocab_size < len(tokenizer):
         raise RecipeError(
@@ -182,11 +183,6 @@ def _of_images(config: PreTrainedConfig, recipe: Recipe) -> str:
     if recipe.kind.reads_images or not reads_images:
         return ""
     return " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
-
-
-def _config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return {"vocab_size": len(tokenizer), **special}
 
 
 def _config(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> PreTrainedConfig:

@@ -116,8 +116,9 @@ def _check_precision(recipe: Recipe) -> None:
             f"training.use_cpu=true. On a GPU without bfloat16 use float16: {_float16_overrides(recipe)}"
         )
     if not _has_bfloat16():
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
         raise RecipeError(
-            f"training.bf16 is true, but {_device_name()} has no bfloat16. Use float16: {_float16_overrides(recipe)}"
+            f"training.bf16 is true, but {device} has no bfloat16. Use float16: {_float16_overrides(recipe)}"
         )
 
 
@@ -126,10 +127,6 @@ def _has_bfloat16() -> bool:
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(is_torch_bf16_gpu_available())
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
 
 
 def _float16_overrides(recipe: Recipe) -> str:
