@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +48,15 @@ class RunWatch(TrainerCallback):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
         """Look at the inputs of a model while this is entered."""
-        handle = model.register_forward_pre_hook(partial(_note_batch, self), with_kwargs=True)
+        handle = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
+
+    def _note_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self.batch = batch_of(args, kwargs) or self.batch
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -71,12 +74,6 @@ class RunWatch(TrainerCallback):
     def grown_bytes(self) -> int:
         """What stays allocated after a step more than it did at first."""
         return self.after_steps[-1] - self.after_steps[0] if self.after_steps else 0
-
-
-def _note_batch(watch: RunWatch, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    watch.batch = batch_of(args, kwargs) or watch.batch
 
 
 # --- What to say. ---

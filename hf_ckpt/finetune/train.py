@@ -107,7 +107,9 @@ def finetune(
     # Generation leaves FSDP2's outermost weights gathered.
     engine = describe_engine(trainer)
     with processes.stage("writing a sample"):
-        prompt = _prompt(trainer, tokenizer, data) if _takes_part(trainer) else None
+        # A forward that the first process wants may need all of them.
+        takes_part = _is_main(args) or gathers_in_forward(trainer)
+        prompt = _prompt(trainer, tokenizer, data) if takes_part else None
         sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
     figures, log_history = ({} if callback is None else callback.report()), list(trainer.state.log_history)
     with processes.stage("measuring a step"):
@@ -357,11 +359,6 @@ def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokeniz
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def _takes_part(trainer: Trainer) -> bool:
-    """Tell whether this process is needed for a forward that the first one wants."""
-    return _is_main(trainer.args) or gathers_in_forward(trainer)
 
 
 def _prompt(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: _Data) -> list[int] | None:

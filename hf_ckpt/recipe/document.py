@@ -88,11 +88,6 @@ class Mistakes:
         """Note a mistake."""
         self.extend([_printable(" ".join(f"{place}: {text}".split()))])
 
-    def add_unread(self, place: Location, path: str, text: str) -> None:
-        """Note a value that could not be read."""
-        self.unread.add(path)
-        self.add(place, f"{path or 'top level'}: {text}")
-
     def add_unread_file(self, place: Location, text: str) -> None:
         """Note a file that could not be read."""
         self.is_whole = False
@@ -388,7 +383,8 @@ class _Walk:
         return None
 
     def _refuse(self, node: yaml.Node, path: str, text: str) -> None:
-        self._mistakes.add_unread(self._place.at(node.start_mark), path, text)
+        self._mistakes.unread.add(path)
+        self._mistakes.add(self._place.at(node.start_mark), f"{path or 'top level'}: {text}")
 
 
 def _laid_on(base: Entry, over: Entry) -> Entry:
