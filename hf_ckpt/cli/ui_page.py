@@ -19,7 +19,7 @@ from hf_ckpt.estimate import tables
 from hf_ckpt.estimate.json_documents import as_json
 from hf_ckpt.estimate.predict import devices_for
 from hf_ckpt.estimate.step_of_recipe import subject_of
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import known_configs
 from hf_ckpt.recipe.for_model import Training
 from hf_ckpt.simulation.devices import CPU, DEVICES
 

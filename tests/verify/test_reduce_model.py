@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, Trainer
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
 from hf_ckpt.loading import config_files
 from hf_ckpt.loading import model as model_config
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import known_configs
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.checkpointing import Checkpointing
