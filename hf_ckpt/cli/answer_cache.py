@@ -197,7 +197,7 @@ def _model_files(section: Mapping[str, Any]) -> object:
     if "config" in section:
         return "model.config"
     name = section["name_or_path"]
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if not folder.is_dir():
         found = in_hub_cache(name, section.get("revision"))
         if found is None:

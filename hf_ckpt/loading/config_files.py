@@ -30,7 +30,7 @@ def check_config(recipe: Recipe) -> None:
     if "config" in section:
         return
     name = section["name_or_path"]
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         _check_file(folder / "config.json")
     elif is_path(name):
@@ -79,7 +79,7 @@ def source_options(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 def shaping_recipes(recipe: Recipe) -> list[Recipe]:
     """Return the recipe, the one that makes its base, and so on: the last says the model's shape."""
     base = recipe.model.get("base_recipe")
-    if base is None or (Path(recipe.model["name_or_path"]).expanduser() / "config.json").is_file():
+    if base is None or (Path(recipe.model["name_or_path"]) / "config.json").is_file():
         return [recipe]
     return [recipe, *shaping_recipes(load_recipe(base))]
 

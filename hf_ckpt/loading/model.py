@@ -253,7 +253,7 @@ def _loading_advice(name: str, error: Exception) -> str:
             "model.trust_remote_code=true if you trust it."
         )
     if is_path(name):
-        there = Path(name).expanduser().is_dir()
+        there = Path(name).is_dir()
         what = f"{name} cannot be loaded: {reason}" if there else f"there is no folder {name}"
         return f"model.name_or_path: {what}. Check the path, or give a hub id."
     text = f"{type(error.__cause__).__name__} {reason}".lower()
@@ -289,7 +289,7 @@ def find_config(recipe: Recipe) -> Found:
     if "config" in section:
         return Found(_config(section["config"], _NO_TOKENS), f"model.config{by}", section, has_weights=False)
     name = section["name_or_path"]
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         return _loaded(section, f"the folder {name}", is_local=True, has_weights=holds_weights(folder))
     refusals = []
@@ -307,10 +307,9 @@ def find_config(recipe: Recipe) -> Found:
 
 def _loaded(section: Mapping[str, Any], source: str, *, is_local: bool, has_weights: bool) -> Found:
     name = section["name_or_path"]
-    folder = Path(name).expanduser()
     options = {**source_options(section, "revision"), "local_files_only": is_local}
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, **options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
         raise RecipeError(_advice(name, error)) from error
     return Found(config, _compared_with_known(source, name, config), section, has_weights=has_weights)
@@ -355,6 +354,6 @@ def _advice(name: str, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return _loading_advice(name, error)
     reason = str(error).strip().partition("\n")[0].rstrip(".")
-    if Path(name).expanduser().is_dir():
+    if Path(name).is_dir():
         return f"model.name_or_path: the config in {name} cannot be read: {reason}."
     return not_to_be_had(name, reason)

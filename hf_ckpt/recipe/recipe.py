@@ -133,6 +133,12 @@ def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes:
     _check_base(draft, (*needed_by, path))
     if mistakes.lines:
         raise RecipeError("\n".join(mistakes.lines))
+    # Once, for whatever loads from there: to the libraries a folder named "~" is one of that name.
+    draft.sections["model"] |= {
+        key: os.path.expanduser(value)
+        for key in ("name_or_path", "tokenizer")
+        if isinstance(value := draft.get(f"model.{key}"), str)
+    }
     sections: dict[str, Any] = {name: MappingProxyType(values) for name, values in draft.sections.items()}
     if "checkpointing" in sections:
         sections["checkpointing"] = Checkpointing(sections["checkpointing"])

@@ -315,7 +315,7 @@ def write_config(fields: Values, recipe: Recipe, found: Found, folder: Path) -> 
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     kept = {key: recipe.model[key] for key in _KEPT_KEYS if key in recipe.model}
     if kept.get("trust_remote_code"):
-        for code in Path(found.section.get("name_or_path", "")).expanduser().glob("*.py"):
+        for code in Path(found.section.get("name_or_path", "")).glob("*.py"):
             shutil.copy(code, folder)
     # New weights are float32 by default; those of a folder have the dtype in which they were saved.
     default = "auto" if "name_or_path" in found.section else "float32"

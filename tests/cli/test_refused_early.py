@@ -57,7 +57,7 @@ CASES = {
     "estimate meta-llama/Llama-3.1-8b": 'Did you mean "meta-llama/Llama-3.1-8B"? Check the name, go online',
     "inspect some/model": "the config of some/model is not to be had (it is not cached, and the hub",
     "estimate llama7b_lora model.name_or_path=./gone": "there is no folder ./gone.",
-    "plan ~/gone --lora 8 --device rtx4090": "there is no folder ~/gone.",
+    "plan ~/gone --lora 8 --device rtx4090": f"there is no folder {Path.home()}/gone.",
     "estimate broken": "broken/config.json is not valid JSON: ",
     "estimate empty": "empty: this folder holds no config.json, which describes a model.\n",
     "finetune some/model": "If it is a model, write a recipe for it: "

@@ -92,6 +92,12 @@ def test_recipe_cannot_be_changed(tmp_path: Path) -> None:
         recipe.lora = {}  # type: ignore[misc]
 
 
+def test_a_folder_in_the_home_of_the_user_is_read_there(tmp_path: Path) -> None:
+    path = write(tmp_path, text_of(model="{name_or_path: ~/model, tokenizer: ~/tokenizer}"))
+    found = load_recipe(path).model
+    assert (found["name_or_path"], found["tokenizer"]) == (f"{Path.home()}/model", f"{Path.home()}/tokenizer")
+
+
 def test_null_takes_an_own_key_away(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, data("eval_split: null, columns: {text: body, prompt: null}")))
     assert recipe.data == {"path": "some/data", "columns": {"text": "body"}}
