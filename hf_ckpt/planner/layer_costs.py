@@ -48,12 +48,9 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
     costs: dict[LayerKey, _Options] = {key: {NONE: kept.cost(key)} for key in kept.order}
     full: StepReading | None = None
     for mode in Mode:
-        plan = None if mode is Mode.NONE else _plan_of(simulator, mode)
-        if plan is None:
-            continue
-        reading = _read(simulator, plan)
-        _add(costs, reading, plan, LayerPlan(mode))
-        full = reading if mode is Mode.FULL else full
+        if mode is not Mode.NONE:
+            reading = _add(costs, simulator, _plan_of(simulator, mode), LayerPlan(mode))
+            full = reading if mode is Mode.FULL else full
     can_join = _plan_of(simulator, Mode.FULL, segment_size=2) is not None
     layers = []
     for key in kept.order:
@@ -82,7 +79,7 @@ def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
     start, end = full.span(Phase.FORWARD, key)
     events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event.place))
-    return sum(full.weight(event) for event in events) * device.selective_seconds
+    return sum(full.repeats for _ in events) * device.selective_seconds
 
 
 def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:
@@ -91,10 +88,7 @@ def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAUL
         return chain
     costs: dict[LayerKey, _Options] = {(layer.stack, layer.layer_idx): dict(layer.costs) for layer in chain.layers}
     for option in TILED:
-        plan = _tiled_plan(simulator, option, allowed)
-        if plan is not None:
-            reading = _read(simulator, plan)
-            _add(costs, reading, plan, option)
+        _add(costs, simulator, _tiled_plan(simulator, option, allowed), option)
     layers = tuple(replace(layer, costs=costs[layer.stack, layer.layer_idx]) for layer in chain.layers)
     return offloaded(replace(chain, layers=layers), simulator.device, allowed.offload_option)
 
@@ -122,11 +116,17 @@ def _read(simulator: StepSimulator, plan: Plan | None) -> StepReading:
         return StepReading(simulator.trace(plan).tape, simulator.step)
 
 
-def _add(costs: Mapping[LayerKey, _Options], reading: StepReading, plan: Plan, option: LayerPlan) -> None:
-    """Enter what an option costs in the layers that a plan gives it to."""
+def _add(
+    costs: Mapping[LayerKey, _Options], simulator: StepSimulator, plan: Plan | None, option: LayerPlan
+) -> StepReading | None:
+    """Enter what an option costs in the layers that a plan, where there is one, gives it to; return the reading."""
+    if plan is None:
+        return None
+    reading = _read(simulator, plan)
     for key, options in costs.items():
         if plan.stacks[key[0]].layers[key[1]] == option:
             options[option] = reading.cost(key)
+    return reading
 
 
 def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | None:
@@ -139,9 +139,7 @@ def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | Non
 
 def _tiled_plan(simulator: StepSimulator, option: LayerPlan, allowed: Allowed) -> Plan | None:
     """Return the plan with an option with tiles wherever it can be; None where that is nowhere."""
-    template = _plan_of(simulator, Mode.NONE)
-    if template is None:
-        return None
+    template = simulator.plan_of(Policy.parse("none"))
     stacks = tuple(
         StackPlan(of_stack.path, tuple(option if may_tile(layer, allowed) else NONE for layer in stack.layers))
         for of_stack, stack in zip(template.stacks, simulator.stacks, strict=True)
@@ -236,12 +234,11 @@ def _within(sending: list[_Options], host_memory: int) -> list[_Options]:
         totals.update({option: cost.host_bytes for option, cost in costs.items()})
     ordered = sorted(totals, key=lambda option: totals[option])
     for count in range(len(ordered), 0, -1):
-        kept = [{option: cost for option, cost in costs.items() if option in ordered[:count]} for costs in sending]
-        if sum(map(_most, kept)) <= host_memory:
-            return kept
-    least = [{option: cost for option, cost in costs.items() if option in ordered[:1]} for costs in sending]
-    taken = accumulate(map(_most, least))
-    return [costs if total <= host_memory else {} for costs, total in zip(least, taken, strict=True)]
+        sending = [{option: cost for option, cost in costs.items() if option in ordered[:count]} for costs in sending]
+        if sum(map(_most, sending)) <= host_memory:
+            return sending
+    taken = accumulate(map(_most, sending))
+    return [costs if total <= host_memory else {} for costs, total in zip(sending, taken, strict=True)]
 
 
 def _most(costs: _Options) -> int:
