@@ -50,7 +50,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.revolve import replays, reruns
 
@@ -172,10 +172,10 @@ def base_bytes(chain: Chain) -> int:
 
 def gradients_at(chain: Chain) -> list[int]:
     """Return the gradients that come on top of `base_bytes` once the layers from a position on are through backward."""
-    gradients = [0 if chain.num_micro_batches > 1 else chain.head_left_bytes]
-    for layer in reversed(chain.layers):
-        gradients.append(gradients[-1] + (0 if chain.num_micro_batches > 1 else left_bytes(layer)))
-    return gradients[::-1]
+    if chain.num_micro_batches > 1:
+        return [0] * (len(chain.layers) + 1)
+    later = map(left_bytes, reversed(chain.layers))
+    return list(itertools.accumulate(later, initial=chain.head_left_bytes))[::-1]
 
 
 def left_bytes(layer: ChainLayer) -> int:
@@ -298,7 +298,6 @@ _NEVER = np.iinfo(np.int64).max // 4
 class Single:
     """One layer under one option."""
 
-    option: LayerPlan
     kept: int
     """Bytes held from its forward to its backward."""
     need: int
@@ -317,6 +316,9 @@ class SegmentCosts:
         nested: which kind.
         num_ticks: ticks of a second.
         casts: by layer, what is allowed for the casts of the layers before it. See Note [Casts] in `pareto`.
+
+    Attributes:
+        needs: of each segment, indexed by its start and its stop.
     """
 
     def __init__(self, chain: Chain, nested: bool, num_ticks: int, casts: list[int]) -> None:
@@ -327,15 +329,7 @@ class SegmentCosts:
         self._input = chain.input_bytes
         self._last_ticks, self._before_ticks = _segment_ticks(chain, nested, num_ticks)
         self._casts = np.array(casts, dtype=np.int64)
-        self._needs = self._all_needs(chain, own, np.array(gradients_at(chain), dtype=np.int64))
-
-    def needs_from(self, start: int) -> Numbers:
-        """Return the need of the segments that start at a layer; indexed by their stop."""
-        return np.asarray(self._needs[start], dtype=np.int64)
-
-    def needs_to(self, stop: int) -> Numbers:
-        """Return the need of the segments that stop before a position; indexed by their start."""
-        return np.asarray(self._needs[:, stop], dtype=np.int64)
+        self.needs: Numbers = self._all_needs(chain, own, np.array(gradients_at(chain), dtype=np.int64))
 
     def kept(self, start: int | Numbers, stop: int | Numbers) -> Numbers:
         """Return the bytes that segments keep from forward to backward."""
@@ -347,7 +341,7 @@ class SegmentCosts:
         return np.asarray(self._before_ticks[last] - self._before_ticks[start] + self._last_ticks[last], dtype=np.int64)
 
     def _all_needs(self, chain: Chain, own: list[int], gradients: Numbers) -> Numbers:
-        """Return the needs by start and stop.
+        """Return `needs`.
 
         A moment at layer l of a segment from i needs `held[l] - held[i]` and something that depends on l alone, or on
         l and the stop: so the largest over l is a running maximum.
@@ -403,7 +397,7 @@ class BlockCosts:
             be by then.
 
     Attributes:
-        singles: by layer, its options; those that another one beats in all respects are left out.
+        singles: by layer and option, its costs; those that another one beats in all respects are left out.
         segments: plain ones, and nested ones.
         head: bytes that the head needs, relative to what is there before it.
         is_first: by layer, whether it is the first one of its stack.
@@ -411,21 +405,20 @@ class BlockCosts:
 
     def __init__(self, chain: Chain, cast_bytes: int = 0) -> None:
         num_ticks = self.num_ticks = _ticks_of_a_second(chain)
-        casts = [min(cast_bytes, most) for most in _most_casts(chain)]
+        casts = [min(cast_bytes, most) for most in most_casts(chain)]
         gradients = gradients_at(chain)
         self.num_layers = len(chain.layers)
         self.head = max(chain.head_bytes + casts[-1], chain.head_backward_bytes)
         self.singles = tuple(
-            tuple(
-                Single(
-                    option,
+            {
+                option: Single(
                     cost.kept_bytes,
                     max(cost.forward_bytes + casts[position], cost.backward_bytes + gradients[position + 1]),
-                    _ticks(cost.seconds, num_ticks),
+                    round(cost.seconds * num_ticks),
                 )
-                for option, cost in sorted(layer.costs.items(), key=lambda item: rank(item[0]))
+                for option, cost in layer.costs.items()
                 if not _is_beaten(cost, layer.costs.values())
-            )
+            }
             for position, layer in enumerate(chain.layers)
         )
         self.segments = tuple(SegmentCosts(chain, nested, num_ticks, casts[:-1]) for nested in (False, True))
@@ -457,7 +450,7 @@ def _runs(chain: Chain) -> tuple[list[int], list[int]]:
     return first, [end[start] for start in first]
 
 
-def _most_casts(chain: Chain) -> list[int]:
+def most_casts(chain: Chain) -> list[int]:
     """Return the most that the casts of the first 0, 1, 2, ... layers can be."""
     most = (max(cost.cast_bytes for cost in layer.costs.values()) for layer in chain.layers)
     return list(itertools.accumulate(most, initial=0))
@@ -469,9 +462,9 @@ def _segment_ticks(chain: Chain, nested: bool, num_ticks: int) -> tuple[Numbers,
     for layer in chain.layers:
         none = layer.costs[NONE]
         full = layer.costs.get(FULL, none)
-        whole = _ticks(whole_forward(layer), num_ticks) if FULL in layer.costs else 0
-        last.append(_ticks(full.seconds, num_ticks))
-        before.append(_ticks((full if nested else none).seconds, num_ticks) + whole)
+        whole = round(whole_forward(layer) * num_ticks) if FULL in layer.costs else 0
+        last.append(round(full.seconds * num_ticks))
+        before.append(round((full if nested else none).seconds * num_ticks) + whole)
     return np.array(last, dtype=np.int64), _sums(before)
 
 
@@ -484,10 +477,6 @@ def _ticks_of_a_second(chain: Chain) -> int:
     while num_ticks > 1 and worst * 3 * num_ticks * (len(chain.layers) + 1) > 2**61:
         num_ticks //= 10
     return num_ticks
-
-
-def _ticks(seconds: float, num_ticks: int) -> int:
-    return round(seconds * num_ticks)
 
 
 def _sums(values: list[int]) -> Numbers:
