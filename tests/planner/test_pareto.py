@@ -127,7 +127,7 @@ def test_peak_below_that_of_the_optimizer_is_of_no_use() -> None:
     planner = ChainPlanner(chain)
     assert planner.peaks[0] == 12 * 2**30
     smallest = planner.smallest_peak
-    assert (smallest.moment, smallest.position, smallest.where()) == (Moment.FIXED, None, "optimizer")
+    assert (smallest.moment, smallest.layer_idx, smallest.where()) == (Moment.FIXED, None, "optimizer")
     assert (
         predict(chain, smallest.entries).seconds
         < ChainPlanner(replace(chain, fixed_peak_bytes=0)).smallest_peak.seconds
