@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -239,7 +239,8 @@ def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Made | _
         raise _NotKnownError
     _look(output, [])
     storage = output.untyped_storage()
-    base = next(_bases(args, storage._cdata), None)
+    with_storage = (each for each in enumerate(args) if isinstance(each[1], FakeTensor))
+    base = next((index for index, arg in with_storage if arg.untyped_storage()._cdata == storage._cdata), None)
     if base is None:
         whole = -(-storage.nbytes() // output.itemsize)
         if storage._cdata in held | made or output.storage_offset() or whole != _extent(output):
@@ -248,13 +249,6 @@ def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Made | _
     return _Made(
         tuple(output.shape), output.stride(), int(output.storage_offset()), output.dtype, output.fake_device, base
     )
-
-
-def _bases(args: Any, storage: int) -> Iterator[int]:
-    """Yield the indices of the arguments that have a storage."""
-    for index, arg in enumerate(args):
-        if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage:
-            yield index
 
 
 def _extent(tensor: Tensor) -> int:
