@@ -103,7 +103,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for module in copied.modules():
         _move_scales_to_weight(module)
         _take_autocast_off(module)
-        _switch_checkpointing_off(module)
+        # A wrapper shows the attributes of what it wraps.
+        if vars(module).get(FLAG):
+            setattr(module, FLAG, False)
     # Mixed precision is the step's: it is simulated for a CUDA device too where there is none.
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     return bare
@@ -117,12 +119,6 @@ def _take_autocast_off(module: nn.Module) -> None:
     original = vars(module).pop("_original_forward", None)
     if original is not None:
         module.forward = original
-
-
-def _switch_checkpointing_off(module: nn.Module) -> None:
-    # A wrapper shows the attributes of what it wraps.
-    if vars(module).get(FLAG):
-        setattr(module, FLAG, False)
 
 
 def _deep_copy(
