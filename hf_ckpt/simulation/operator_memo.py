@@ -140,7 +140,8 @@ def run_once(
     with torch._C.DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
         mode = _mode_of(tensors)
-        if _is_mixed(tensors) and (not _makes_new(function) or _reads_values(function)):
+        is_mixed = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
+        if is_mixed and (not _makes_new(function) or _reads_values(function)):
             key = None
         known = None if key is None else _known.get(key)
         if known is not None and mode is not None:
@@ -176,10 +177,6 @@ def _mode_of(tensors: list[Tensor]) -> FakeTensorMode | None:
         entered: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         return entered
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
-
-
-def _is_mixed(tensors: list[Tensor]) -> bool:
-    return any(not isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 @cache
