@@ -248,35 +248,6 @@ def _from_properties(properties: Any, capability: tuple[int, int]) -> Device:
     )
 
 
-def _host_memory_bytes() -> int:
-    if sys.platform == "win32":
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cpu() -> Device:
-    # Two fused multiply-adds of eight float32 lanes in each clock of 2.5 GHz: a usual core of today. Stands in until it
-    # is measured; predictions for a CPU are about memory.
-    flops = 2 * 2 * 8 * 2.5e9 * (os.cpu_count() or 1)
-    return Device(
-        name="cpu",
-        title="this machine's CPU",
-        memory_bytes=_host_memory_bytes(),
-        matmul_flops={"bfloat16": flops, "float16": flops, "float32": flops},
-        memory_bandwidth=20e9,
-        host_link=20e9,
-        rank_link=0.0,
-        source="a usual core of 2.5 GHz with AVX2 and two channels of DDR4; measure it with hf-ckpt profile",
-        is_cuda=False,
-        matmul_efficiency=0.7,
-        bandwidth_efficiency=0.7,
-        kernel_seconds=0.0,
-        # benchmarks/results/host_time_cpu.json: forwards of `selective` compared with those of `full`,
-        # for each of 8 or 22 outputs of a layer.
-        selective_seconds=45e-6,
-    )
-
-
 def _card(
     name: str,
     title: str,
@@ -318,7 +289,25 @@ _V100, _A100, _H100, _ADA_6000 = (f"NVIDIA {name} data sheet" for name in ("V100
 _GRACE = "NVIDIA GH200 Grace Hopper data sheet"
 _HGX = "NVIDIA HGX B200 and DGX B200 data sheets"
 
-CPU = _cpu()
+CPU = Device(
+    name="cpu",
+    title="this machine's CPU",
+    memory_bytes=0 if sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    # Two fused multiply-adds of eight float32 lanes in each clock of 2.5 GHz: a usual core of today. Stands in until it
+    # is measured; predictions for a CPU are about memory.
+    matmul_flops=dict.fromkeys(("bfloat16", "float16", "float32"), 2 * 2 * 8 * 2.5e9 * (os.cpu_count() or 1)),
+    memory_bandwidth=20e9,
+    host_link=20e9,
+    rank_link=0.0,
+    source="a usual core of 2.5 GHz with AVX2 and two channels of DDR4; measure it with hf-ckpt profile",
+    is_cuda=False,
+    matmul_efficiency=0.7,
+    bandwidth_efficiency=0.7,
+    kernel_seconds=0.0,
+    # benchmarks/results/host_time_cpu.json: forwards of `selective` compared with those of `full`,
+    # for each of 8 or 22 outputs of a layer.
+    selective_seconds=45e-6,
+)
 """This machine's CPU."""
 
 # Multiprocessors are from the same sources as the rates.
