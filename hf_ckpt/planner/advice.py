@@ -156,9 +156,9 @@ class _FittingChanges:
         if not self._floor_fits():
             return
         found = [line for line in (self._shorter(step), self._fewer_rows()) if line]
-        if not found and (both := self._shorter(single := _with_rows(step, 1))):
-            found = [replace(both, options={**_rows_of(single), **both.options})]
         yield from found
+        if not found and (both := self._shorter(single := _with_rows(step, 1))):
+            yield replace(both, options={**_rows_of(single), **both.options})
 
     def other_optimizers(self, smallest: StepMemory) -> Iterator[_FittingChange]:
         """Yield the first optimizer that fits, of those with less state on the device."""

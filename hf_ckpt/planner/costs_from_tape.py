@@ -114,9 +114,9 @@ class StepReading:
 
     def cost(self, key: LayerKey) -> Cost:
         """Return what a layer costs under the plan of the step."""
-        forward, backward = (self.span(region, key) for region in (Phase.FORWARD, Phase.BACKWARD))
+        forward, backward = (self.levels[self.span(region, key)] for region in (Phase.FORWARD, Phase.BACKWARD))
         place = self.order.index(key)
-        before = int(self.levels[forward[0]])
+        before = int(forward[0])
         # Of what was there before the layer's forward, what is still there in its backward.
         left = before - sum(self._casts[other] for other in self.order[:place])
         later = 0
@@ -124,9 +124,9 @@ class StepReading:
             # In the only micro-batch gradients come as the backward goes on.
             later = self.head_left_bytes + sum(self._gradients[other] for other in self.order[place + 1 :])
         return Cost(
-            kept_bytes=int(self.levels[forward[1]]) - before - self._casts[key],
-            forward_bytes=self._most(forward) - before,
-            backward_bytes=self._most(backward) - left - later,
+            kept_bytes=int(forward[-1]) - before - self._casts[key],
+            forward_bytes=int(forward.max()) - before,
+            backward_bytes=int(backward.max()) - left - later,
             left_bytes=self._gradients[key],
             seconds=math.fsum(
                 second for region in (Phase.FORWARD, Phase.BACKWARD) for second in self._seconds[region, key]
@@ -147,16 +147,16 @@ class StepReading:
                 num_bytes[row + 1] = columns.storages[columns.storage[row]].num_bytes
         totals = np.cumsum(num_bytes)
         spans = {key: self.span(Phase.FORWARD, key) for key in self.order}
-        return {key: int(totals[end + 1] - totals[start]) for key, (start, end) in spans.items()}
+        return {key: int(totals[span.stop] - totals[span.start]) for key, span in spans.items()}
 
-    def span(self, region: Phase, key: LayerKey) -> tuple[int, int]:
-        """Return the first and the last event of a layer's forward or backward, in the last micro-batch."""
+    def span(self, region: Phase, key: LayerKey) -> slice:
+        """Return the events of a layer's forward or backward, in the last micro-batch."""
         # A layer that no gradient reaches has no backward.
         start = self._starts.get((region, key), self._starts[Phase.FORWARD, key])
-        return start, self._ends.get((region, key), start)
+        return slice(start, self._ends.get((region, key), start) + 1)
 
-    def _most(self, span: tuple[int, int]) -> int:
-        return int(self.levels[span[0] : span[1] + 1].max())
+    def _most(self, first: int, last: int) -> int:
+        return int(self.levels[first : last + 1].max())
 
     @property
     def base_bytes(self) -> int:
@@ -167,13 +167,13 @@ class StepReading:
     @property
     def head_bytes(self) -> int:
         """The most between the last layer's forward and the end of the model's, over what is there in between."""
-        return self._most((self._end_of_layers, self._head_turns)) - int(self.levels[self._end_of_layers])
+        return self._most(self._end_of_layers, self._head_turns) - int(self.levels[self._end_of_layers])
 
     @property
     def head_backward_bytes(self) -> int:
         """The most in the head's backward, over what is there between the last layer's forward and its backward."""
         casts = sum(self._casts.values())
-        return self._most((self._head_turns, self._first_back)) - int(self.levels[self._end_of_layers]) + casts
+        return self._most(self._head_turns, self._first_back) - int(self.levels[self._end_of_layers]) + casts
 
     @property
     def _head_turns(self) -> int:
@@ -192,7 +192,7 @@ class StepReading:
         """The most before the first layer and in the optimizer's step."""
         first = self._starts[Phase.FORWARD, self.order[0]]
         in_optimizer = int(self.levels[self._in_optimizer].max(initial=0))
-        return max(self._most((0, first)) if not self._last else 0, in_optimizer)
+        return max(self._most(0, first) if not self._last else 0, in_optimizer)
 
     @property
     def other_seconds(self) -> float:

@@ -77,9 +77,9 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
 
 def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
-    start, end = full.span(Phase.FORWARD, key)
-    events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event.place))
-    return sum(full.repeats for _ in events) * device.selective_seconds
+    events = full.events[full.span(Phase.FORWARD, key)]
+    num_kept = sum(1 for event in events if event.seconds and is_kept_selectively(event.place))
+    return num_kept * full.repeats * device.selective_seconds
 
 
 def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:
@@ -210,17 +210,11 @@ def _with_gap(chain: Chain, device: Device, offload: Offload, option: LayerPlan,
     lasts = {layer.stack: layer.layer_idx for layer in chain.layers}
     layers = []
     for layer in chain.layers:
-        costs = {
-            entry: replace(cost, forward_bytes=cost.forward_bytes + sent, backward_bytes=cost.backward_bytes + sent)
-            for entry, cost in layer.costs.items()
-            if not entry.offload
-        }
+        costs = {entry: _beside(cost, sent) for entry, cost in layer.costs.items() if not entry.offload}
         sends = layer.layer_idx % every == 0 and layer.layer_idx != lasts[layer.stack] and option in costs
         if sends and (num_bytes := layer.costs[option].kept_bytes) <= room:
             room -= num_bytes
-            seconds = costs[option].seconds + _excess(chain, layer, option, device, every)
-            sending = replace(costs[option], kept_bytes=0, seconds=seconds, host_bytes=num_bytes)
-            costs[replace(option, offload=offload)] = sending
+            costs[replace(option, offload=offload)] = _beside(_sent(chain, layer, option, device, every), sent)
         layers.append(replace(layer, costs=costs))
     if not any(entry.offload for layer in layers for entry in layer.costs):
         return None
@@ -253,24 +247,22 @@ def _with_offload(
         can_offload = option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save
         if not can_offload or sent < max(1, offload.min_bytes):
             continue
-        excess = _excess(chain, layer, option, device)
-        yield (
-            replace(option, offload=offload),
-            replace(
-                cost,
-                kept_bytes=0,
-                forward_bytes=cost.forward_bytes + sent,
-                backward_bytes=cost.backward_bytes + sent,
-                seconds=cost.seconds + excess,
-                host_bytes=sent,
-            ),
-        )
+        yield replace(option, offload=offload), _beside(_sent(chain, layer, option, device), sent)
 
 
-def _excess(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device, every: int = 1) -> float:
-    """Return the seconds of copies that nothing hides, where every n-th layer offloads and those between do nothing."""
+def _beside(cost: Cost, num_bytes: int) -> Cost:
+    """Return a cost with so many bytes of a neighbour on their way."""
+    return replace(cost, forward_bytes=cost.forward_bytes + num_bytes, backward_bytes=cost.backward_bytes + num_bytes)
+
+
+def _sent(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device, every: int = 1) -> Cost:
+    """Return what an option costs if what it keeps is sent to the host.
+
+    A copy takes the seconds that nothing hides, where every n-th layer offloads and those between do nothing.
+    """
     cost, times = layer.costs[option], chain.num_micro_batches
     forward = layer.forward_seconds or cost.seconds / 3
     between = (every - 1) * max(0.0, layer.costs[NONE].seconds - forward)
     copying = copy_seconds(cost.kept_bytes, device) * times
-    return max(0.0, copying - every * forward) + max(0.0, copying - (cost.seconds - forward) - between)
+    excess = max(0.0, copying - every * forward) + max(0.0, copying - (cost.seconds - forward) - between)
+    return replace(cost, kept_bytes=0, seconds=cost.seconds + excess, host_bytes=cost.kept_bytes)
