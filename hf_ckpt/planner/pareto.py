@@ -361,13 +361,11 @@ class TieBreak:
         self._scale = blocks.num_layers + 1
         options = {option for singles in blocks.singles for option in singles}
         self._labels: list[Label] = [*sorted(options, key=rank), False, True]
-        self._before: list[_Before] = []
+        start = Front(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        self._before = [_Before({}, start, dict.fromkeys(self._labels, start))]
 
     def best_blocks(self) -> list[Block]:
         """Return the blocks of the plan that reads best."""
-        start = Front(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-        self._before = [_Before({}, start, {})]
-        self._before[0].continued.update((label, start) for label in self._labels)
         for stop in range(1, self._blocks.num_layers + 1):
             self._before.append(self._ways_to(stop))
         return self._read_back()
