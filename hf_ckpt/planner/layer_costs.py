@@ -198,11 +198,9 @@ def with_gaps(chain: Chain, device: Device, offload: Offload | None) -> Iterator
         return
     for option in _GAPPED:
         sent = max((layer.costs[option].kept_bytes for layer in chain.layers if option in layer.costs), default=0)
-        if sent < max(1, offload.min_bytes):
-            continue
-        for every in _GAPS:
-            if (found := _with_gap(chain, device, offload, option, every, sent)) is not None:
-                yield found
+        if sent >= max(1, offload.min_bytes):
+            gapped = (_with_gap(chain, device, offload, option, every, sent) for every in _GAPS)
+            yield from (found for found in gapped if found is not None)
 
 
 def _with_gap(chain: Chain, device: Device, offload: Offload, option: LayerPlan, every: int, sent: int) -> Chain | None:
@@ -245,9 +243,8 @@ def _with_offload(
     for option, cost in layer.costs.items():
         sent = cost.kept_bytes
         can_offload = option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save
-        if not can_offload or sent < max(1, offload.min_bytes):
-            continue
-        yield replace(option, offload=offload), _beside(_sent(chain, layer, option, device), sent)
+        if can_offload and sent >= max(1, offload.min_bytes):
+            yield replace(option, offload=offload), _beside(_sent(chain, layer, option, device), sent)
 
 
 def _beside(cost: Cost, num_bytes: int) -> Cost:

@@ -170,9 +170,8 @@ def this_device() -> Device:
     if not torch.cuda.is_available():
         return CPU
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = _in_table(properties.name)
     capability = (int(properties.major), int(properties.minor))
-    found = _from_properties(properties, capability) if known is None else known
+    found = _in_table(properties.name) or _from_properties(properties, capability)
     prefers_cudnn = _prefers_cudnn() if replace(found, capability=capability).tries_cudnn_first else None
     return replace(
         found,

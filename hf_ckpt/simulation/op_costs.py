@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -287,11 +287,7 @@ def _formula(name: str, function: Any) -> Formula | None:
     if own is not None:
         return own
     counted = flop_registry.get(getattr(function, "overloadpacket", None))
-    return None if counted is None else partial(_as_torch_counts, counted)
-
-
-def _as_torch_counts(counted: Callable[..., int], args: Any, kwargs: Any, output: Any) -> int:
-    return int(counted(*args, **kwargs, out_val=output))
+    return None if counted is None else lambda args, kwargs, output: int(counted(*args, **kwargs, out_val=output))
 
 
 def _mm(args: Any, kwargs: Any, output: Any) -> int:

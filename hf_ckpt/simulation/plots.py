@@ -260,13 +260,9 @@ def _farthest(
     panel: Axes, points: Sequence[tuple[float, float]], marks: Sequence[tuple[str, float, float]]
 ) -> tuple[float, float]:
     """Return the point of a curve that is farthest from all marks, in the picture."""
-    others = [panel.transData.transform((x, y)) for _, x, y in marks]
-
-    def distance(point: tuple[float, float]) -> float:
-        here = panel.transData.transform(point)
-        return min((math.dist(here, other) for other in others), default=0.0)
-
-    return max(points, key=distance)
+    shown = panel.transData.transform
+    others = [shown((x, y)) for _, x, y in marks]
+    return max(points, key=lambda point: min((math.dist(shown(point), other) for other in others), default=0.0))
 
 
 def _label(

@@ -90,7 +90,7 @@ class _FunctionReplacements(TorchFunctionMode):
         self._replacements: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.scaled_dot_product_attention: partial(_scaled_dot_product_attention, capability, prefers_cudnn),
             functional.dropout: _dropout,
-            torch.dropout: _dropout_of_torch,
+            torch.dropout: lambda input, p, train: _dropout(input, p, train),
             functional.rms_norm: partial(_rms_norm, functional.rms_norm),
             torch.rms_norm: partial(_rms_norm, torch.rms_norm),
             **{softmax: partial(_softmax, softmax) for softmax in (functional.softmax, torch.softmax, Tensor.softmax)},
@@ -153,10 +153,6 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         return functional.dropout(input, p, training, inplace)
     output: Tensor = torch.native_dropout(input, p, True)[0]
     return output
-
-
-def _dropout_of_torch(input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(input, p, train)
 
 
 def _softmax(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
