@@ -162,21 +162,15 @@ def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title:
     for panel, (simulated, formula) in zip(axes, pairs, strict=True):
         marks = [[(number, peak / unit.size)] for number, peak in simulated.points]
         line = [(number, peak / unit.size) for number, peak in sorted(formula.points)]
-        best = [(optimum, y) for y in panel.get_ylim()]
-        _label(panel, _labels_of_pair(panel, marks, line, formula.label, optimum), [*marks, line, best])
+        low, high = panel.get_ylim()
+        labels = [
+            (f"sqrt(L) = {optimum:.3g}", optimum, high - 0.05 * (high - low)),
+            # The first points are where the curves are far from everything else.
+            ("simulated", *min(mark[0] for mark in marks)),
+            (formula.label, *line[1]),
+        ]
+        _label(panel, labels, [*marks, line, [(optimum, low), (optimum, high)]])
     _save(figure, path)
-
-
-def _labels_of_pair(
-    panel: Axes, marks: Sequence[Line], line: Line, formula: str, optimum: float
-) -> Iterator[tuple[str, float, float]]:
-    low, high = panel.get_ylim()
-    yield f"sqrt(L) = {optimum:.3g}", optimum, high - 0.05 * (high - low)
-    # The first points are where the curves are far from everything else.
-    number, peak = min(mark[0] for mark in marks)
-    yield "simulated", number, peak
-    number, peak = line[1]
-    yield formula, number, peak
 
 
 # --- One panel of a step. ---
@@ -267,7 +261,7 @@ def _farthest(
 
 def _label(
     panel: Axes,
-    given: Iterable[tuple[str, float, float]],
+    labels: Sequence[tuple[str, float, float]],
     lines: Iterable[Line],
     written: Sequence[Any] = (),
 ) -> None:
@@ -276,7 +270,6 @@ def _label(
     `written`: the boxes of what is written already.
     """
     renderer = _laid_out(panel)
-    labels = list(given)
     taken: list[Any] = [*written, *(_around(panel, x, y) for _, x, y in labels)]
     taken += [_around(panel, x, y, 2) for line in lines for x, y in _along(panel, line)]
     for text, x, y in labels:
