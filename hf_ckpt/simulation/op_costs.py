@@ -302,10 +302,6 @@ def _mv(args: Any, kwargs: Any, output: Any) -> int:
     return 2 * int(args[0].numel())
 
 
-def _addmv(args: Any, kwargs: Any, output: Any) -> int:
-    return 2 * int(args[1].numel())
-
-
 def _linear(args: Any, kwargs: Any, output: Any) -> int:
     # The second matrix is [out, in], that of an 8-bit layer too.
     return 2 * int(args[0].numel()) * int(args[1].shape[0])
@@ -348,7 +344,7 @@ _FORMULAS: dict[str, Formula] = {
     "aten::bmm": _mm,
     "aten::baddbmm": _addmm,
     "aten::mv": _mv,
-    "aten::addmv": _addmv,
+    "aten::addmv": lambda args, kwargs, output: _mv(args[1:], kwargs, output),
     "aten::dot": _mv,
     "aten::linear": _linear,
     "aten::_grouped_mm": _grouped_mm,
