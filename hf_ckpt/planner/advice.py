@@ -7,8 +7,8 @@ Nothing is advised that was not simulated. How the user writes an option, in a r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import islice
 
 from hf_ckpt.errors import BudgetError, HFCkptError
@@ -92,7 +92,9 @@ def nothing_fits(
         say: gets progress messages.
     """
     search = _FittingChanges(budget_bytes, step, peak, write, say or (lambda text: None))
-    lines = list(_larger_budget(smallest, device_bytes))
+    budget, num_bytes = as_budget(smallest.peak_bytes)
+    is_in_device = device_bytes is None or num_bytes <= device_bytes
+    lines = [_FittingChange({"memory_budget": budget}, smallest.peak_bytes)] if is_in_device else []
     lines += [*search.smaller_batches(), *search.other_optimizers(smallest), *search.among(changes)]
     which = "bitwise plan" if is_exact else "plan"
     asked = f"memory_budget={format_bytes(budget_bytes)}{' with exact: true' if is_exact else ''}"
@@ -117,12 +119,6 @@ class _FittingChange:
         return f"{format_bytes(self.peak_bytes)}{host}"
 
 
-def _larger_budget(smallest: StepMemory, device_bytes: int | None) -> Iterator[_FittingChange]:
-    budget, num_bytes = as_budget(smallest.peak_bytes)
-    if device_bytes is None or num_bytes <= device_bytes:
-        yield _FittingChange({"memory_budget": budget}, smallest.peak_bytes)
-
-
 def where_it_lies(smallest: StepMemory) -> str:
     """Return the smallest peak, when it happens and what it is made of, as a sentence."""
     shares = {what: sum(smallest.by_category.get(each, 0) for each in parts) for what, parts in _SHARES.items()}
@@ -135,26 +131,24 @@ def where_it_lies(smallest: StepMemory) -> str:
     )
 
 
+@dataclass
 class _FittingChanges:
     """Looks for changes that make a step fit. See `nothing_fits`."""
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        step: Step,
-        peak: Callable[[Step], int],
-        write: Write,
-        say: Callable[[str], None],
-    ) -> None:
-        self._budget = budget_bytes
-        self._step = step
-        self._peak_of = peak
-        self._write = write
-        self._say = say
-        self._known: dict[tuple[int, int], int] = {}
-        # How many images a smaller batch has is not known.
-        smallest = replace(step, seq_length=min(step.seq_length, LENGTH_MULTIPLE))
-        self._floor = step if step.tensors else _with_rows(smallest, 1)
+    _budget: int
+    _step: Step
+    _peak_of: Callable[[Step], int]
+    _write: Write
+    _say: Callable[[str], None]
+    _known: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @cached_property
+    def _floor(self) -> Step:
+        """The smallest batch."""
+        if self._step.tensors:
+            # How many images a smaller one has is not known.
+            return self._step
+        return _with_rows(replace(self._step, seq_length=min(self._step.seq_length, LENGTH_MULTIPLE)), 1)
 
     def smaller_batches(self) -> Iterator[_FittingChange]:
         """Yield the longest rows that fit, and the largest micro-batch; where neither does alone, both together."""
@@ -162,9 +156,9 @@ class _FittingChanges:
         if not self._floor_fits():
             return
         found = [line for line in (self._shorter(step), self._fewer_rows()) if line]
-        if not found and (both := self._shorter(single := _with_rows(step, 1))):
-            found = [replace(both, options={**_rows_of(single), **both.options})]
         yield from found
+        if not found and (both := self._shorter(single := _with_rows(step, 1))):
+            yield replace(both, options={**_rows_of(single), **both.options})
 
     def other_optimizers(self, smallest: StepMemory) -> Iterator[_FittingChange]:
         """Yield the first optimizer that fits, of those with less state on the device."""

@@ -24,6 +24,7 @@ class StepReading:
         order: the layers, as they run.
         forward_seconds: of each layer's forward, in all micro-batches.
         levels: bytes that are allocated after each event.
+        repeats: how often the last micro-batch runs in the step.
     """
 
     def __init__(self, tape: Tape, step: Step) -> None:
@@ -34,10 +35,10 @@ class StepReading:
         self._micro_batches = places.micro_batches(at)
         self._in_optimizer = places.is_in(at, Phase.OPTIMIZER)
         self._last = int(self._micro_batches.max())
-        self._repeats = num_repeats(step) if self._last else 1
+        self.repeats = num_repeats(step) if self._last else 1
         is_repeated = ~self._in_optimizer & (self._micro_batches == self._last)
         # Of all events: sums are exact, so that those without any change nothing.
-        self._all_seconds = tape.columns.seconds * np.where(is_repeated, self._repeats, 1)
+        self._all_seconds = tape.columns.seconds * np.where(is_repeated, self.repeats, 1)
         self._starts: dict[tuple[Phase, LayerKey], int] = {}
         self._ends: dict[tuple[Phase, LayerKey], int] = {}
         self.order: list[LayerKey] = []
@@ -56,32 +57,27 @@ class StepReading:
     def _walk(self) -> None:
         """Find where each layer's forward and backward begins and ends, what it takes and what it leaves."""
         region: tuple[Phase, LayerKey] | None = None
-        begin, num_events, final = 0, len(self._columns), self._final_layer()
+        begin, num_events = 0, len(self._columns)
         begun = self._in_optimizer & ~np.append(False, self._in_optimizer[:-1])
         marks: dict[int, Mark | None] = dict.fromkeys(np.flatnonzero(begun).tolist())
         marks.update((row, note) for row, note in self._columns.noted() if isinstance(note, Mark))
+        final = [mark for mark in marks.values() if mark is not None and mark.phase is Phase.FORWARD][-1]
         for index in sorted(marks):
             mark = marks[index]
-            begins = mark is not None and not mark.is_end
-            is_over = mark is not None and mark.is_end and (mark.stack, mark.layer_idx) == final
-            if mark is not None and not begins and not is_over:
+            is_end = mark is not None and mark.is_end
+            if mark is not None and is_end and (mark.stack, mark.layer_idx) != (final.stack, final.layer_idx):
                 continue
             self._add(region, begin, index)
             is_last = self._micro_batches[index] == self._last
             if region is not None and is_last:
-                self._ends[region] = self._last_before_new(index) if is_over else index
-            region = (mark.phase, (mark.stack, mark.layer_idx)) if mark is not None and begins else None
+                self._ends[region] = self._last_before_new(index) if is_end else index
+            region = None if mark is None or is_end else (mark.phase, (mark.stack, mark.layer_idx))
             begin = index
             if mark is not None and is_last:
                 self._note(mark, index)
         self._add(region, begin, num_events)
         if region is not None:
             self._ends[region] = num_events - 1
-
-    def _final_layer(self) -> LayerKey:
-        """Return the layer that runs last."""
-        marks = [note for _, note in self._columns.noted() if isinstance(note, Mark) and note.phase is Phase.FORWARD]
-        return marks[-1].stack, marks[-1].layer_idx
 
     def _note(self, mark: Mark, index: int) -> None:
         key = (mark.stack, mark.layer_idx)
@@ -111,21 +107,16 @@ class StepReading:
         num_bytes = sum(each.num_bytes for each in gradients if each.category is Category.GRADIENTS)
         self._gradients[None if region is None else region[1]] += num_bytes
 
-    def weight(self, event: Event) -> int:
-        """Return how often an event happens in the step."""
-        is_repeated = event.place.phase is not Phase.OPTIMIZER and event.place.micro_batch == self._last
-        return self._repeats if is_repeated else 1
-
     @property
     def all_weight(self) -> int:
         """How often a micro-batch runs in the step: the first one, and the repeats of the last one."""
-        return self._last + self._repeats
+        return self._last + self.repeats
 
     def cost(self, key: LayerKey) -> Cost:
         """Return what a layer costs under the plan of the step."""
-        forward, backward = (self.span(region, key) for region in (Phase.FORWARD, Phase.BACKWARD))
+        forward, backward = (self.levels[self.span(region, key)] for region in (Phase.FORWARD, Phase.BACKWARD))
         place = self.order.index(key)
-        before = int(self.levels[forward[0]])
+        before = int(forward[0])
         # Of what was there before the layer's forward, what is still there in its backward.
         left = before - sum(self._casts[other] for other in self.order[:place])
         later = 0
@@ -133,9 +124,9 @@ class StepReading:
             # In the only micro-batch gradients come as the backward goes on.
             later = self.head_left_bytes + sum(self._gradients[other] for other in self.order[place + 1 :])
         return Cost(
-            kept_bytes=int(self.levels[forward[1]]) - before - self._casts[key],
-            forward_bytes=self._most(forward) - before,
-            backward_bytes=self._most(backward) - left - later,
+            kept_bytes=int(forward[-1]) - before - self._casts[key],
+            forward_bytes=int(forward.max()) - before,
+            backward_bytes=int(backward.max()) - left - later,
             left_bytes=self._gradients[key],
             seconds=math.fsum(
                 second for region in (Phase.FORWARD, Phase.BACKWARD) for second in self._seconds[region, key]
@@ -156,36 +147,33 @@ class StepReading:
                 num_bytes[row + 1] = columns.storages[columns.storage[row]].num_bytes
         totals = np.cumsum(num_bytes)
         spans = {key: self.span(Phase.FORWARD, key) for key in self.order}
-        return {key: int(totals[end + 1] - totals[start]) for key, (start, end) in spans.items()}
+        return {key: int(totals[span.stop] - totals[span.start]) for key, span in spans.items()}
 
-    def span(self, region: Phase, key: LayerKey) -> tuple[int, int]:
-        """Return the first and the last event of a layer's forward or backward, in the last micro-batch."""
+    def span(self, region: Phase, key: LayerKey) -> slice:
+        """Return the events of a layer's forward or backward, in the last micro-batch."""
         # A layer that no gradient reaches has no backward.
         start = self._starts.get((region, key), self._starts[Phase.FORWARD, key])
-        return start, self._ends.get((region, key), start)
+        return slice(start, self._ends.get((region, key), start) + 1)
 
-    def _most(self, span: tuple[int, int]) -> int:
-        return int(self.levels[span[0] : span[1] + 1].max())
-
-    @property
-    def _all_gradients(self) -> int:
-        return sum(self._gradients.values()) if self._last else 0
+    def _most(self, first: int, last: int) -> int:
+        return int(self.levels[first : last + 1].max())
 
     @property
     def base_bytes(self) -> int:
         """Allocated before the first layer runs, gradients of earlier micro-batches left out."""
-        return int(self.levels[self._starts[Phase.FORWARD, self.order[0]]]) - self._all_gradients
+        gradients = sum(self._gradients.values()) if self._last else 0
+        return int(self.levels[self._starts[Phase.FORWARD, self.order[0]]]) - gradients
 
     @property
     def head_bytes(self) -> int:
         """The most between the last layer's forward and the end of the model's, over what is there in between."""
-        return self._most((self._end_of_layers, self._head_turns)) - int(self.levels[self._end_of_layers])
+        return self._most(self._end_of_layers, self._head_turns) - int(self.levels[self._end_of_layers])
 
     @property
     def head_backward_bytes(self) -> int:
         """The most in the head's backward, over what is there between the last layer's forward and its backward."""
         casts = sum(self._casts.values())
-        return self._most((self._head_turns, self._first_back)) - int(self.levels[self._end_of_layers]) + casts
+        return self._most(self._head_turns, self._first_back) - int(self.levels[self._end_of_layers]) + casts
 
     @property
     def _head_turns(self) -> int:
@@ -204,7 +192,7 @@ class StepReading:
         """The most before the first layer and in the optimizer's step."""
         first = self._starts[Phase.FORWARD, self.order[0]]
         in_optimizer = int(self.levels[self._in_optimizer].max(initial=0))
-        return max(self._most((0, first)) if not self._last else 0, in_optimizer)
+        return max(self._most(0, first) if not self._last else 0, in_optimizer)
 
     @property
     def other_seconds(self) -> float:

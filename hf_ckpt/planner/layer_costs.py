@@ -48,12 +48,9 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
     costs: dict[LayerKey, _Options] = {key: {NONE: kept.cost(key)} for key in kept.order}
     full: StepReading | None = None
     for mode in Mode:
-        plan = None if mode is Mode.NONE else _plan_of(simulator, mode)
-        if plan is None:
-            continue
-        reading = _read(simulator, plan)
-        _add(costs, reading, plan, LayerPlan(mode))
-        full = reading if mode is Mode.FULL else full
+        if mode is not Mode.NONE:
+            reading = _add(costs, simulator, _plan_of(simulator, mode), LayerPlan(mode))
+            full = reading if mode is Mode.FULL else full
     can_join = _plan_of(simulator, Mode.FULL, segment_size=2) is not None
     layers = []
     for key in kept.order:
@@ -80,9 +77,9 @@ def chain_of(simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Ch
 
 def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
-    start, end = full.span(Phase.FORWARD, key)
-    events = (event for event in full.events[start : end + 1] if event.seconds and is_kept_selectively(event.place))
-    return sum(full.weight(event) for event in events) * device.selective_seconds
+    events = full.events[full.span(Phase.FORWARD, key)]
+    num_kept = sum(1 for event in events if event.seconds and is_kept_selectively(event.place))
+    return num_kept * full.repeats * device.selective_seconds
 
 
 def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:
@@ -91,10 +88,7 @@ def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAUL
         return chain
     costs: dict[LayerKey, _Options] = {(layer.stack, layer.layer_idx): dict(layer.costs) for layer in chain.layers}
     for option in TILED:
-        plan = _tiled_plan(simulator, option, allowed)
-        if plan is not None:
-            reading = _read(simulator, plan)
-            _add(costs, reading, plan, option)
+        _add(costs, simulator, _tiled_plan(simulator, option, allowed), option)
     layers = tuple(replace(layer, costs=costs[layer.stack, layer.layer_idx]) for layer in chain.layers)
     return offloaded(replace(chain, layers=layers), simulator.device, allowed.offload_option)
 
@@ -122,11 +116,17 @@ def _read(simulator: StepSimulator, plan: Plan | None) -> StepReading:
         return StepReading(simulator.trace(plan).tape, simulator.step)
 
 
-def _add(costs: Mapping[LayerKey, _Options], reading: StepReading, plan: Plan, option: LayerPlan) -> None:
-    """Enter what an option costs in the layers that a plan gives it to."""
+def _add(
+    costs: Mapping[LayerKey, _Options], simulator: StepSimulator, plan: Plan | None, option: LayerPlan
+) -> StepReading | None:
+    """Enter what an option costs in the layers that a plan, where there is one, gives it to; return the reading."""
+    if plan is None:
+        return None
+    reading = _read(simulator, plan)
     for key, options in costs.items():
         if plan.stacks[key[0]].layers[key[1]] == option:
             options[option] = reading.cost(key)
+    return reading
 
 
 def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | None:
@@ -139,9 +139,7 @@ def _plan_of(simulator: StepSimulator, mode: Mode, **options: Any) -> Plan | Non
 
 def _tiled_plan(simulator: StepSimulator, option: LayerPlan, allowed: Allowed) -> Plan | None:
     """Return the plan with an option with tiles wherever it can be; None where that is nowhere."""
-    template = _plan_of(simulator, Mode.NONE)
-    if template is None:
-        return None
+    template = simulator.plan_of(Policy.parse("none"))
     stacks = tuple(
         StackPlan(of_stack.path, tuple(option if may_tile(layer, allowed) else NONE for layer in stack.layers))
         for of_stack, stack in zip(template.stacks, simulator.stacks, strict=True)
@@ -200,11 +198,9 @@ def with_gaps(chain: Chain, device: Device, offload: Offload | None) -> Iterator
         return
     for option in _GAPPED:
         sent = max((layer.costs[option].kept_bytes for layer in chain.layers if option in layer.costs), default=0)
-        if sent < max(1, offload.min_bytes):
-            continue
-        for every in _GAPS:
-            if (found := _with_gap(chain, device, offload, option, every, sent)) is not None:
-                yield found
+        if sent >= max(1, offload.min_bytes):
+            gapped = (_with_gap(chain, device, offload, option, every, sent) for every in _GAPS)
+            yield from (found for found in gapped if found is not None)
 
 
 def _with_gap(chain: Chain, device: Device, offload: Offload, option: LayerPlan, every: int, sent: int) -> Chain | None:
@@ -212,17 +208,11 @@ def _with_gap(chain: Chain, device: Device, offload: Offload, option: LayerPlan,
     lasts = {layer.stack: layer.layer_idx for layer in chain.layers}
     layers = []
     for layer in chain.layers:
-        costs = {
-            entry: replace(cost, forward_bytes=cost.forward_bytes + sent, backward_bytes=cost.backward_bytes + sent)
-            for entry, cost in layer.costs.items()
-            if not entry.offload
-        }
+        costs = {entry: _beside(cost, sent) for entry, cost in layer.costs.items() if not entry.offload}
         sends = layer.layer_idx % every == 0 and layer.layer_idx != lasts[layer.stack] and option in costs
         if sends and (num_bytes := layer.costs[option].kept_bytes) <= room:
             room -= num_bytes
-            seconds = costs[option].seconds + _excess(chain, layer, option, device, every)
-            sending = replace(costs[option], kept_bytes=0, seconds=seconds, host_bytes=num_bytes)
-            costs[replace(option, offload=offload)] = sending
+            costs[replace(option, offload=offload)] = _beside(_sent(chain, layer, option, device, every), sent)
         layers.append(replace(layer, costs=costs))
     if not any(entry.offload for layer in layers for entry in layer.costs):
         return None
@@ -236,12 +226,11 @@ def _within(sending: list[_Options], host_memory: int) -> list[_Options]:
         totals.update({option: cost.host_bytes for option, cost in costs.items()})
     ordered = sorted(totals, key=lambda option: totals[option])
     for count in range(len(ordered), 0, -1):
-        kept = [{option: cost for option, cost in costs.items() if option in ordered[:count]} for costs in sending]
-        if sum(map(_most, kept)) <= host_memory:
-            return kept
-    least = [{option: cost for option, cost in costs.items() if option in ordered[:1]} for costs in sending]
-    taken = accumulate(map(_most, least))
-    return [costs if total <= host_memory else {} for costs, total in zip(least, taken, strict=True)]
+        sending = [{option: cost for option, cost in costs.items() if option in ordered[:count]} for costs in sending]
+        if sum(map(_most, sending)) <= host_memory:
+            return sending
+    taken = accumulate(map(_most, sending))
+    return [costs if total <= host_memory else {} for costs, total in zip(sending, taken, strict=True)]
 
 
 def _most(costs: _Options) -> int:
@@ -254,26 +243,23 @@ def _with_offload(
     for option, cost in layer.costs.items():
         sent = cost.kept_bytes
         can_offload = option.mode in WHOLE_LAYER_MODES and option.offload is None and not option.save
-        if not can_offload or sent < max(1, offload.min_bytes):
-            continue
-        excess = _excess(chain, layer, option, device)
-        yield (
-            replace(option, offload=offload),
-            replace(
-                cost,
-                kept_bytes=0,
-                forward_bytes=cost.forward_bytes + sent,
-                backward_bytes=cost.backward_bytes + sent,
-                seconds=cost.seconds + excess,
-                host_bytes=sent,
-            ),
-        )
+        if can_offload and sent >= max(1, offload.min_bytes):
+            yield replace(option, offload=offload), _beside(_sent(chain, layer, option, device), sent)
 
 
-def _excess(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device, every: int = 1) -> float:
-    """Return the seconds of copies that nothing hides, where every n-th layer offloads and those between do nothing."""
+def _beside(cost: Cost, num_bytes: int) -> Cost:
+    """Return a cost with so many bytes of a neighbour on their way."""
+    return replace(cost, forward_bytes=cost.forward_bytes + num_bytes, backward_bytes=cost.backward_bytes + num_bytes)
+
+
+def _sent(chain: Chain, layer: ChainLayer, option: LayerPlan, device: Device, every: int = 1) -> Cost:
+    """Return what an option costs if what it keeps is sent to the host.
+
+    A copy takes the seconds that nothing hides, where every n-th layer offloads and those between do nothing.
+    """
     cost, times = layer.costs[option], chain.num_micro_batches
     forward = layer.forward_seconds or cost.seconds / 3
     between = (every - 1) * max(0.0, layer.costs[NONE].seconds - forward)
     copying = copy_seconds(cost.kept_bytes, device) * times
-    return max(0.0, copying - every * forward) + max(0.0, copying - (cost.seconds - forward) - between)
+    excess = max(0.0, copying - every * forward) + max(0.0, copying - (cost.seconds - forward) - between)
+    return replace(cost, kept_bytes=0, seconds=cost.seconds + excess, host_bytes=cost.kept_bytes)

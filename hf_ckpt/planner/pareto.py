@@ -28,10 +28,11 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,7 +45,6 @@ from hf_ckpt.planner.peak_formulas import (
     Choice,
     Numbers,
     SegmentCosts,
-    Single,
     entries_from,
     predict,
 )
@@ -109,7 +109,7 @@ class ChainPlanner:
         fitting = [choice for choice in self._found(budget_bytes) if choice.peak_bytes <= budget_bytes]
         if fitting:
             return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))
-        smallest = self.smallest_peak()
+        smallest = self.smallest_peak
         if smallest.peak_bytes <= budget_bytes:
             return smallest
         raise BudgetError(
@@ -127,7 +127,8 @@ class ChainPlanner:
         return self._with(0).least_seconds(budget_bytes)
 
     @cached_property
-    def _smallest(self) -> Choice:
+    def smallest_peak(self) -> Choice:
+        """The choice with the smallest peak, the fastest of those."""
         found = []
         allowances = self._allowances()
         for allowed in allowances:
@@ -137,10 +138,6 @@ class ChainPlanner:
                 insort(allowances, choice.cast_bytes)
             found.append(choice)
         return min(found, key=lambda choice: (choice.peak_bytes, choice.seconds))
-
-    def smallest_peak(self) -> Choice:
-        """Return the choice with the smallest peak, the fastest of those."""
-        return self._smallest
 
     def frontier(self, num_points: int | None = None) -> tuple[Choice, ...]:
         """Return the staircase of time against peak: for each budget, the last choice that is within it is the best.
@@ -164,10 +161,9 @@ class ChainPlanner:
 
         With casts, those between the smallest and the fastest that there would be without.
         """
-        has_casts = len(self._allowances()) > 1
-        if not has_casts:
+        if len(self._allowances()) == 1:
             return self.peaks_without_casts
-        smallest = self.smallest_peak().peak_bytes
+        smallest = self.smallest_peak.peak_bytes
         return (smallest, *(peak for peak in self.peaks_without_casts if peak > smallest))
 
     @cached_property
@@ -193,7 +189,7 @@ class ChainPlanner:
                 insort(allowances, found[0].cast_bytes)
 
     def _allowances(self) -> list[int]:
-        most = sum(max(cost.cast_bytes for cost in layer.costs.values()) for layer in self.chain.layers)
+        most = peak_formulas.most_casts(self.chain)[-1]
         return sorted({most * part // _ALLOWANCES for part in range(_ALLOWANCES + 1)})
 
     def _with(self, cast_bytes: int) -> _ParetoChoices:
@@ -211,8 +207,7 @@ _ROW = 64
 """Ways that one array operation covers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Front:
+class Front(NamedTuple):
     """Pareto-optimal pairs: `num_bytes` ascends, `ticks` descends, both strictly."""
 
     num_bytes: Numbers
@@ -224,8 +219,13 @@ class Front:
         return np.where(found < 0, NO_TICKS, self.ticks[found])
 
 
+_EMPTY = Front(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
 def front_of(num_bytes: Numbers, ticks: Numbers) -> Front:
     """Return the pairs that no other one equals or beats in both."""
+    if len(ticks) < 2:
+        return Front(num_bytes, ticks)
     # By bytes alone: they come in ascending runs, which a stable sort merges.
     order = num_bytes.argsort(kind="stable")
     num_bytes, ticks = num_bytes[order], ticks[order]
@@ -238,6 +238,13 @@ def front_of(num_bytes: Numbers, ticks: Numbers) -> Front:
     return Front(num_bytes[is_last], ticks[is_last])
 
 
+def _merged(parts: Sequence[tuple[Numbers, Numbers]]) -> Front:
+    """Return the front of pairs that come in several parts, of bytes and of ticks."""
+    if not parts:
+        return _EMPTY
+    return front_of(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+
+
 def fronts_of(blocks: BlockCosts) -> list[Front]:
     """Return, by position, demand and time of the ways to go on from there; the last entry is the end. Exact."""
     fronts = [Front(np.array([blocks.head]), np.array([0]))]
@@ -247,7 +254,7 @@ def fronts_of(blocks: BlockCosts) -> list[Front]:
         for end in ends:
             num_bytes, ticks = end.ways_from(position, front)
             if len(ticks):
-                front = front_of(np.concatenate([front.num_bytes, num_bytes]), np.concatenate([front.ticks, ticks]))
+                front = _merged([front, (num_bytes, ticks)])
         for end in ends:
             end.add(position + 1, fronts[-1])
         fronts.append(front)
@@ -255,11 +262,12 @@ def fronts_of(blocks: BlockCosts) -> list[Front]:
 
 
 def _after_singles(blocks: BlockCosts, position: int, after: Front) -> Front:
-    pairs = [
-        _worth_having(single.need, single.kept + after.num_bytes, after.ticks + single.ticks)
-        for single in blocks.singles[position]
-    ]
-    return front_of(np.concatenate([pair[0] for pair in pairs]), np.concatenate([pair[1] for pair in pairs]))
+    return _merged(
+        [
+            _worth_having(single.need, single.kept + after.num_bytes, after.ticks + single.ticks)
+            for single in blocks.singles[position].values()
+        ]
+    )
 
 
 def _worth_having(need: int, num_bytes: Numbers, ticks: Numbers) -> tuple[Numbers, Numbers]:
@@ -288,7 +296,7 @@ class _SegmentEnds:
     def ways_from(self, start: int, front: Front) -> tuple[Numbers, Numbers]:
         """Return demand and time of the ways with a segment from `start` that improve on `front`, and some more."""
         stops, segments = self._stops, self._segments
-        need = segments.needs_from(start)[stops]
+        need = segments.needs[start][stops]
         kept, ticks = segments.kept(start, stops), segments.ticks(start, stops)
         # The corner of a row: less than its least demand and time no way in it can have.
         corner = np.maximum(need, kept + self._num_bytes[:, 0])
@@ -303,8 +311,6 @@ class _SegmentEnds:
 
 Label = LayerPlan | bool
 """What counts as one option: that of a single layer, or whether segments are nested."""
-
-_EMPTY = Front(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,15 +359,13 @@ class TieBreak:
         self._ticks = int(fronts[0].best(limit))
         # A tick is more than all changes there can be.
         self._scale = blocks.num_layers + 1
-        options = {single.option for singles in blocks.singles for single in singles}
+        options = {option for singles in blocks.singles for option in singles}
         self._labels: list[Label] = [*sorted(options, key=rank), False, True]
-        self._before: list[_Before] = []
+        start = Front(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        self._before = [_Before({}, start, dict.fromkeys(self._labels, start))]
 
     def best_blocks(self) -> list[Block]:
         """Return the blocks of the plan that reads best."""
-        start = Front(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-        self._before = [_Before({}, start, {})]
-        self._before[0].continued.update((label, start) for label in self._labels)
         for stop in range(1, self._blocks.num_layers + 1):
             self._before.append(self._ways_to(stop))
         return self._read_back()
@@ -379,33 +383,31 @@ class TieBreak:
 
     def _ending(self, label: Label, stop: int) -> Front:
         """Return the ways to a position whose last block has this label."""
-        if isinstance(label, bool):
-            return self._ending_in_segment(self._blocks.segments[label], stop)
-        single = self._single(label, stop)
-        before = self._before[stop - 1].continued[label]
-        if single is None:
-            return _EMPTY
-        fits = before.num_bytes + single.need <= self._limit
-        cost = before.ticks[fits] + single.ticks * self._scale
-        return self._optimal(stop, before.num_bytes[fits] + single.kept, cost)
-
-    def _ending_in_segment(self, segments: SegmentCosts, stop: int) -> Front:
-        starts = range(segments.first[stop - 1], stop - 1)
-        befores = [self._before[start].continued[segments.nested] for start in starts]
+        starts, kept, needs, costs = self._blocks_to(label, stop)
+        befores = [self._before[start].continued[label] for start in starts]
         if not befores:
             return _EMPTY
-        kept = np.concatenate([before.num_bytes for before in befores])
-        cost = np.concatenate([before.ticks for before in befores])
-        begin = np.repeat(np.array(starts, dtype=np.int64), [len(before.ticks) for before in befores])
-        fits = kept + segments.needs_to(stop)[begin] <= self._limit
-        kept, cost, begin = kept[fits], cost[fits], begin[fits]
-        return self._optimal(stop, kept + segments.kept(begin, stop), cost + segments.ticks(begin, stop) * self._scale)
+        block = np.repeat(np.arange(len(starts)), [len(before.ticks) for before in befores])
+        kept_before = np.concatenate([before.num_bytes for before in befores])
+        cost = np.concatenate([before.ticks for before in befores]) + costs[block]
+        num_bytes = kept_before + kept[block]
+        # Those from which an optimal plan goes on.
+        after = self._fronts[stop].best(self._limit - num_bytes)
+        is_optimal = (kept_before + needs[block] <= self._limit) & (cost // self._scale + after <= self._ticks)
+        return front_of(num_bytes[is_optimal], cost[is_optimal])
 
-    def _optimal(self, stop: int, kept: Numbers, cost: Numbers) -> Front:
-        """Keep those from which an optimal plan goes on."""
-        after = self._fronts[stop].best(self._limit - kept)
-        is_optimal = cost // self._scale + after <= self._ticks
-        return front_of(kept[is_optimal], cost[is_optimal])
+    def _blocks_to(self, label: Label, stop: int) -> tuple[range, Numbers, Numbers, Numbers]:
+        """Return the starts of the blocks that end at a position, and the bytes kept, need and cost of each."""
+        if isinstance(label, bool):
+            segments = self._blocks.segments[label]
+            starts = range(segments.first[stop - 1], stop - 1)
+            at = np.arange(starts.start, starts.stop)
+            return starts, segments.kept(at, stop), segments.needs[at, stop], segments.ticks(at, stop) * self._scale
+        single = self._blocks.singles[stop - 1].get(label)
+        if single is None:
+            return range(0), _EMPTY.num_bytes, _EMPTY.num_bytes, _EMPTY.num_bytes
+        figures = np.array([[single.kept], [single.need], [single.ticks * self._scale]])
+        return range(stop - 1, stop), figures[0], figures[1], figures[2]
 
     def _read_back(self) -> list[Block]:
         at_end = self._before[-1].any
@@ -419,30 +421,19 @@ class TieBreak:
     def _last_blocks(self, way: _Way, behind: Block | None) -> Iterator[tuple[Block, _Way]]:
         """Yield the blocks that a way may end with, the preferred one first, each with the way before it."""
         ending = self._before[way.stop].ending
-        labels = self._labels if way.label is None else [way.label]
-        for label in labels:
+        num_behind = 0 if behind is None else behind.stop - behind.start
+        for label in self._labels if way.label is None else [way.label]:
             if label not in ending or not _has(ending[label], way.kept, way.cost):
                 continue
-            for block, kept, need, ticks in self._blocks_to(label, way.stop, behind):
+            starts, *figures = self._blocks_to(label, way.stop)
+            option, nested = (FULL, label) if isinstance(label, bool) else (label, False)
+            found = zip(starts, *(each.tolist() for each in figures), strict=True)
+            for start, kept, need, cost in sorted(found, key=lambda row: (way.stop - row[0] != num_behind, row[0])):
                 before = way.kept - kept
                 if before + need <= self._limit:
-                    found = self._way_before(block.start, label, before, way.cost - ticks * self._scale)
-                    if found is not None:
-                        yield block, found
-
-    def _blocks_to(self, label: Label, stop: int, behind: Block | None) -> Iterator[tuple[Block, int, int, int]]:
-        """Yield the blocks that end at a position, the preferred one first, with bytes kept, need and ticks."""
-        if not isinstance(label, bool):
-            single = self._single(label, stop)
-            if single is not None:
-                yield Block(stop - 1, stop, label), single.kept, single.need, single.ticks
-            return
-        segments = self._blocks.segments[label]
-        num_behind = 0 if behind is None else behind.stop - behind.start
-        for start in sorted(range(segments.first[stop - 1], stop - 1), key=lambda at: (stop - at != num_behind, at)):
-            need = int(segments.needs_to(stop)[start])
-            kept, ticks = int(segments.kept(start, stop)), int(segments.ticks(start, stop))
-            yield Block(start, stop, FULL, label), kept, need, ticks
+                    way_before = self._way_before(start, label, before, way.cost - cost)
+                    if way_before is not None:
+                        yield Block(start, way.stop, option, nested), way_before
 
     def _way_before(self, stop: int, label: Label, kept: int, cost: int) -> _Way | None:
         """Return the way before a block, if there is one that kept and cost so much, a change to the block counted."""
@@ -452,15 +443,6 @@ class TieBreak:
         if label in before.ending and _has(before.ending[label], kept, cost):
             return _Way(stop, kept, cost, label)
         return _Way(stop, kept, cost - 1, None) if _has(before.any, kept, cost - 1) else None
-
-    def _single(self, option: LayerPlan, stop: int) -> Single | None:
-        return next((single for single in self._blocks.singles[stop - 1] if single.option == option), None)
-
-
-def _merged(fronts: list[Front]) -> Front:
-    if not fronts:
-        return _EMPTY
-    return front_of(np.concatenate([f.num_bytes for f in fronts]), np.concatenate([f.ticks for f in fronts]))
 
 
 def _has(front: Front, kept: int, cost: int) -> bool:

@@ -50,7 +50,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost, rank
+from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.revolve import replays, reruns
 
@@ -96,10 +96,8 @@ class Choice:
     """Of the casts that are there at the end of the forward."""
     moment: Moment
     """The part of the step that has the peak."""
-    position: int | None = None
-    """The layer that has the peak, counted in the chain; None outside the layers."""
     layer_idx: int | None = None
-    """The same layer, counted in its stack."""
+    """The layer that has the peak, counted in its stack; None outside the layers."""
     host_bytes: int = 0
     """What waits on the host at the end of the forward."""
 
@@ -111,13 +109,12 @@ class Choice:
 def predict(chain: Chain, entries: Sequence[LayerPlan]) -> Choice:
     """Return the peak and the time of a step under one entry for each layer. See Note [Moments of a step]."""
     blocks = blocks_of(chain, entries)
-    peak, moment, position = max(_moments(chain, blocks), key=lambda found: found[0])
+    peak, moment, layer_idx = max(_moments(chain, blocks), key=lambda found: found[0])
     seconds = [part for block in blocks for part in _seconds(chain, block)]
     casts = sum(_casts(chain, block) for block in blocks)
-    layer_idx = None if position is None else chain.layers[position].layer_idx
     total = math.fsum([chain.other_seconds, *seconds])
     host = sum(chain.layers[block.start].costs[block.option].host_bytes for block in blocks)
-    return Choice(tuple(entries), peak, total, casts, moment, position, layer_idx, host)
+    return Choice(tuple(entries), peak, total, casts, moment, layer_idx, host)
 
 
 def to_plan(choice: Choice, chain: Chain, template: Plan) -> Plan:
@@ -172,10 +169,10 @@ def base_bytes(chain: Chain) -> int:
 
 def gradients_at(chain: Chain) -> list[int]:
     """Return the gradients that come on top of `base_bytes` once the layers from a position on are through backward."""
-    gradients = [0 if chain.num_micro_batches > 1 else chain.head_left_bytes]
-    for layer in reversed(chain.layers):
-        gradients.append(gradients[-1] + (0 if chain.num_micro_batches > 1 else left_bytes(layer)))
-    return gradients[::-1]
+    if chain.num_micro_batches > 1:
+        return [0] * (len(chain.layers) + 1)
+    later = map(left_bytes, reversed(chain.layers))
+    return list(itertools.accumulate(later, initial=chain.head_left_bytes))[::-1]
 
 
 def left_bytes(layer: ChainLayer) -> int:
@@ -203,15 +200,15 @@ def _moments(chain: Chain, blocks: Sequence[Block]) -> Iterator[_Found]:
     base, gradients = base_bytes(chain), gradients_at(chain)
     kept, casts, backwards = base, 0, []
     for block in blocks:
-        for relative, position in _forward(chain, block):
-            yield kept + casts + relative, Moment.FORWARD, position
+        for relative, layer_idx in _forward(chain, block):
+            yield kept + casts + relative, Moment.FORWARD, layer_idx
         backwards.append((kept, block))
         kept += _kept(chain, block)
         casts += _casts(chain, block)
     yield kept + max(casts + chain.head_bytes, chain.head_backward_bytes), Moment.HEAD, None
     for kept_before, block in reversed(backwards):
-        for relative, position in _backward(chain, block, gradients):
-            yield kept_before + relative, Moment.BACKWARD, position
+        for relative, layer_idx in _backward(chain, block, gradients):
+            yield kept_before + relative, Moment.BACKWARD, layer_idx
     yield chain.fixed_peak_bytes, Moment.FIXED, None
 
 
@@ -226,20 +223,19 @@ def _casts(chain: Chain, block: Block) -> int:
 
 
 def _forward(chain: Chain, block: Block) -> Iterator[tuple[int, int]]:
-    """Yield the most that each layer of a block needs in its forward, and its position."""
+    """Yield the most that each layer of a block needs in its forward, and its `layer_idx`."""
     before = 0
-    for position in range(block.start, block.stop):
-        layer = chain.layers[position]
-        own_input = chain.input_bytes if position > block.start else 0
-        yield before + own_input + layer.costs[block.option].forward_bytes, position
+    for number, layer in enumerate(chain.layers[block.start : block.stop]):
+        own_input = chain.input_bytes if number else 0
+        yield before + own_input + layer.costs[block.option].forward_bytes, layer.layer_idx
         before += own_bytes(chain, layer) + layer.costs[block.option].cast_bytes
 
 
 def _backward(chain: Chain, block: Block, gradients: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the most that each layer of a block needs in the block's replay and backward, and its position."""
+    """Yield the most that each layer of a block needs in the block's replay and backward, and its `layer_idx`."""
     if not block.is_segment:
-        cost = chain.layers[block.start].costs[block.option]
-        yield cost.backward_bytes + gradients[block.stop], block.start
+        layer = chain.layers[block.start]
+        yield layer.costs[block.option].backward_bytes + gradients[block.stop], layer.layer_idx
         return
     layers = list(chain.layers[block.start : block.stop])
     own = [own_bytes(chain, layer) for layer in layers]
@@ -250,13 +246,12 @@ def _backward(chain: Chain, block: Block, gradients: list[int]) -> Iterator[tupl
     for number, layer in enumerate(layers[:-1]):
         run = layer.costs[NONE].forward_bytes + own[number]
         around = chain.input_bytes + sum(own[number + 1 :]) + gradients[block.stop]
-        yield sum(held[:number]) + run + around, block.start + number
+        yield sum(held[:number]) + run + around, layer.layer_idx
     for number, layer in reversed(list(enumerate(layers))):
         run = layer.costs[NONE].backward_bytes + own[number]
         if number == len(layers) - 1:
             run = max(run, layer.costs[FULL].backward_bytes)
-        position = block.start + number
-        yield sum(held[:number]) + run + gradients[position + 1], position
+        yield sum(held[:number]) + run + gradients[block.start + number + 1], layer.layer_idx
 
 
 def _nested_backward(
@@ -265,13 +260,13 @@ def _nested_backward(
     for start, saved, turn in replays(len(layers), block.snapshots):
         # The segment's own input is always there.
         inputs = [0, *saved]
-        position = block.start + turn
+        later = gradients[block.start + turn + 1]
         for number in range(start, turn):
             before = chain.input_bytes * bisect_left(inputs, number) + sum(own[: turn + 1]) - own[number]
             run = before + chain.input_bytes + layers[number].costs[FULL].forward_bytes
-            yield run + gradients[position + 1], block.start + number
+            yield run + later, layers[number].layer_idx
         before = chain.input_bytes * bisect_left(inputs, turn) + sum(own[:turn])
-        yield before + layers[turn].costs[FULL].backward_bytes + gradients[position + 1], position
+        yield before + layers[turn].costs[FULL].backward_bytes + later, layers[turn].layer_idx
 
 
 def _seconds(chain: Chain, block: Block) -> Iterator[float]:
@@ -298,7 +293,6 @@ _NEVER = np.iinfo(np.int64).max // 4
 class Single:
     """One layer under one option."""
 
-    option: LayerPlan
     kept: int
     """Bytes held from its forward to its backward."""
     need: int
@@ -317,25 +311,20 @@ class SegmentCosts:
         nested: which kind.
         num_ticks: ticks of a second.
         casts: by layer, what is allowed for the casts of the layers before it. See Note [Casts] in `pareto`.
+
+    Attributes:
+        needs: of each segment, indexed by its start and its stop.
     """
 
     def __init__(self, chain: Chain, nested: bool, num_ticks: int, casts: list[int]) -> None:
         self.nested = nested
         self.first, self.end = _runs(chain)
-        own = [own_bytes(chain, layer) for layer in chain.layers]
+        own = np.array([own_bytes(chain, layer) for layer in chain.layers], dtype=np.int64)
         self._own = _sums(own)
         self._input = chain.input_bytes
         self._last_ticks, self._before_ticks = _segment_ticks(chain, nested, num_ticks)
         self._casts = np.array(casts, dtype=np.int64)
-        self._needs = self._all_needs(chain, own, np.array(gradients_at(chain), dtype=np.int64))
-
-    def needs_from(self, start: int) -> Numbers:
-        """Return the need of the segments that start at a layer; indexed by their stop."""
-        return np.asarray(self._needs[start], dtype=np.int64)
-
-    def needs_to(self, stop: int) -> Numbers:
-        """Return the need of the segments that stop before a position; indexed by their start."""
-        return np.asarray(self._needs[:, stop], dtype=np.int64)
+        self.needs: Numbers = self._all_needs(chain, own, np.array(gradients_at(chain), dtype=np.int64))
 
     def kept(self, start: int | Numbers, stop: int | Numbers) -> Numbers:
         """Return the bytes that segments keep from forward to backward."""
@@ -346,8 +335,8 @@ class SegmentCosts:
         last = np.asarray(stop) - 1
         return np.asarray(self._before_ticks[last] - self._before_ticks[start] + self._last_ticks[last], dtype=np.int64)
 
-    def _all_needs(self, chain: Chain, own: list[int], gradients: Numbers) -> Numbers:
-        """Return the needs by start and stop.
+    def _all_needs(self, chain: Chain, own: Numbers, gradients: Numbers) -> Numbers:
+        """Return `needs`.
 
         A moment at layer l of a segment from i needs `held[l] - held[i]` and something that depends on l alone, or on
         l and the stop: so the largest over l is a running maximum.
@@ -373,25 +362,17 @@ class SegmentCosts:
             needs[start, start + 2 : end + 1] = np.maximum.reduce([forwards, replays, inners, lasts])
         return needs
 
-    def _terms(self, chain: Chain, own: list[int]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    def _terms(self, chain: Chain, own: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
         """Return, by layer: its forward, replay, backward, backward as the last one; and the sums of what it holds."""
-        forward, replay, inner, last, held = [], [], [], [], []
-        for layer, more in zip(chain.layers, own, strict=True):
-            none = layer.costs[NONE]
-            full = layer.costs.get(FULL, none)
-            forward.append(full.forward_bytes)
-            if self.nested:
-                replay.append(chain.input_bytes + full.forward_bytes)
-                inner.append(full.backward_bytes)
-                last.append(full.backward_bytes)
-                held.append(chain.input_bytes + more)
-            else:
-                replay.append(chain.input_bytes + none.forward_bytes + more)
-                inner.append(none.backward_bytes + more)
-                last.append(max(full.backward_bytes, none.backward_bytes + more))
-                held.append(none.kept_bytes + more)
-        lists = [np.array(values, dtype=np.int64) for values in (forward, replay, inner, last)]
-        return lists[0] + self._casts, lists[1], lists[2], lists[3], _sums(held)
+        none = [layer.costs[NONE] for layer in chain.layers]
+        full = [layer.costs.get(FULL, cost) for layer, cost in zip(chain.layers, none, strict=True)]
+        forward, backward = np.array([(cost.forward_bytes, cost.backward_bytes) for cost in full]).T
+        if self.nested:
+            return forward + self._casts, self._input + forward, backward, backward, _sums(self._input + own)
+        kept, run, inner = np.array([(cost.kept_bytes, cost.forward_bytes, cost.backward_bytes) for cost in none]).T
+        inner = inner + own
+        replay, last = self._input + run + own, np.maximum(backward, inner)
+        return forward + self._casts, replay, inner, last, _sums(kept + own)
 
 
 class BlockCosts:
@@ -403,7 +384,7 @@ class BlockCosts:
             be by then.
 
     Attributes:
-        singles: by layer, its options; those that another one beats in all respects are left out.
+        singles: by layer and option, its costs; those that another one beats in all respects are left out.
         segments: plain ones, and nested ones.
         head: bytes that the head needs, relative to what is there before it.
         is_first: by layer, whether it is the first one of its stack.
@@ -411,21 +392,20 @@ class BlockCosts:
 
     def __init__(self, chain: Chain, cast_bytes: int = 0) -> None:
         num_ticks = self.num_ticks = _ticks_of_a_second(chain)
-        casts = [min(cast_bytes, most) for most in _most_casts(chain)]
+        casts = [min(cast_bytes, most) for most in most_casts(chain)]
         gradients = gradients_at(chain)
         self.num_layers = len(chain.layers)
         self.head = max(chain.head_bytes + casts[-1], chain.head_backward_bytes)
         self.singles = tuple(
-            tuple(
-                Single(
-                    option,
+            {
+                option: Single(
                     cost.kept_bytes,
                     max(cost.forward_bytes + casts[position], cost.backward_bytes + gradients[position + 1]),
-                    _ticks(cost.seconds, num_ticks),
+                    round(cost.seconds * num_ticks),
                 )
-                for option, cost in sorted(layer.costs.items(), key=lambda item: rank(item[0]))
+                for option, cost in layer.costs.items()
                 if not _is_beaten(cost, layer.costs.values())
-            )
+            }
             for position, layer in enumerate(chain.layers)
         )
         self.segments = tuple(SegmentCosts(chain, nested, num_ticks, casts[:-1]) for nested in (False, True))
@@ -457,7 +437,7 @@ def _runs(chain: Chain) -> tuple[list[int], list[int]]:
     return first, [end[start] for start in first]
 
 
-def _most_casts(chain: Chain) -> list[int]:
+def most_casts(chain: Chain) -> list[int]:
     """Return the most that the casts of the first 0, 1, 2, ... layers can be."""
     most = (max(cost.cast_bytes for cost in layer.costs.values()) for layer in chain.layers)
     return list(itertools.accumulate(most, initial=0))
@@ -469,9 +449,9 @@ def _segment_ticks(chain: Chain, nested: bool, num_ticks: int) -> tuple[Numbers,
     for layer in chain.layers:
         none = layer.costs[NONE]
         full = layer.costs.get(FULL, none)
-        whole = _ticks(whole_forward(layer), num_ticks) if FULL in layer.costs else 0
-        last.append(_ticks(full.seconds, num_ticks))
-        before.append(_ticks((full if nested else none).seconds, num_ticks) + whole)
+        whole = round(whole_forward(layer) * num_ticks) if FULL in layer.costs else 0
+        last.append(round(full.seconds * num_ticks))
+        before.append(round((full if nested else none).seconds * num_ticks) + whole)
     return np.array(last, dtype=np.int64), _sums(before)
 
 
@@ -486,10 +466,6 @@ def _ticks_of_a_second(chain: Chain) -> int:
     return num_ticks
 
 
-def _ticks(seconds: float, num_ticks: int) -> int:
-    return round(seconds * num_ticks)
-
-
-def _sums(values: list[int]) -> Numbers:
+def _sums(values: list[int] | Numbers) -> Numbers:
     """Return the sums of the first 0, 1, 2, ... values."""
     return np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))]).astype(np.int64)

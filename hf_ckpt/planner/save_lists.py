@@ -19,7 +19,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hf_ckpt.planner.chain import Cost
 from hf_ckpt.planner.costs_from_tape import LayerKey, StepReading
@@ -94,7 +93,7 @@ def kept_instead(full: StepReading, key: LayerKey, base: Cost, products: list[Pr
 
     See Note [What if it were kept].
     """
-    forward, backward = (_levels(full, region, key) for region in (Phase.FORWARD, Phase.BACKWARD))
+    forward, backward = (full.levels[full.span(region, key)] for region in (Phase.FORWARD, Phase.BACKWARD))
     added_forward, added_backward = np.zeros_like(forward), np.zeros_like(backward)
     for product in products:
         for num_bytes, freed in product.forward:
@@ -162,16 +161,10 @@ class _Output:
     """Bytes of each output, and the event that lets it go, where that is before the layer is done."""
 
 
-def _levels(reading: StepReading, region: Phase, key: LayerKey) -> NDArray[np.int64]:
-    start, end = reading.span(region, key)
-    return reading.levels[start : end + 1]
-
-
 def _outputs(reading: StepReading, region: Phase, key: LayerKey) -> Iterator[_Output]:
     """Yield what runs in the forward of a layer, or what its backward runs again, as far as it can be kept."""
-    start, end = reading.span(region, key)
     phase = Phase.FORWARD if region is Phase.FORWARD else Phase.RECOMPUTATION
-    events = reading.events[start : end + 1]
+    events = reading.events[reading.span(region, key)]
     freed = {id(event.storage): at for at, event in enumerate(events) if event.change is MemoryChange.FREE}
     for at, event in enumerate(events):
         place = event.place

@@ -22,7 +22,7 @@ from hf_ckpt.planner.layer_costs import chain_of, offloaded, with_chunked_head, 
 from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.planner.peak_formulas import Choice, predict, to_plan
 from hf_ckpt.policy.allowances import DEFAULT_ALLOWED, PREFER, Allowed
-from hf_ckpt.policy.options import HeadMode, Offload
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial
@@ -161,10 +161,10 @@ class _Chains:
     simulator: StepSimulator
     base: ChainPlanner
     """Of the chain without tiles, with the plain head."""
-    # By the id of a chain, which is kept as well so that no other one gets it, and by what was added to it.
-    _grown: dict[tuple[int, str], tuple[Chain, ChainPlanner | None]] = field(default_factory=dict)
-    _gapped: dict[int, tuple[Chain, tuple[ChainPlanner, ...]]] = field(default_factory=dict)
-    _fixed: dict[int, tuple[Chain, tuple[Choice, ...]]] = field(default_factory=dict)
+    _tiled: dict[tuple[ChainPlanner, bool | None], ChainPlanner] = field(default_factory=dict)
+    _chunked: dict[ChainPlanner, ChainPlanner | None] = field(default_factory=dict)
+    _gapped: dict[ChainPlanner, tuple[ChainPlanner, ...]] = field(default_factory=dict)
+    _fixed: dict[ChainPlanner, tuple[Choice, ...]] = field(default_factory=dict)
     _best_cases: dict[tuple[bool, bool], ChainPlanner] = field(default_factory=dict)
 
     @cached_property
@@ -179,34 +179,31 @@ class _Chains:
     def tiled(self, planner: ChainPlanner, allowed: Allowed) -> ChainPlanner:
         """Return the planner with tiles among its options."""
         # What may be offloaded is the same in all chains of a planner.
-        key = id(planner.chain), f"tiles {allowed.tiles}"
-        if key not in self._grown:
-            self._grown[key] = planner.chain, ChainPlanner(with_tiles(planner.chain, self.simulator, allowed))
-        found = self._grown[key][1]
-        assert found is not None, "where tiles are of no use the chain is as it was"
-        return found
+        key = planner, allowed.tiles
+        if key not in self._tiled:
+            self._tiled[key] = ChainPlanner(with_tiles(planner.chain, self.simulator, allowed))
+        return self._tiled[key]
 
     def chunked(self, planner: ChainPlanner) -> ChainPlanner | None:
         """Return the planner with the head in chunks; None where it cannot be."""
-        key = id(planner.chain), HeadMode.CHUNKED
-        if key not in self._grown:
+        if planner not in self._chunked:
             chain = with_chunked_head(planner.chain, self.simulator)
-            self._grown[key] = planner.chain, None if chain is None else ChainPlanner(chain)
-        return self._grown[key][1]
+            self._chunked[planner] = None if chain is None else ChainPlanner(chain)
+        return self._chunked[planner]
 
-    def gapped(self, planner: ChainPlanner, offload: Offload | None) -> Iterator[ChainPlanner]:
-        """Yield planners whose layers offload with gaps."""
-        key = id(planner.chain)
-        if key not in self._gapped:
+    def gapped(self, planner: ChainPlanner, offload: Offload | None) -> tuple[ChainPlanner, ...]:
+        """Return planners whose layers offload with gaps."""
+        if planner not in self._gapped:
             chains = with_gaps(planner.chain, self.simulator.device, offload)
-            self._gapped[key] = planner.chain, tuple(map(ChainPlanner, chains))
-        yield from self._gapped[key][1]
+            self._gapped[planner] = tuple(map(ChainPlanner, chains))
+        return self._gapped[planner]
 
-    def fixed(self, chain: Chain) -> tuple[Choice, ...]:
+    def fixed(self, planner: ChainPlanner) -> tuple[Choice, ...]:
         """Return the fixed policies as choices. See `fixed_choices` and `binomial_choices`."""
-        if id(chain) not in self._fixed:
-            self._fixed[id(chain)] = chain, tuple(sorted([*fixed_choices(chain), *binomial_choices(chain)], key=_order))
-        return self._fixed[id(chain)][1]
+        if planner not in self._fixed:
+            choices = [*fixed_choices(planner.chain), *binomial_choices(planner.chain)]
+            self._fixed[planner] = tuple(sorted(choices, key=_order))
+        return self._fixed[planner]
 
     def best_case(self, *, tiles: bool, head: bool) -> ChainPlanner:
         """Return the planner of the best that tiles and a chunked head could bring. See the function."""
@@ -224,16 +221,15 @@ class _Search:
         self._budget = budget_bytes
         self._allowed = allowed
         self._planners = [chains.base]
-        self._gapped = list[ChainPlanner]()
 
     def found(self, found: Planned | None = None) -> Planned | None:
         """Return the fastest plan that fits; None where the chains show none.
 
         Starts from `found`, the fastest one without tiles, with the plain head, where that is known.
         """
-        planner = self._planners[0]
+        base = self._planners[0]
         if found is None:
-            found = self._among_fixed(planner.chain, self._in(planner))
+            found = self._among_fixed(base, self._in(base))
         self._extend(found)
         further = sorted(self._planners[1:], key=self._promise)
         for planner in further:
@@ -241,9 +237,11 @@ class _Search:
                 found = self._faster(found, self._in(planner))
         for planner in further:
             # Its own choices may turn out a little too large.
-            found = self._among_fixed(planner.chain, found) if found is None else found
+            found = self._among_fixed(planner, found) if found is None else found
         # One of them: each takes simulations, and they are much alike.
-        gapped = min(self._gapped, key=self._promise, default=None)
+        ends = dict.fromkeys((base, self._planners[-1]))
+        gaps = [each for end in ends for each in self._chains.gapped(end, self._allowed.offload_option)]
+        gapped = min(gaps, key=self._promise, default=None)
         if gapped is not None and self._promise(gapped) < _seconds_of(found) * _WORTH:
             found = self._faster(found, self._in(gapped))
         return found
@@ -252,22 +250,19 @@ class _Search:
         """Return the plan with the smallest peak if that fits; None where it does not, or cannot by far."""
         self._extend_with_all()
         most = self._budget * (1 + _FAR)
-        if not any(map(partial(self._has_within, most), self._planners)):
+        if not any(_has_within(planner, most) or self._fixed_within(planner, most) for planner in self._planners):
             return None
         smallest = self.smallest()
         return smallest if smallest.memory.peak_bytes <= self._budget else None
 
-    def _has_within(self, most: float, planner: ChainPlanner) -> bool:
-        if planner.may_fit(most) and planner.smallest_peak().peak_bytes <= most:
-            return True
-        return any(choice.peak_bytes <= most for choice in self._chains.fixed(planner.chain))
+    def _fixed_within(self, planner: ChainPlanner, most: float) -> bool:
+        return any(choice.peak_bytes <= most for choice in self._chains.fixed(planner))
 
     def smallest(self) -> Planned:
         """Return the plan with the smallest peak of all that are allowed."""
         self._extend_with_all()
-        choices = [(planner.chain, planner.smallest_peak()) for planner in self._planners]
-        for chain, _ in choices.copy():
-            choices += [(chain, choice) for choice in self._chains.fixed(chain)]
+        choices = [(planner.chain, planner.smallest_peak) for planner in self._planners]
+        choices += [(planner.chain, choice) for planner in self._planners for choice in self._chains.fixed(planner)]
         choices.sort(key=lambda found: found[1].peak_bytes)
         # The chain may have taken one for a little smaller than it is.
         most = choices[0][1].peak_bytes * (1 + _WRONG_BY)
@@ -277,31 +272,28 @@ class _Search:
 
     def further(self, granted: Allowed) -> list[OptionChange]:
         """Return what could be chosen if the user allowed more, each option by itself and all together."""
-        base = min(self._planners, key=lambda planner: planner.smallest_peak().peak_bytes).chain
-        sent = offloaded(base, self._chains.simulator.device, self._allowed.offload_option or Offload())
-        if not self._may_fit(best_case(sent, tiles=True, head=True)):
+        base = min(self._planners, key=lambda planner: planner.smallest_peak.peak_bytes)
+        most = self._budget * (1 + _WRONG_BY)
+        sent = offloaded(base.chain, self._chains.simulator.device, self._allowed.offload_option or Offload())
+        if not _has_within(ChainPlanner(best_case(sent, tiles=True, head=True)), most):
             return []
-        grown: list[tuple[dict[str, object], Chain]] = []
+        grown: list[tuple[dict[str, object], ChainPlanner]] = []
         together, options = base, dict[str, object]()
-        for option, grow in self._forbidden(base, granted):
+        for option, grow in self._forbidden(base.chain, granted):
             by_itself = grow(base)
-            if by_itself is None or by_itself == base:
+            if by_itself.chain == base.chain:
                 continue
             grown.append((option, by_itself))
-            together = by_itself if together is base else grow(together) or together
+            together = by_itself if together is base else grow(together)
             options |= option
         if len(options) > 1:
             grown.append((options, together))
-        return [self._change(option, chain) for option, chain in grown if self._may_fit(chain)]
-
-    def _may_fit(self, chain: Chain) -> bool:
-        planner, most = ChainPlanner(chain), self._budget * (1 + _WRONG_BY)
-        return planner.may_fit(most) and planner.smallest_peak().peak_bytes <= most
+        return [self._change(option, planner) for option, planner in grown if _has_within(planner, most)]
 
     def _forbidden(
         self, chain: Chain, granted: Allowed
-    ) -> Iterator[tuple[dict[str, object], Callable[[Chain], Chain | None]]]:
-        """Yield options that the user did not allow, as the user would set them, with what adds them to a chain."""
+    ) -> Iterator[tuple[dict[str, object], Callable[[ChainPlanner], ChainPlanner]]]:
+        """Yield options that the user did not allow, as the user would set them, with what adds them to a planner."""
         if granted.exact is True and granted.can_be_faster:
             yield {"exact": PREFER}, partial(self._widened, allowed=granted.widest)
         # Where it is `exact` that forbids them, that is the option to change.
@@ -310,33 +302,30 @@ class _Search:
         if granted.head is False:
             yield {"head": "chunked"}, partial(self._widened, allowed=Allowed(tiles=False, head=True))
         if granted.offload is None:
-            offload = Offload(fraction=1.0)
-            yield {"offload": "cpu"}, partial(offloaded, device=self._chains.simulator.device, offload=offload)
+            yield {"offload": "cpu"}, self._with_offload
 
-    def _widened(self, chain: Chain, allowed: Allowed) -> Chain:
-        """Return a chain with the tiles and the head that are allowed."""
-        planner = ChainPlanner(chain)
+    def _widened(self, planner: ChainPlanner, allowed: Allowed) -> ChainPlanner:
+        """Return a planner with the tiles and the head that are allowed."""
         if allowed.tiles is not False:
             planner = self._chains.tiled(planner, replace(allowed, offload=self._allowed.offload))
-        chunked = self._chains.chunked(planner) if allowed.head else None
-        return (chunked or planner).chain
+        return (self._chains.chunked(planner) if allowed.head else None) or planner
 
-    def _change(self, options: dict[str, object], chain: Chain) -> OptionChange:
-        choice = ChainPlanner(chain).smallest_peak()
+    def _with_offload(self, planner: ChainPlanner) -> ChainPlanner:
+        return ChainPlanner(offloaded(planner.chain, self._chains.simulator.device, Offload(fraction=1.0)))
+
+    def _change(self, options: dict[str, object], planner: ChainPlanner) -> OptionChange:
+        chain, choice = planner.chain, planner.smallest_peak
         return OptionChange(options, lambda: self._chains.planned(chain, choice).memory.peak_bytes, choice.host_bytes)
 
     def _extend(self, found: Planned | None) -> None:
         """Simulate tiles and the chunked head where they might make a plan faster, or make one fit."""
-        base, allowed = self._planners[0], self._allowed
-        may_tile = allowed.tiles is not False
+        allowed, may_tile = self._allowed, self._allowed.tiles is not False
         tiles = may_tile and self._may_help(found, tiles=True, head=False)
         head = bool(allowed.head) and self._may_help(found, tiles=False, head=True)
         if not (tiles or head) and may_tile and allowed.head:
             # Each alone may be of no use where both are needed.
             tiles = head = self._may_help(found, tiles=True, head=True)
         self._add(tiles=tiles, head=head)
-        for planner in dict.fromkeys((base, self._planners[-1])):
-            self._gapped.extend(self._chains.gapped(planner, allowed.offload_option))
 
     def _extend_with_all(self) -> None:
         """Simulate tiles and the chunked head as far as they are allowed."""
@@ -364,13 +353,13 @@ class _Search:
         except BudgetError:
             return math.inf
 
-    def _among_fixed(self, chain: Chain, found: Planned | None) -> Planned | None:
+    def _among_fixed(self, planner: ChainPlanner, found: Planned | None) -> Planned | None:
         num_tries = 0
-        for choice in self._chains.fixed(chain):
+        for choice in self._chains.fixed(planner):
             # The chain may have taken one for a little too large.
             may_fit = choice.peak_bytes <= self._budget * (1 + _WRONG_BY)
             if may_fit and (found is None or choice.seconds < found.memory.time.total * _SAME_TIME):
-                found = self._faster(found, self._chains.planned(chain, choice))
+                found = self._faster(found, self._chains.planned(planner.chain, choice))
                 num_tries += 1
             if num_tries == _MAX_FIXED:
                 break
@@ -422,6 +411,11 @@ class _Search:
         if other is None or other.memory.peak_bytes > self._budget:
             return found
         return other if found is None or other.memory.time.total < found.memory.time.total else found
+
+
+def _has_within(planner: ChainPlanner, most: float) -> bool:
+    """Whether a planner has a choice within so many bytes."""
+    return planner.may_fit(most) and planner.smallest_peak.peak_bytes <= most
 
 
 def _seconds_of(found: Planned | None) -> float:

@@ -54,7 +54,7 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not all(map(has_values, tensors)):
         if function._schema.is_mutable:
             _note_overwritten(function, args, kwargs)
-        return (substitute(function) or function)(*args, **kwargs)
+        return SUBSTITUTES.get(function, function)(*args, **kwargs)
     with torch._C.DisableTorchFunction():
         key = look(function, args, kwargs, [])
     if key in _run_for_real:
@@ -66,22 +66,18 @@ def _fold(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         # It reads values, and these exist.
-        _note_run_for_real(key)
-        return _run_real(function, args, kwargs)
-    made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not made or not all(map(_is_small, made)):
-        return output
-    _note_run_for_real(key)
+        pass
+    else:
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not made or not all(map(_is_small, made)):
+            return output
+    if key is not None and len(_run_for_real) < MAX_ENTRIES:
+        _run_for_real.add(key)
     return _run_real(function, args, kwargs)
 
 
 _run_for_real = set[Hashable]()
 """What calls look like whose output is small, or that read values: they need not be tried on fake tensors first."""
-
-
-def _note_run_for_real(key: Hashable) -> None:
-    if key is not None and len(_run_for_real) < MAX_ENTRIES:
-        _run_for_real.add(key)
 
 
 _INDEXING = frozenset(
@@ -104,7 +100,7 @@ def _without_masks(indices: Any) -> list[Any]:
     return found
 
 
-_overwritten: dict[int, weakref.ref[Any]] = {}
+_overwritten = set[int]()
 """Storages that are real, and whose values are lost: something without values was written into them."""
 
 
@@ -123,11 +119,8 @@ def _note_overwritten(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
         for tensor in tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name)):
             if isinstance(tensor, Tensor) and has_values(tensor):
                 storage = tensor.untyped_storage()
-                _overwritten[storage._cdata] = weakref.ref(storage, partial(_forget, storage._cdata))
-
-
-def _forget(key: int, storage: object) -> None:
-    _overwritten.pop(key, None)
+                _overwritten.add(storage._cdata)
+                weakref.finalize(storage, _overwritten.discard, storage._cdata)
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -141,15 +134,6 @@ def _run_real(function: Any, args: Any, kwargs: Any) -> Any:
 
 _ROW_BYTES = 16
 """Rows of a grouped product begin at multiples of this."""
-
-
-def substitute(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return what to call instead of an operator on fake CPU tensors, or None where the operator itself runs.
-
-    The substitute takes the operator's arguments, and its output has the storages that the real CPU and CUDA kernels
-    make. Call it with the fake mode on. It makes its output in one operator of its own.
-    """
-    return _SUBSTITUTES.get(function)
 
 
 RAISED_BY_MODELS = (RuntimeError, ValueError, AssertionError, AttributeError, LookupError, TypeError)
@@ -256,7 +240,7 @@ def _waited_for(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten._grouped_mm.default: _grouped_mm,
         torch.ops.aten.native_batch_norm.default: partial(_dense, torch.ops.aten.native_batch_norm.default, 1),
@@ -271,3 +255,8 @@ _SUBSTITUTES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType
         torch.ops.c10d.allreduce_.default: _reduced,
     }
 )
+"""What to call instead of an operator on fake CPU tensors, with the fake mode on.
+
+A substitute takes the operator's arguments, and its output has the storages that the real CPU and CUDA kernels make. It
+makes its output in one operator of its own.
+"""

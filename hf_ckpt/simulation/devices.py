@@ -170,9 +170,8 @@ def this_device() -> Device:
     if not torch.cuda.is_available():
         return CPU
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = _in_table(properties.name)
     capability = (int(properties.major), int(properties.minor))
-    found = _from_properties(properties, capability) if known is None else known
+    found = _in_table(properties.name) or _from_properties(properties, capability)
     prefers_cudnn = _prefers_cudnn() if replace(found, capability=capability).tries_cudnn_first else None
     return replace(
         found,
@@ -248,35 +247,6 @@ def _from_properties(properties: Any, capability: tuple[int, int]) -> Device:
     )
 
 
-def _host_memory_bytes() -> int:
-    if sys.platform == "win32":
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cpu() -> Device:
-    # Two fused multiply-adds of eight float32 lanes in each clock of 2.5 GHz: a usual core of today. Stands in until it
-    # is measured; predictions for a CPU are about memory.
-    flops = 2 * 2 * 8 * 2.5e9 * (os.cpu_count() or 1)
-    return Device(
-        name="cpu",
-        title="this machine's CPU",
-        memory_bytes=_host_memory_bytes(),
-        matmul_flops={"bfloat16": flops, "float16": flops, "float32": flops},
-        memory_bandwidth=20e9,
-        host_link=20e9,
-        rank_link=0.0,
-        source="a usual core of 2.5 GHz with AVX2 and two channels of DDR4; measure it with hf-ckpt profile",
-        is_cuda=False,
-        matmul_efficiency=0.7,
-        bandwidth_efficiency=0.7,
-        kernel_seconds=0.0,
-        # benchmarks/results/host_time_cpu.json: forwards of `selective` compared with those of `full`,
-        # for each of 8 or 22 outputs of a layer.
-        selective_seconds=45e-6,
-    )
-
-
 def _card(
     name: str,
     title: str,
@@ -286,18 +256,18 @@ def _card(
     bandwidth_gb: float,
     host_link: float,
     capability: tuple[int, int],
+    num_multiprocessors: int,
     source: str,
     *,
     nvlink_gb: float = 0.0,
-    bfloat16_tflops: float | None = None,
 ) -> Device:
-    """Describe a CUDA card; `bfloat16_tflops` where its tensor cores have no bfloat16."""
     return Device(
         name=name,
         title=title,
         memory_bytes=int(memory_gib * GIB),
         matmul_flops={
-            "bfloat16": 1e12 * (tensor_tflops if bfloat16_tflops is None else bfloat16_tflops),
+            # T4 and V100 have no bfloat16 tensor cores: torch runs such products, at most, at the rate of float32.
+            "bfloat16": 1e12 * (tensor_tflops if capability >= (8, 0) else float32_tflops),
             "float16": 1e12 * tensor_tflops,
             "float32": 1e12 * float32_tflops,
         },
@@ -306,88 +276,68 @@ def _card(
         rank_link=1e9 * nvlink_gb or host_link,
         source=source,
         capability=capability,
-        num_multiprocessors=_MULTIPROCESSORS[name],
+        num_multiprocessors=num_multiprocessors,
     )
 
 
-# From the same sources as the rates.
-_COUNTS = """
-rtx3060 28 rtx3090 82 rtx4060ti16gb 34 rtx4070 46 rtx4070tisuper 66 rtx4080 76 rtx4080super 80 rtx4090 128 rtx5080 84
-rtx5090 170 a6000 84 rtx6000ada 142 t4 40 v100-16gb 80 v100-32gb 80 a10 72 a10g 80 l4 58 l40s 142 a100-40gb 108
-a100-80gb 108 h100-pcie 114 h100 132 h200 132 gh200 132 b200 148""".split()
-_MULTIPROCESSORS = dict(zip(_COUNTS[::2], map(int, _COUNTS[1::2]), strict=True))
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture white paper"
 _ADA = "NVIDIA Ada GPU Architecture white paper"
 _ADA_CORES = "GeForce specifications (cores, clock, memory); rate per core from the " + _ADA
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture white paper"
+_V100, _A100, _H100, _ADA_6000 = (f"NVIDIA {name} data sheet" for name in ("V100", "A100", "H100", "RTX 6000 Ada"))
+_GRACE = "NVIDIA GH200 Grace Hopper data sheet"
+_HGX = "NVIDIA HGX B200 and DGX B200 data sheets"
 
-CPU = _cpu()
+CPU = Device(
+    name="cpu",
+    title="this machine's CPU",
+    memory_bytes=0 if sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    # Two fused multiply-adds of eight float32 lanes in each clock of 2.5 GHz: a usual core of today. Stands in until it
+    # is measured; predictions for a CPU are about memory.
+    matmul_flops=dict.fromkeys(("bfloat16", "float16", "float32"), 2 * 2 * 8 * 2.5e9 * (os.cpu_count() or 1)),
+    memory_bandwidth=20e9,
+    host_link=20e9,
+    rank_link=0.0,
+    source="a usual core of 2.5 GHz with AVX2 and two channels of DDR4; measure it with hf-ckpt profile",
+    is_cuda=False,
+    matmul_efficiency=0.7,
+    bandwidth_efficiency=0.7,
+    kernel_seconds=0.0,
+    # benchmarks/results/host_time_cpu.json: forwards of `selective` compared with those of `full`,
+    # for each of 8 or 22 outputs of a layer.
+    selective_seconds=45e-6,
+)
 """This machine's CPU."""
 
-# T4 and V100 have no bfloat16 tensor cores: torch runs such products, at most, at the rate of float32.
+# Multiprocessors are from the same sources as the rates.
 _TABLE = (
-    _card("rtx3060", "GeForce RTX 3060", 11.6, 25.5, 12.7, 360, _PCIE_4_X16, (8, 6), _AMPERE + ", rate per core"),
-    _card("rtx3090", "GeForce RTX 3090", 23.6, 71, 35.6, 936, _PCIE_4_X16, (8, 6), _AMPERE, nvlink_gb=56.25),
-    _card("rtx4060ti16gb", "GeForce RTX 4060 Ti 16GB", 15.55, 44.1, 22.1, 288, _PCIE_4_X8, (8, 9), _ADA_CORES),
-    _card("rtx4070", "GeForce RTX 4070", 11.6, 58.3, 29.1, 504, _PCIE_4_X16, (8, 9), _ADA_CORES),
-    _card("rtx4070tisuper", "GeForce RTX 4070 Ti SUPER", 15.55, 88.2, 44.1, 672, _PCIE_4_X16, (8, 9), _ADA_CORES),
-    _card("rtx4080", "GeForce RTX 4080", 15.55, 97.5, 48.7, 716.8, _PCIE_4_X16, (8, 9), _ADA),
-    _card("rtx4080super", "GeForce RTX 4080 SUPER", 15.55, 104.4, 52.2, 736, _PCIE_4_X16, (8, 9), _ADA_CORES),
-    _card("rtx4090", "GeForce RTX 4090", 23.6, 165.2, 82.6, 1008, _PCIE_4_X16, (8, 9), _ADA),
-    _card("rtx5080", "GeForce RTX 5080", 15.45, 112.6, 56.3, 960, _PCIE_5_X16, (12, 0), _BLACKWELL),
-    _card("rtx5090", "GeForce RTX 5090", 31.3, 209.5, 104.8, 1792, _PCIE_5_X16, (12, 0), _BLACKWELL),
-    _card(
-        *("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, _PCIE_4_X16, (8, 6), _AMPERE),
-        nvlink_gb=56.25,
-    ),
-    _card("rtx6000ada", "RTX 6000 Ada", 47.4, 364.2, 91.1, 960, _PCIE_4_X16, (8, 9), "NVIDIA RTX 6000 Ada data sheet"),
-    _card(
-        *("t4", "T4", 14.5, 65, 8.1, 320, _PCIE_3_X16, (7, 5), "NVIDIA T4 data sheet"),
-        bfloat16_tflops=8.1,
-    ),
-    _card(
-        *("v100-16gb", "V100-SXM2-16GB", 15.7, 125, 15.7, 900, _PCIE_3_X16, (7, 0), "NVIDIA V100 data sheet"),
-        nvlink_gb=150,
-        bfloat16_tflops=15.7,
-    ),
-    _card(
-        *("v100-32gb", "V100-SXM2-32GB", 31.7, 125, 15.7, 900, _PCIE_3_X16, (7, 0), "NVIDIA V100 data sheet"),
-        nvlink_gb=150,
-        bfloat16_tflops=15.7,
-    ),
-    _card("a10", "A10", 22.0, 125, 31.2, 600, _PCIE_4_X16, (8, 6), "NVIDIA A10 data sheet"),
-    _card("a10g", "A10G", 22.0, 70, 31.5, 600, _PCIE_4_X16, (8, 6), "NVIDIA A10G data sheet"),
-    _card("l4", "L4", 22.0, 121, 30.3, 300, _PCIE_4_X16, (8, 9), "NVIDIA L4 data sheet"),
-    _card("l40s", "L40S", 44.4, 362, 91.6, 864, _PCIE_4_X16, (8, 9), "NVIDIA L40S data sheet"),
-    _card(
-        *("a100-40gb", "A100-SXM4-40GB", 39.4, 312, 19.5, 1555, _PCIE_4_X16, (8, 0), "NVIDIA A100 data sheet"),
-        nvlink_gb=300,
-    ),
-    _card(
-        *("a100-80gb", "A100-SXM4-80GB", 79.1, 312, 19.5, 2039, _PCIE_4_X16, (8, 0), "NVIDIA A100 data sheet"),
-        nvlink_gb=300,
-    ),
-    _card(
-        *("h100-pcie", "H100 PCIe", 79.1, 756, 51, 2000, _PCIE_5_X16, (9, 0), "NVIDIA H100 data sheet"),
-        nvlink_gb=300,
-    ),
-    _card(
-        *("h100", "H100 80GB HBM3", 79.1, 989, 67, 3350, _PCIE_5_X16, (9, 0), "NVIDIA H100 data sheet"),
-        nvlink_gb=450,
-    ),
-    _card(
-        *("h200", "H200", 139.7, 989, 67, 4800, _PCIE_5_X16, (9, 0), "NVIDIA H200 data sheet"),
-        nvlink_gb=450,
-    ),
+    _card("rtx3060", "GeForce RTX 3060", 11.6, 25.5, 12.7, 360, _PCIE_4_X16, (8, 6), 28, _AMPERE + ", rate per core"),
+    _card("rtx3090", "GeForce RTX 3090", 23.6, 71, 35.6, 936, _PCIE_4_X16, (8, 6), 82, _AMPERE, nvlink_gb=56.25),
+    _card("rtx4060ti16gb", "GeForce RTX 4060 Ti 16GB", 15.55, 44.1, 22.1, 288, _PCIE_4_X8, (8, 9), 34, _ADA_CORES),
+    _card("rtx4070", "GeForce RTX 4070", 11.6, 58.3, 29.1, 504, _PCIE_4_X16, (8, 9), 46, _ADA_CORES),
+    _card("rtx4070tisuper", "GeForce RTX 4070 Ti SUPER", 15.55, 88.2, 44.1, 672, _PCIE_4_X16, (8, 9), 66, _ADA_CORES),
+    _card("rtx4080", "GeForce RTX 4080", 15.55, 97.5, 48.7, 716.8, _PCIE_4_X16, (8, 9), 76, _ADA),
+    _card("rtx4080super", "GeForce RTX 4080 SUPER", 15.55, 104.4, 52.2, 736, _PCIE_4_X16, (8, 9), 80, _ADA_CORES),
+    _card("rtx4090", "GeForce RTX 4090", 23.6, 165.2, 82.6, 1008, _PCIE_4_X16, (8, 9), 128, _ADA),
+    _card("rtx5080", "GeForce RTX 5080", 15.45, 112.6, 56.3, 960, _PCIE_5_X16, (12, 0), 84, _BLACKWELL),
+    _card("rtx5090", "GeForce RTX 5090", 31.3, 209.5, 104.8, 1792, _PCIE_5_X16, (12, 0), 170, _BLACKWELL),
+    _card("a6000", "RTX A6000", 47.4, 154.8, 38.7, 768, _PCIE_4_X16, (8, 6), 84, _AMPERE, nvlink_gb=56.25),
+    _card("rtx6000ada", "RTX 6000 Ada", 47.4, 364.2, 91.1, 960, _PCIE_4_X16, (8, 9), 142, _ADA_6000),
+    _card("t4", "T4", 14.5, 65, 8.1, 320, _PCIE_3_X16, (7, 5), 40, "NVIDIA T4 data sheet"),
+    _card("v100-16gb", "V100-SXM2-16GB", 15.7, 125, 15.7, 900, _PCIE_3_X16, (7, 0), 80, _V100, nvlink_gb=150),
+    _card("v100-32gb", "V100-SXM2-32GB", 31.7, 125, 15.7, 900, _PCIE_3_X16, (7, 0), 80, _V100, nvlink_gb=150),
+    _card("a10", "A10", 22.0, 125, 31.2, 600, _PCIE_4_X16, (8, 6), 72, "NVIDIA A10 data sheet"),
+    _card("a10g", "A10G", 22.0, 70, 31.5, 600, _PCIE_4_X16, (8, 6), 80, "NVIDIA A10G data sheet"),
+    _card("l4", "L4", 22.0, 121, 30.3, 300, _PCIE_4_X16, (8, 9), 58, "NVIDIA L4 data sheet"),
+    _card("l40s", "L40S", 44.4, 362, 91.6, 864, _PCIE_4_X16, (8, 9), 142, "NVIDIA L40S data sheet"),
+    _card("a100-40gb", "A100-SXM4-40GB", 39.4, 312, 19.5, 1555, _PCIE_4_X16, (8, 0), 108, _A100, nvlink_gb=300),
+    _card("a100-80gb", "A100-SXM4-80GB", 79.1, 312, 19.5, 2039, _PCIE_4_X16, (8, 0), 108, _A100, nvlink_gb=300),
+    _card("h100-pcie", "H100 PCIe", 79.1, 756, 51, 2000, _PCIE_5_X16, (9, 0), 114, _H100, nvlink_gb=300),
+    _card("h100", "H100 80GB HBM3", 79.1, 989, 67, 3350, _PCIE_5_X16, (9, 0), 132, _H100, nvlink_gb=450),
+    _card("h200", "H200", 139.7, 989, 67, 4800, _PCIE_5_X16, (9, 0), 132, "NVIDIA H200 data sheet", nvlink_gb=450),
     # Its host link is NVLink-C2C to the Grace processor.
-    _card(
-        *("gh200", "GH200 96GB HBM3", 94.4, 989, 67, 4000, 450e9, (9, 0), "NVIDIA GH200 Grace Hopper data sheet"),
-        nvlink_gb=450,
-    ),
-    _card(
-        *("b200", "B200", 178.3, 2250, 75, 8000, _PCIE_5_X16, (10, 0), "NVIDIA HGX B200 and DGX B200 data sheets"),
-        nvlink_gb=900,
-    ),
+    _card("gh200", "GH200 96GB HBM3", 94.4, 989, 67, 4000, 450e9, (9, 0), 132, _GRACE, nvlink_gb=450),
+    _card("b200", "B200", 178.3, 2250, 75, 8000, _PCIE_5_X16, (10, 0), 148, _HGX, nvlink_gb=900),
 )
 
 # --- Measured devices. ---

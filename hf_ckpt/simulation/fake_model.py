@@ -10,7 +10,7 @@ import copy
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -103,7 +103,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for module in copied.modules():
         _move_scales_to_weight(module)
         _take_autocast_off(module)
-        _switch_checkpointing_off(module)
+        # A wrapper shows the attributes of what it wraps.
+        if vars(module).get(FLAG):
+            setattr(module, FLAG, False)
     # Mixed precision is the step's: it is simulated for a CUDA device too where there is none.
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
     return bare
@@ -119,12 +121,6 @@ def _take_autocast_off(module: nn.Module) -> None:
         module.forward = original
 
 
-def _switch_checkpointing_off(module: nn.Module) -> None:
-    # A wrapper shows the attributes of what it wraps.
-    if vars(module).get(FLAG):
-        setattr(module, FLAG, False)
-
-
 def _deep_copy(
     model: nn.Module,
     empty: Callable[[Tensor], Tensor],
@@ -135,8 +131,9 @@ def _deep_copy(
     """Copy a model, with the outputs of `empty` in the place of its tensors; return the memo of the copy as well."""
     modules = list(modules_of(model, without=stand_ins))
     memo: dict[int, Any] = {id(original): object.__new__(type(original)) for original in stand_ins}
-    for tensor in _tensors_of(modules):
-        if id(tensor) not in memo:
+    held = (each for module in modules for each in (*module._parameters.values(), *quantized.constants_of(module)))
+    for tensor in held:
+        if tensor is not None and id(tensor) not in memo:
             made = shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
             memo[id(tensor)] = _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
     with EmptyCopies(empty):
@@ -188,12 +185,6 @@ def _fill_stand_in(made: nn.Module, original: nn.Module, like: nn.Module) -> Non
     held = {name: value for kind in _HELD for name, value in vars(like)[kind].items()}
     own = {name: value for name, value in vars(original).items() if isinstance(value, bool | int | float | str)}
     vars(made).update({**vars(like), **hooks, **held, **own})
-
-
-def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from (value for value in module._parameters.values() if value is not None)
-        yield from quantized.constants_of(module)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

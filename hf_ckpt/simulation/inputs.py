@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import le
 from typing import Any
 
 import torch
@@ -92,9 +93,8 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(map(prod, tensor.tolist()), reverse=True))
 
 
-def _is_within(small: Iterable[int], large: tuple[int, ...]) -> bool:
-    numbers = tuple(small)
-    return len(numbers) <= len(large) and all(one <= other for one, other in zip(numbers, large, strict=False))
+def _is_within(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    return len(small) <= len(large) and all(map(le, small, large))
 
 
 Settings = tuple[tuple[str, Hashable], ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,9 +25,6 @@ from hf_ckpt.simulation.tracker import is_without_memory
 
 Formula = Callable[[Any, Any, Any], int]
 """FLOPs of an operator's arguments, named arguments and output."""
-
-Traffic = Callable[[Any, Any, Any, Any], int]
-"""Bytes of an operator: of its kind, arguments, named arguments and output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +54,9 @@ FREE = OperatorCost(0, 0)
 def operator_cost(function: Any, args: Any, kwargs: Any, output: Any) -> OperatorCost:
     """Return what a dispatched overload, such as `aten.mm.default`, costs with these arguments and output."""
     kind = _kind(function)
-    if kind.traffic is None or any(map(is_without_memory, _tensors((output,)))):
+    if kind.is_free or any(map(is_without_memory, _tensors((output,)))):
         return FREE
-    num_bytes = kind.traffic(kind, args, kwargs, output)
+    num_bytes = _traffic(kind, args, kwargs, output)
     if kind.formula is None:
         return OperatorCost(0, num_bytes)
     num_flops = kind.formula(args, kwargs, output)
@@ -161,6 +158,8 @@ def _rate(dtype: str, device: Device) -> float:
 class _OperatorKind:
     """What the schema of an overload says, found once."""
 
+    is_free: bool = True
+    """Whether it moves no bytes."""
     formula: Formula | None = None
     """FLOPs of its arguments and output."""
     causal: int = -1
@@ -175,8 +174,8 @@ class _OperatorKind:
     """Whether it writes them without reading them."""
     returns_new: bool = True
     """Whether what it returns is new memory."""
-    traffic: Traffic | None = None
-    """Counts its bytes; None where it moves none."""
+    partly: tuple[int, int] | None = None
+    """Where it reads and writes a part only: see `_PARTLY`."""
     is_batched: bool = False
     """Whether its first dimension counts products, and its last two are those of each."""
     is_product: bool = False
@@ -201,14 +200,16 @@ _FREE_NAMESPACES = frozenset({"prim", "profiler", "inductor"})
 _OVERWRITING = frozenset(
     """copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_copy_ _foreach_zero_""".split()
 )
-# They read as many rows of their first argument as they return, not all of it.
-_READ_AS_MUCH_AS_RETURNED = frozenset(
-    "embedding index index_select gather slice_copy select_copy nll_loss_forward".split()
-)
-# They read only the shape of their arguments.
-_ONLY_WRITE = frozenset("nll_loss_backward new_zeros new_ones new_full".split())
-# They read and write as many rows of their first argument as they are given.
-_WRITE_AS_MUCH_AS_GIVEN = frozenset("index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ index_copy_".split())
+_ONLY_MADE = (0, 1)
+_PARTLY = {
+    # They read as many rows of their first argument as they return, not all of it.
+    **dict.fromkeys("embedding index index_select gather slice_copy select_copy nll_loss_forward".split(), (1, 2)),
+    # They read only the shape of their arguments.
+    **dict.fromkeys("nll_loss_backward new_zeros new_ones new_full".split(), _ONLY_MADE),
+    # Indices and values are read, and as many rows of the first argument are read and written.
+    **dict.fromkeys("index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ index_copy_".split(), (3, 0)),
+}
+"""How often as many bytes are read or written as the arguments but the first have, and as the output has."""
 
 
 @lru_cache(maxsize=4096)
@@ -230,14 +231,8 @@ def _kind(function: Any) -> _OperatorKind:
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
     )
     is_attention = name.startswith(("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_"))
-    traffic: Traffic = _all_bytes
-    if name in _READ_AS_MUCH_AS_RETURNED:
-        traffic = _returned_bytes
-    elif name in _WRITE_AS_MUCH_AS_GIVEN:
-        traffic = _given_bytes
-    elif name in _ONLY_WRITE or name.endswith("_like"):
-        traffic = _made_bytes
     return _OperatorKind(
+        is_free=False,
         formula=_formula(schema.name, function),
         causal=names.index("is_causal") if "is_causal" in names else -1,
         is_attention=is_attention,
@@ -245,7 +240,7 @@ def _kind(function: Any) -> _OperatorKind:
         written=written,
         overwritten=name in _OVERWRITING or name.endswith("out") or "out" in schema.overload_name.split("_"),
         returns_new=not aliases,
-        traffic=traffic,
+        partly=_PARTLY.get(name, _ONLY_MADE if name.endswith("_like") else None),
         is_batched="bmm" in name,
         is_product=not is_attention and "conv" not in name,
     )
@@ -258,34 +253,22 @@ def _argument(index: int, name: str, args: Any, kwargs: Any) -> Any:
 # --- Bytes. ---
 
 
-def _all_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
-    """Every tensor given is read once, every tensor made or changed is written once."""
-    num_bytes = sum(map(_num_bytes, _tensors(args))) + sum(map(_num_bytes, _tensors(kwargs.values())))
+def _traffic(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the bytes that are moved: all that is given is read once, all that is made or changed is written once."""
+    if kind.partly is not None:
+        per_given, per_made = kind.partly
+        return per_given * _num_bytes(args[1:]) + per_made * _num_bytes((output,))
+    num_bytes = _num_bytes(args) + _num_bytes(kwargs.values())
     if kind.returns_new:
-        num_bytes += sum(map(_num_bytes, _tensors((output,))))
+        num_bytes += _num_bytes((output,))
     if not kind.overwritten:
-        changed = (_argument(index, name, args, kwargs) for index, name in kind.written)
-        num_bytes += sum(map(_num_bytes, _tensors(changed)))
+        num_bytes += _num_bytes(_argument(index, name, args, kwargs) for index, name in kind.written)
     return num_bytes
 
 
-def _returned_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
-    indices = sum(map(_num_bytes, _tensors(args[1:])))
-    return indices + 2 * sum(map(_num_bytes, _tensors((output,))))
-
-
-def _given_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
-    # Indices and values are read, and as many rows of the first argument are read and written.
-    return 3 * sum(map(_num_bytes, _tensors(args[1:])))
-
-
-def _made_bytes(kind: _OperatorKind, args: Any, kwargs: Any, output: Any) -> int:
-    return sum(map(_num_bytes, _tensors((output,))))
-
-
-def _num_bytes(tensor: Tensor) -> int:
+def _num_bytes(values: Iterable[Any]) -> int:
     # An expanded tensor has more elements than memory.
-    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+    return sum(min(each.numel() * each.itemsize, each.untyped_storage().nbytes()) for each in _tensors(values))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -304,11 +287,7 @@ def _formula(name: str, function: Any) -> Formula | None:
     if own is not None:
         return own
     counted = flop_registry.get(getattr(function, "overloadpacket", None))
-    return None if counted is None else partial(_as_torch_counts, counted)
-
-
-def _as_torch_counts(counted: Callable[..., int], args: Any, kwargs: Any, output: Any) -> int:
-    return int(counted(*args, **kwargs, out_val=output))
+    return None if counted is None else lambda args, kwargs, output: int(counted(*args, **kwargs, out_val=output))
 
 
 def _mm(args: Any, kwargs: Any, output: Any) -> int:
@@ -321,10 +300,6 @@ def _addmm(args: Any, kwargs: Any, output: Any) -> int:
 
 def _mv(args: Any, kwargs: Any, output: Any) -> int:
     return 2 * int(args[0].numel())
-
-
-def _addmv(args: Any, kwargs: Any, output: Any) -> int:
-    return 2 * int(args[1].numel())
 
 
 def _linear(args: Any, kwargs: Any, output: Any) -> int:
@@ -369,7 +344,7 @@ _FORMULAS: dict[str, Formula] = {
     "aten::bmm": _mm,
     "aten::baddbmm": _addmm,
     "aten::mv": _mv,
-    "aten::addmv": _addmv,
+    "aten::addmv": lambda args, kwargs, output: _mv(args[1:], kwargs, output),
     "aten::dot": _mv,
     "aten::linear": _linear,
     "aten::_grouped_mm": _grouped_mm,

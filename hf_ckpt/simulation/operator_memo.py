@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -80,31 +80,15 @@ def fake_parameter(made: FakeTensor, *, requires_grad: bool = True) -> nn.Parame
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """An output that is an argument itself, as that of an operator in place."""
-
-    index: int
-
-    def make(self, args: Any, mode: FakeTensorMode) -> Any:
-        return args[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """An output that is no tensor."""
-
-    value: Any
-
-    def make(self, args: Any, mode: FakeTensorMode) -> Any:
-        return self.value
+_Make = Callable[[Any, FakeTensorMode], Any]
+"""Makes an output, from an operator's arguments and the mode of its tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
     """What an operator returns. There is one such object for all calls that look the same."""
 
-    outputs: tuple[_Made | _Given | _Value, ...]
+    outputs: tuple[_Make, ...]
     container: type | None
     """`tuple` or `list` of several; None of a single one."""
     has_one_cost: bool
@@ -112,8 +96,8 @@ class Outputs:
 
     def make(self, args: Any, mode: FakeTensorMode) -> Any:
         if self.container is None:
-            return self.outputs[0].make(args, mode)
-        return self.container(output.make(args, mode) for output in self.outputs)
+            return self.outputs[0](args, mode)
+        return self.container(make(args, mode) for make in self.outputs)
 
 
 _known: dict[Hashable, Outputs] = {}
@@ -140,7 +124,8 @@ def run_once(
     with torch._C.DisableTorchFunction():
         key = look(function, args, kwargs, tensors)
         mode = _mode_of(tensors)
-        if _is_mixed(tensors) and (not _makes_new(function) or _reads_values(function)):
+        is_mixed = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
+        if is_mixed and (not _makes_new(function) or _reads_values(function)):
             key = None
         known = None if key is None else _known.get(key)
         if known is not None and mode is not None:
@@ -176,10 +161,6 @@ def _mode_of(tensors: list[Tensor]) -> FakeTensorMode | None:
         entered: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         return entered
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
-
-
-def _is_mixed(tensors: list[Tensor]) -> bool:
-    return any(not isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 @cache
@@ -227,34 +208,28 @@ def _outputs(output: Any, args: Any, tensors: list[Tensor]) -> Outputs:
     return Outputs(found, type(output) if several else None, has_one_cost)
 
 
-def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Made | _Given | _Value:
+def _output(output: Any, args: Any, held: set[int], made: set[int]) -> _Make:
     if not isinstance(output, Tensor):
         if type(output) not in _PLAIN:
             raise _NotKnownError
-        return _Value(output)
+        return lambda args, mode: output
     for index, arg in enumerate(args):
         if arg is output:
-            return _Given(index)
+            # It works in place.
+            return lambda args, mode: args[index]
     if not isinstance(output, FakeTensor):
         raise _NotKnownError
     _look(output, [])
     storage = output.untyped_storage()
-    base = next(_bases(args, storage._cdata), None)
+    with_storage = (each for each in enumerate(args) if isinstance(each[1], FakeTensor))
+    base = next((index for index, arg in with_storage if arg.untyped_storage()._cdata == storage._cdata), None)
     if base is None:
         whole = -(-storage.nbytes() // output.itemsize)
         if storage._cdata in held | made or output.storage_offset() or whole != _extent(output):
             raise _NotKnownError
         made.add(storage._cdata)
-    return _Made(
-        tuple(output.shape), output.stride(), int(output.storage_offset()), output.dtype, output.fake_device, base
-    )
-
-
-def _bases(args: Any, storage: int) -> Iterator[int]:
-    """Yield the indices of the arguments that have a storage."""
-    for index, arg in enumerate(args):
-        if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage:
-            yield index
+    offset, device = int(output.storage_offset()), output.fake_device
+    return _Made(tuple(output.shape), output.stride(), offset, output.dtype, device, base).make
 
 
 def _extent(tensor: Tensor) -> int:

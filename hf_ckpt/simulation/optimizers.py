@@ -35,7 +35,6 @@ _OF_BITSANDBYTES = (
 SUPPORTED = _OF_TORCH + _OF_BITSANDBYTES
 """The optimizers that can be simulated, in the words of `TrainingArguments.optim`."""
 
-_CHOOSES_FOREACH = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 _MAKE_STATE_BY_LOOKS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 _NUMEL_PAGED = 1e5
 """bitsandbytes pages the state of parameters with at least so many elements."""
@@ -57,16 +56,19 @@ def make_optimizer(
     """
     if step.given_optimizer is not None:
         _check_shards(step.given_optimizer.kind, step)
-        return _make_given(model, step.given_optimizer, is_cuda, fake_of)
-    optimizer_class, kwargs = _class_and_kwargs(model, step)
-    _check_shards(optimizer_class, step)
-    groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
-    if step.optim in _OF_BITSANDBYTES:
-        return _make_bitsandbytes(trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
-    if is_cuda and optimizer_class in _CHOOSES_FOREACH and not kwargs.get("fused"):
-        # torch reads the device of the parameters, and these are fake CPU tensors.
-        kwargs["foreach"] = True
-    return cast(torch.optim.Optimizer, optimizer_class(groups, **kwargs))
+        optimizer = _make_given(model, step.given_optimizer, fake_of)
+    else:
+        optimizer_class, kwargs = _class_and_kwargs(model, step)
+        _check_shards(optimizer_class, step)
+        groups = _groups(model, step.optim_arguments.get("weight_decay", 0.0), fake_of)
+        if step.optim in _OF_BITSANDBYTES:
+            return _make_bitsandbytes(trained_embeddings(model, fake_of), optimizer_class, groups, kwargs, is_cuda)
+        optimizer = optimizer_class(groups, **kwargs)
+    for group in optimizer.param_groups if is_cuda else ():
+        # Where it is None, torch reads the device of the parameters, and these are fake CPU tensors.
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    return optimizer
 
 
 def _check_shards(kind: type, step: Step) -> None:
@@ -79,26 +81,22 @@ def _check_shards(kind: type, step: Step) -> None:
         )
 
 
-def _make_given(model: nn.Module, given: GivenOptimizer, is_cuda: bool, fake_of: FakeOf) -> torch.optim.Optimizer:
+def _make_given(model: nn.Module, given: GivenOptimizer, fake_of: FakeOf) -> torch.optim.Optimizer:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if given.copied is not None:
-        return _copy_given(model, given, given.copied, is_cuda, fake_of)
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups = []
-    for names, options in given.groups:
-        # torch reads the device of the parameters, and these are fake CPU tensors.
-        on_cuda = {"foreach": True} if is_cuda and _chooses_foreach(options) else {}
-        groups.append(
-            {**options, **on_cuda, "params": [fake_of(trainable[name]) for name in names if name in trainable]}
-        )
+        return _copy_given(trained, given, given.copied, fake_of)
+    groups = [
+        {**options, "params": [fake_of(trained[name]) for name in names if name in trained]}
+        for names, options in given.groups
+    ]
     make: Any = given.kind
     return cast(torch.optim.Optimizer, make(groups))
 
 
 def _copy_given(
-    model: nn.Module, given: GivenOptimizer, made: torch.optim.Optimizer, is_cuda: bool, fake_of: FakeOf
+    trained: Mapping[str, nn.Parameter], given: GivenOptimizer, made: torch.optim.Optimizer, fake_of: FakeOf
 ) -> torch.optim.Optimizer:
     """Return a copy of an optimizer of any class, whose parameters and state are fake; numbers keep their values."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = [name for group, _ in given.groups for name in group]
     parameters = [parameter for group in made.param_groups for parameter in group["params"]]
     fakes = {id(each): fake_of(trained[name]) for name, each in zip(names, parameters, strict=True) if name in trained}
@@ -109,8 +107,6 @@ def _copy_given(
         vars(copied).update(copy.deepcopy(found, {**fakes, id(made): copied}))
     for group in copied.param_groups:
         group["params"] = [each for each in group["params"] if isinstance(each, FakeTensor)]
-        if is_cuda and _chooses_foreach(group):
-            group["foreach"] = True
     # As the Trainer does with those that have two modes (schedule-free ones).
     getattr(copied, "train", lambda: None)()
     return copied
@@ -124,10 +120,6 @@ def _fake_state(tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor.detach().clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-
-def _chooses_foreach(options: dict[str, Any]) -> bool:
-    return "foreach" in options and options["foreach"] is None and not options.get("fused")
 
 
 def host_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -162,11 +154,8 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each, seen)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors_in(each, seen)
     elif not isinstance(value, type | nn.Module | torch.optim.Optimizer):
         yield from _tensors_in(getattr(value, "__dict__", None), seen)

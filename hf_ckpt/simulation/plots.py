@@ -87,7 +87,7 @@ def draw_steps(steps: Mapping[str, StepMemory], path: Path, *, title: str, limit
         row[0].set_ylabel(f"memory ({unit.name})")
     _legend(figure, {category for step in steps.values() for category in step.timeline.bytes_by_category})
     for step, panel in zip(steps.values(), axes.flat, strict=False):
-        _name_areas(figure, panel, step, unit, _draw_limit(panel, limit_bytes, unit))
+        _name_areas(panel, step, unit, _draw_limit(panel, limit_bytes, unit))
     _save(figure, path)
 
 
@@ -120,7 +120,7 @@ def draw_frontier(
     corners = [(after, peak) for (_, peak), (after, _) in pairwise(chosen)]
     stairs = sorted((*chosen, *corners), key=lambda point: (point[0], -point[1]))
     ends = [] if limit_bytes is None or not limit else [(x, limit_bytes / unit.size) for x in panel.get_xlim()]
-    _label(figure, panel, labels, [stairs, ends], limit)
+    _label(panel, labels, [stairs, ends], limit)
     _save(figure, path)
 
 
@@ -162,21 +162,15 @@ def draw_checkpoints(pairs: Sequence[tuple[Curve, Curve]], path: Path, *, title:
     for panel, (simulated, formula) in zip(axes, pairs, strict=True):
         marks = [[(number, peak / unit.size)] for number, peak in simulated.points]
         line = [(number, peak / unit.size) for number, peak in sorted(formula.points)]
-        best = [(optimum, y) for y in panel.get_ylim()]
-        _label(figure, panel, _labels_of_pair(panel, marks, line, formula.label, optimum), [*marks, line, best])
+        low, high = panel.get_ylim()
+        labels = [
+            (f"sqrt(L) = {optimum:.3g}", optimum, high - 0.05 * (high - low)),
+            # The first points are where the curves are far from everything else.
+            ("simulated", *min(mark[0] for mark in marks)),
+            (formula.label, *line[1]),
+        ]
+        _label(panel, labels, [*marks, line, [(optimum, low), (optimum, high)]])
     _save(figure, path)
-
-
-def _labels_of_pair(
-    panel: Axes, marks: Sequence[Line], line: Line, formula: str, optimum: float
-) -> Iterator[tuple[str, float, float]]:
-    low, high = panel.get_ylim()
-    yield f"sqrt(L) = {optimum:.3g}", optimum, high - 0.05 * (high - low)
-    # The first points are where the curves are far from everything else.
-    number, peak = min(mark[0] for mark in marks)
-    yield "simulated", number, peak
-    number, peak = line[1]
-    yield formula, number, peak
 
 
 # --- One panel of a step. ---
@@ -204,10 +198,9 @@ def _areas(step: StepMemory, unit: _Unit) -> tuple[list[float], list[tuple[Categ
     return [_x_of(step.timeline, index) for index in moments], areas
 
 
-def _name_areas(figure: Figure, panel: Axes, step: StepMemory, unit: _Unit, taken: Sequence[Any]) -> None:
+def _name_areas(panel: Axes, step: StepMemory, unit: _Unit, taken: Sequence[Any]) -> None:
     """Write the name of a category into its area, where the area is large enough and nothing else is written."""
-    figure.canvas.draw()
-    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
+    renderer = _laid_out(panel)
     x, areas = _areas(step, unit)
     for category, below, above in areas:
         colour = "white" if category in _DARK else "black"
@@ -261,19 +254,14 @@ def _farthest(
     panel: Axes, points: Sequence[tuple[float, float]], marks: Sequence[tuple[str, float, float]]
 ) -> tuple[float, float]:
     """Return the point of a curve that is farthest from all marks, in the picture."""
-    others = [panel.transData.transform((x, y)) for _, x, y in marks]
-
-    def distance(point: tuple[float, float]) -> float:
-        here = panel.transData.transform(point)
-        return min((math.dist(here, other) for other in others), default=0.0)
-
-    return max(points, key=distance)
+    shown = panel.transData.transform
+    others = [shown((x, y)) for _, x, y in marks]
+    return max(points, key=lambda point: min((math.dist(shown(point), other) for other in others), default=0.0))
 
 
 def _label(
-    figure: Figure,
     panel: Axes,
-    given: Iterable[tuple[str, float, float]],
+    labels: Sequence[tuple[str, float, float]],
     lines: Iterable[Line],
     written: Sequence[Any] = (),
 ) -> None:
@@ -281,12 +269,11 @@ def _label(
 
     `written`: the boxes of what is written already.
     """
-    figure.canvas.draw()
-    labels = list(given)
+    renderer = _laid_out(panel)
     taken: list[Any] = [*written, *(_around(panel, x, y) for _, x, y in labels)]
     taken += [_around(panel, x, y, 2) for line in lines for x, y in _along(panel, line)]
     for text, x, y in labels:
-        _place(figure, panel, text, (x, y), taken)
+        _place(renderer, panel, text, (x, y), taken)
 
 
 def _along(panel: Axes, line: Line) -> Iterator[tuple[float, float]]:
@@ -301,8 +288,7 @@ def _along(panel: Axes, line: Line) -> Iterator[tuple[float, float]]:
             yield from panel.transData.inverted().transform(between)
 
 
-def _place(figure: Figure, panel: Axes, text: str, point: tuple[float, float], taken: list[Any]) -> None:
-    renderer: Any = figure.canvas.get_renderer()  # type: ignore[attr-defined]  # of the Agg canvas
+def _place(renderer: Any, panel: Axes, text: str, point: tuple[float, float], taken: list[Any]) -> None:
     frame = panel.get_window_extent(renderer)
     from matplotlib.text import Text
 
@@ -357,6 +343,13 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
     return figure
 
 
+def _laid_out(panel: Axes) -> Any:
+    """Lay a panel's figure out, and return the renderer that its texts are measured with."""
+    canvas: Any = panel.figure.canvas
+    canvas.draw()
+    return canvas.get_renderer()
+
+
 def _draw_limit(panel: Axes, limit_bytes: int | None, unit: _Unit, *, at_left: bool = False) -> list[Any]:
     """Draw what the device has, where that lies in the picture; return the boxes of what is written."""
     low, high = panel.get_ylim()
@@ -372,9 +365,7 @@ def _draw_limit(panel: Axes, limit_bytes: int | None, unit: _Unit, *, at_left: b
         ha="left" if at_left else "right",
         fontsize=_FONT - 2,
     )
-    figure = panel.figure
-    figure.canvas.draw()
-    return [label.get_window_extent()]
+    return [label.get_window_extent(_laid_out(panel))]
 
 
 def _pad(panel: Axes, *, begins_at_zero: bool = True) -> None:

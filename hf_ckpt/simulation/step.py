@@ -269,7 +269,7 @@ def _run_backward(loss: Tensor) -> None:
 def prepare_loss(model: nn.Module, step: Step, others: Mapping[str, nn.Module], *, is_cuda: bool) -> Callable[..., Any]:
     """Return what computes the loss of a micro-batch: the model's own forward, or the step's own loss."""
     if step.loss is None:
-        return partial(_loss, partial(prepare_forward(model, step), **dict(step.settings)))
+        return partial(_loss, partial(_under_autocast(model, step.autocast), **dict(step.settings)))
     loss = step.loss.bound_to(model, others, is_cuda=is_cuda)
     for each in (model, *others.values()):
         if step.autocast is not None:
@@ -291,12 +291,10 @@ def _loss(forward: _Forward, inputs: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def prepare_forward(model: nn.Module, step: Step) -> _Forward:
-    """Return the forward as accelerate prepares it: under autocast, with outputs in float32."""
-    return model if step.autocast is None else _under_autocast(model, step.autocast)
-
-
-def _under_autocast(function: _Forward, dtype: str) -> _Forward:
+def _under_autocast(function: _Forward, dtype: str | None) -> _Forward:
+    """Return a forward as accelerate prepares it: under autocast, with outputs in float32."""
+    if dtype is None:
+        return function
     autocast = torch.autocast("cpu", getattr(torch, dtype))
     forward: _Forward = convert_outputs_to_fp32(autocast(function))
     return forward
@@ -314,7 +312,7 @@ def run_evaluation_batch(
             loss_of = prepare_loss(model, step, others, is_cuda=is_cuda)
             found = loss_of({**inputs}, return_outputs=step.loss.keeps_predictions)
             return found[1]["logits"].nbytes if step.loss.keeps_predictions else 0
-        output = prepare_forward(model, step)(**inputs, **dict(step.settings))
+        output = _under_autocast(model, step.autocast)(**inputs, **dict(step.settings))
     ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ("past_key_values",))
     named = output if isinstance(output, Mapping) else {str(place): each for place, each in enumerate(output[1:])}
     kept = tree_leaves([value for name, value in named.items() if name not in ("loss", *ignored)])

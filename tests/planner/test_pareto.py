@@ -126,11 +126,11 @@ def test_peak_below_that_of_the_optimizer_is_of_no_use() -> None:
     chain = replace(decoder(8), fixed_peak_bytes=12 * 2**30)
     planner = ChainPlanner(chain)
     assert planner.peaks[0] == 12 * 2**30
-    smallest = planner.smallest_peak()
-    assert (smallest.moment, smallest.position, smallest.where()) == (Moment.FIXED, None, "optimizer")
+    smallest = planner.smallest_peak
+    assert (smallest.moment, smallest.layer_idx, smallest.where()) == (Moment.FIXED, None, "optimizer")
     assert (
         predict(chain, smallest.entries).seconds
-        < ChainPlanner(replace(chain, fixed_peak_bytes=0)).smallest_peak().seconds
+        < ChainPlanner(replace(chain, fixed_peak_bytes=0)).smallest_peak.seconds
     )
 
 
@@ -235,8 +235,8 @@ def test_with_casts_choices_fit_and_are_hardly_ever_slower_than_the_best(spread:
             num_asked += 1
             # Sums of equal times differ in their last bit.
             num_slower += best.seconds > fastest + 1e-12
-        assert planner.smallest_peak().peak_bytes == min(choice.peak_bytes for choice in found)
-        assert planner.peaks[0] == planner.smallest_peak().peak_bytes
+        assert planner.smallest_peak.peak_bytes == min(choice.peak_bytes for choice in found)
+        assert planner.peaks[0] == planner.smallest_peak.peak_bytes
         assert planner.choose(planner.peaks[0]).peak_bytes == planner.peaks[0]
         seconds = [point.seconds for point in planner.frontier(8)]
         assert seconds == sorted(set(seconds), reverse=True)

@@ -172,7 +172,7 @@ def test_nested_segments_of_sqrt_layers_need_twice_the_root_in_layer_inputs(num_
     assert choice.peak_bytes == units == 2 * size
     assert choice.seconds == 3 * num_layers - size
     # Segments that get shorter towards the end do better than equal ones.
-    assert num_layers > 256 or ChainPlanner(chain).smallest_peak().peak_bytes < units
+    assert num_layers > 256 or ChainPlanner(chain).smallest_peak.peak_bytes < units
 
 
 def test_place_of_the_peak_is_named() -> None:
@@ -183,7 +183,7 @@ def test_place_of_the_peak_is_named() -> None:
     hungry = replace(layer, costs={**layer.costs, NONE: replace(layer.costs[NONE], forward_bytes=2**40)})
     chain = replace(chain, layers=(*chain.layers[:2], hungry, chain.layers[3]))
     choice = predict(chain, uniform(chain, Mode.NONE))
-    assert (choice.where(), choice.position, choice.layer_idx) == ("forward of layer 2", 2, 2)
+    assert (choice.where(), choice.layer_idx) == ("forward of layer 2", 2)
 
 
 def test_gradients_of_later_layers_count_in_backward_and_all_of_them_from_the_second_micro_batch_on() -> None:
@@ -204,8 +204,7 @@ def test_needs_of_all_segments_at_a_time_are_those_of_each() -> None:
             for way in ways:
                 segments = blocks.segments[way[0].nested]
                 base = base_bytes(rest)
-                assert predict(rest, entries_from(rest, way)).peak_bytes - base == segments.needs_from(start)[-1]
-                assert segments.needs_to(len(chain.layers))[start] == segments.needs_from(start)[-1]
+                assert predict(rest, entries_from(rest, way)).peak_bytes - base == segments.needs[start, -1]
 
 
 def test_only_neighbours_of_one_stack_join() -> None:

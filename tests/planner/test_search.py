@@ -96,7 +96,7 @@ def test_a_budget_below_the_weights_alone_says_where_the_memory_is() -> None:
 
 def test_smallest_plan_is_found_within_its_own_budget(chain: Chain) -> None:
     model, device = build(TINY), find_device(TINY.device)
-    choice = ChainPlanner(chain).smallest_peak()
+    choice = ChainPlanner(chain).smallest_peak
     plan = to_plan(choice, chain, make_plan(model, Policy.parse("none")))
     needed = simulate_step(model, plan, TINY.step, device).peak_bytes
     assert (
@@ -134,7 +134,7 @@ def test_a_budget_below_all_segments_is_met_by_a_binomial_schedule() -> None:
         )
     simulator = StepSimulator(deep, Step(seq_length=16384, optim="sgd"), find_device(TINY.device))
     planner = StepPlanner(simulator)
-    segments = ChainPlanner(planner.chain).smallest_peak()
+    segments = ChainPlanner(planner.chain).smallest_peak
     budget = int(segments.peak_bytes * 0.97)
     found = planner.plan_for(budget)
     assert any(entry.snapshots is not None for entry in found.plan.stacks[0].layers)

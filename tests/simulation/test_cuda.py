@@ -58,7 +58,8 @@ def follow(
     with FakeTensorMode():
         inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
         live = LiveStorages(inputs)
-        with live, emulate_cuda(Step(), device), torch.autocast("cpu", autocast) if autocast else nullcontext():
+        lower = torch.autocast("cpu", autocast) if autocast else nullcontext()
+        with live, Tracker() as tracker, emulate_cuda(Step(), device, tracker), lower:
             output = function(*inputs)
             kept = live.num_bytes() - output.untyped_storage().nbytes()
             gradient = torch.empty_like(output)
@@ -85,7 +86,7 @@ def kept_by_model(config: PretrainedConfig, attention: str, *, padded: bool = Fa
     restore_attention(twin, attention)
     with mode, Tracker(run=fold):
         live = LiveStorages([*twin.parameters(), *twin.buffers(), input_ids, *mask.values()])
-        with live, emulate_cuda(Step(is_padded=padded), A100):
+        with live, Tracker() as tracker, emulate_cuda(Step(is_padded=padded), A100, tracker):
             output = twin(input_ids=input_ids, use_cache=False, **mask)
             return live.num_bytes() - sum(each.untyped_storage().nbytes() for each in (output.logits,))
 
@@ -115,7 +116,7 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(batch: int, length: int, wid
     with mode:
         inputs = torch.empty(batch, length, width, dtype=BF16, requires_grad=True)
         live = LiveStorages([*layer.parameters(), *layer.buffers()])
-        with live, emulate_cuda(Step(), A100):
+        with live, Tracker() as tracker, emulate_cuda(Step(), A100, tracker):
             output = layer(inputs.clone())
             output = output[0] if isinstance(output, tuple) else output
             kept = live.num_bytes() - output.untyped_storage().nbytes()
@@ -276,9 +277,9 @@ def test_other_attention_is_built_as_it_is() -> None:
 
 def test_transformers_knows_the_stand_in_while_a_step_is_simulated_and_no_longer() -> None:
     before = list(ALL_ATTENTION_FUNCTIONS)
-    with emulate_cuda(Step(), A100):
+    with Tracker() as tracker, emulate_cuda(Step(), A100, tracker):
         assert set(ALL_ATTENTION_FUNCTIONS) - set(before) == {"hf_ckpt_flash"}
-        with emulate_cuda(Step(), CPU):
+        with emulate_cuda(Step(), CPU, tracker):
             # A step is followed, and a larger one is planned for in the middle of it.
             assert "hf_ckpt_flash" in ALL_ATTENTION_FUNCTIONS
         assert "hf_ckpt_flash" in ALL_ATTENTION_FUNCTIONS

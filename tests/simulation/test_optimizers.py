@@ -133,7 +133,7 @@ def test_on_cuda_torchs_optimizers_work_on_all_tensors_of_a_group_together() -> 
     chosen = {}
     for optim in ("adamw_torch", "sgd", "adagrad", "rmsprop", "adamw_torch_fused", "adafactor"):
         _, optimizer = simulated(Model(), Step(optim=optim), is_cuda=True)
-        chosen[optim] = (optimizer.defaults.get("foreach"), optimizer.defaults.get("fused"))
+        (chosen[optim],) = {(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups}
     assert chosen == {
         "adamw_torch": (True, None),
         "sgd": (True, None),

@@ -165,7 +165,7 @@ def peaks(options: Mapping[str, Any], device: Device, *, rows: int = 32) -> tupl
     with mode:
         inputs = torch.empty(rows, 64, dtype=BF16, requires_grad=True)
         live = LiveStorages([inputs, *twin.parameters(), *twin.buffers(), *quantized.constants(twin)])
-        with live, emulate_cuda(Step(), device):
+        with live, Tracker() as tracker, emulate_cuda(Step(), device, tracker):
             output = twin(inputs)
             forward, kept = live.peak_bytes, live.num_bytes()
             live.restart_peak()
@@ -191,7 +191,7 @@ def test_an_evaluation_on_cuda_leaves_4_bit_weights_as_they_are_whatever_this_cp
     twin, mode = fake_copy(model.eval(), is_cuda=True)
     with mode, torch.no_grad():
         live = LiveStorages([*twin.parameters(), *quantized.constants(twin)])
-        with live, emulate_cuda(Step(), A100):
+        with live, Tracker() as tracker, emulate_cuda(Step(), A100, tracker):
             output = twin(torch.empty(32, 64, dtype=BF16))
             # The output only.
             assert live.num_bytes() == output.nbytes
@@ -217,7 +217,7 @@ def test_adapters_around_it_get_gradients_in_a_fake_step(options: dict[str, Any]
     assert type(model.base_model.model.model.layers[0].mlp.up_proj).__name__ == kind
 
     twin, mode = fake_copy(model.train(), is_cuda=is_cuda)
-    with mode, emulate_cuda(Step(), A100 if is_cuda else CPU):
+    with mode, Tracker() as tracker, emulate_cuda(Step(), A100 if is_cuda else CPU, tracker):
         input_ids = torch.zeros(1, 8, dtype=torch.long)
         with torch.autocast("cpu", BF16):
             loss = twin(input_ids=input_ids, labels=input_ids, use_cache=False).loss
@@ -231,7 +231,7 @@ def followed(model: nn.Module) -> tuple[int, int, int]:
     input_ids = torch.zeros(2, 32, dtype=torch.long)
     known = [*model.parameters(), *model.buffers(), *quantized.constants(model)]
     live = LiveStorages([*known, input_ids])
-    with live, emulate_cuda(Step(), CPU):
+    with live, Tracker() as tracker, emulate_cuda(Step(), CPU, tracker):
         with torch.autocast("cpu", BF16):
             loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         forward, kept = live.peak_bytes, live.num_bytes()

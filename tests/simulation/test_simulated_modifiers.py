@@ -197,7 +197,7 @@ def test_a_gap_hides_the_copy_that_one_layer_does_not(chain: Chain) -> None:
 def test_plans_for_one_budget_after_the_other_are_those_for_each_by_itself(chain: Chain) -> None:
     built, allowed = llama(), Allowed(offload=Offload(), tiles=False, head=False)
     plans = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain)
-    least, most = ChainPlanner(chain).smallest_peak().peak_bytes, predict(chain, [NONE] * LAYERS).peak_bytes
+    least, most = ChainPlanner(chain).smallest_peak.peak_bytes, predict(chain, [NONE] * LAYERS).peak_bytes
     for budget in (least + (most - least) // 2, most):
         found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(budget)
         assert plans.plan_for(budget).plan == found.plan
@@ -238,7 +238,7 @@ def test_offload_is_chosen_only_where_it_is_allowed_and_advised_where_it_would_f
     )
     without = replace(chain, layers=tuple(layers))
     budget = simulate_step(built, Policy.parse("full", offload="cpu"), STEP, A100).peak_bytes + INPUT_BYTES // 2
-    assert budget < ChainPlanner(without).smallest_peak().peak_bytes
+    assert budget < ChainPlanner(without).smallest_peak.peak_bytes
     found = StepPlanner(StepSimulator(built, STEP, A100), allowed=allowed, chain=chain).plan_for(budget)
     assert any(entry.offload for entry in found.plan.stacks[0].layers)
     assert found.memory.peak_bytes <= budget

@@ -41,28 +41,22 @@ from hf_ckpt.simulation.tracker import Tracker
 
 __all__ = ["add_workspaces", "attention_to_build", "emulate_cuda", "restore_attention"]
 
-_WorkspaceFunction = Callable[[Any, Any, dict[str, Any]], list[quantized.Workspace]]
-"""Returns what an operator allocates for itself, from it, its arguments and its named arguments."""
 _OLDEST = (8, 0)
 """The compute capability that is assumed where that of a device is not known."""
 
 
 @contextmanager
-def emulate_cuda(step: Step, device: Device, tracker: Tracker | None = None) -> Iterator[None]:
+def emulate_cuda(step: Step, device: Device, tracker: Tracker) -> Iterator[None]:
     """Let what runs inside keep and need the memory that it would on a CUDA device.
 
     To be entered around forward and backward on fake CPU tensors, inside of the fake mode and of the tracker, so that
     both see what is done here. For a CPU, where it may be entered with real tensors too, it only shows the memory that
-    operators of bitsandbytes hide. The `tracker` asks for the memory that kernels allocate for themselves; without one
-    a tracker is entered here: one mode more for each operator to go through.
+    operators of bitsandbytes hide. The `tracker` asks for the memory that kernels allocate for themselves.
     """
-    workspaces = partial(_workspaces_of, _WORKSPACES if device.is_cuda else {})
     with ExitStack() as stack:
         stack.enter_context(attention.registered_flash_attention(is_padded=step.is_padded))
-        if tracker is None:
-            tracker = stack.enter_context(Tracker())
         stack.callback(setattr, tracker, "holds", tracker.holds)
-        tracker.holds = partial(_held, tracker, workspaces)
+        tracker.holds = partial(_held, tracker, _WORKSPACES if device.is_cuda else {})
         if device.is_cuda:
             stack.enter_context(autocast.found_by_libraries())
             stack.enter_context(_FunctionReplacements(device.capability or _OLDEST, device.tries_cudnn_first))
@@ -96,7 +90,7 @@ class _FunctionReplacements(TorchFunctionMode):
         self._replacements: dict[Callable[..., Any], Callable[..., Any]] = {
             functional.scaled_dot_product_attention: partial(_scaled_dot_product_attention, capability, prefers_cudnn),
             functional.dropout: _dropout,
-            torch.dropout: _dropout_of_torch,
+            torch.dropout: lambda input, p, train: _dropout(input, p, train),
             functional.rms_norm: partial(_rms_norm, functional.rms_norm),
             torch.rms_norm: partial(_rms_norm, torch.rms_norm),
             **{softmax: partial(_softmax, softmax) for softmax in (functional.softmax, torch.softmax, Tensor.softmax)},
@@ -117,7 +111,7 @@ _CPU = torch.device("cpu")
 
 def _held(
     tracker: Tracker,
-    workspaces: _WorkspaceFunction,
+    known: Mapping[Callable[..., Any], Callable[..., list[quantized.Workspace]]],
     function: Any,
     args: Any,
     kwargs: dict[str, Any],
@@ -127,27 +121,20 @@ def _held(
 
     Kernels of torch make their outputs first; bitsandbytes makes a weight, and then the output.
     """
-    if is_after is (function.namespace == "bitsandbytes"):
+    is_of_bitsandbytes = function.namespace == "bitsandbytes"
+    if is_after is is_of_bitsandbytes:
         return []
+    of_operator = known.get(function)
+    if of_operator is not None:
+        needed = of_operator(*args)
+    else:
+        needed = quantized.workspace(function, args, kwargs) if is_of_bitsandbytes else []
     return [
         tracker.__torch_dispatch__(
             torch.ops.aten.empty.memory_format, (), (shape,), {"dtype": dtype, "device": _CPU, "pin_memory": False}
         )
-        for shape, dtype in workspaces(function, args, kwargs)
+        for shape, dtype in needed
     ]
-
-
-def _workspaces_of(
-    known: Mapping[Callable[..., Any], Callable[..., list[quantized.Workspace]]],
-    function: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> list[quantized.Workspace]:
-    """Return what an operator allocates for itself."""
-    of_operator = known.get(function)
-    if of_operator is not None:
-        return of_operator(*args)
-    return quantized.workspace(function, args, kwargs) if function.namespace == "bitsandbytes" else []
 
 
 def _scaled_dot_product_attention(
@@ -166,10 +153,6 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         return functional.dropout(input, p, training, inplace)
     output: Tensor = torch.native_dropout(input, p, True)[0]
     return output
-
-
-def _dropout_of_torch(input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(input, p, train)
 
 
 def _softmax(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -144,27 +144,23 @@ def attend(
         is_causal=is_causal,
         enable_gqa=enable_gqa,
     )
-    aten = torch.ops.aten
     if kernel is Kernel.FLASH:
         return flash_attention(query, key, value, dropout_p, is_causal, scale)
     if mask is not None and mask.dtype is torch.bool:
         # Each call makes an additive mask of its own, and its backward keeps it.
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
-    keeps_logsumexp = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     output: Tensor
-    if kernel is Kernel.CUDNN:
-        output = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, keeps_logsumexp, dropout_p, is_causal, scale=scale
-        )[0]
-    elif kernel is Kernel.EFFICIENT:
-        bias = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
-        output = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps_logsumexp, dropout_p, is_causal, scale=scale
-        )[0]
-    else:
-        output = aten._scaled_dot_product_attention_math(
+    if kernel is Kernel.MATH:
+        output = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+        return output
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    if kernel is Kernel.EFFICIENT:
+        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+        mask = None if mask is None else _aligned(mask).expand(*query.shape[:3], key.shape[2])
+    keeps_logsumexp = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    output = attention(query, key, value, mask, keeps_logsumexp, dropout_p, is_causal, scale=scale)[0]
     return output
 
 
