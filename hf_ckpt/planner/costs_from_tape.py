@@ -24,7 +24,7 @@ class StepReading:
         order: the layers, as they run.
         forward_seconds: of each layer's forward, in all micro-batches.
         levels: bytes that are allocated after each event.
-        repeats: how often the last micro-batch runs in the step.
+        num_micro_batches: of the step; the tape has the first and the last, which stands for all others.
     """
 
     def __init__(self, tape: Tape, step: Step) -> None:
@@ -35,10 +35,11 @@ class StepReading:
         self._micro_batches = places.micro_batches(at)
         self._in_optimizer = places.is_in(at, Phase.OPTIMIZER)
         self._last = int(self._micro_batches.max())
-        self.repeats = num_repeats(step) if self._last else 1
+        repeats = num_repeats(step) if self._last else 1
+        self.num_micro_batches = self._last + repeats
         is_repeated = ~self._in_optimizer & (self._micro_batches == self._last)
         # Of all events: sums are exact, so that those without any change nothing.
-        self._all_seconds = tape.columns.seconds * np.where(is_repeated, self.repeats, 1)
+        self._all_seconds = tape.columns.seconds * np.where(is_repeated, repeats, 1)
         self._starts: dict[tuple[Phase, LayerKey], int] = {}
         self._ends: dict[tuple[Phase, LayerKey], int] = {}
         self.order: list[LayerKey] = []
@@ -106,11 +107,6 @@ class StepReading:
         gradients = (columns.storages[number] for number in made.tolist())
         num_bytes = sum(each.num_bytes for each in gradients if each.category is Category.GRADIENTS)
         self._gradients[None if region is None else region[1]] += num_bytes
-
-    @property
-    def all_weight(self) -> int:
-        """How often a micro-batch runs in the step: the first one, and the repeats of the last one."""
-        return self._last + self.repeats
 
     def cost(self, key: LayerKey) -> Cost:
         """Return what a layer costs under the plan of the step."""

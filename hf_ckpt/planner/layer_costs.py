@@ -79,7 +79,7 @@ def _watched_seconds(full: StepReading, key: LayerKey, device: Device) -> float:
     """Return what it takes to keep outputs of a layer, and to hand them out. See `Device.selective_seconds`."""
     events = full.events[full.span(Phase.FORWARD, key)]
     num_kept = sum(1 for event in events if event.seconds and is_kept_selectively(event.place))
-    return num_kept * full.repeats * device.selective_seconds
+    return num_kept * full.num_micro_batches * device.selective_seconds
 
 
 def with_tiles(chain: Chain, simulator: StepSimulator, allowed: Allowed = DEFAULT_ALLOWED) -> Chain:

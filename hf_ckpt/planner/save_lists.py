@@ -179,7 +179,7 @@ def _outputs(reading: StepReading, region: Phase, key: LayerKey) -> Iterator[_Ou
             place.module.removeprefix(f"{place.stack}.{place.layer_idx}").lstrip("."),
             place.operator.rpartition(".")[0],
             role,
-            event.seconds * reading.all_weight,
+            event.seconds * reading.num_micro_batches,
             tuple((storage.num_bytes, number) for number, storage in sizes if storage is not None),
             tuple((storage.num_bytes, freed[id(storage)]) for _, storage in sizes if storage and id(storage) in freed),
         )

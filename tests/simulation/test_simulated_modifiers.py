@@ -124,6 +124,19 @@ def test_selective_modes_take_time_on_the_host_for_each_operator_of_their_layers
     assert 20 < added < 200
 
 
+def test_costs_of_layers_have_that_time_in_each_micro_batch() -> None:
+    def added(num_micro_batches: int) -> dict[str, float]:
+        step = replace(STEP, gradient_accumulation_steps=num_micro_batches)
+        devices = [replace(CPU, selective_seconds=seconds) for seconds in (1.0, 0.0)]
+        slow, fast = (chain_of(StepSimulator(llama(), step, device)).layers[0].costs for device in devices)
+        return {str(option): slow[option].seconds - fast[option].seconds for option in slow}
+
+    once = added(1)
+    assert max(once.values()) > 5
+    assert added(2) == pytest.approx({option: 2 * seconds for option, seconds in once.items()}, abs=1e-6)
+    assert added(16) == pytest.approx({option: 16 * seconds for option, seconds in once.items()}, abs=1e-6)
+
+
 # --- Costs of layers. ---
 
 
