@@ -24,12 +24,13 @@ Note [What engines hold].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
 
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import Device
@@ -56,7 +57,7 @@ ADD = "aten.add_.Tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class InSegment:
+class _InSegment:
     """A layer that may run again in the backward of a later one."""
 
     unit: UnitKey
@@ -73,12 +74,12 @@ class RankTape:
         weights: Mapping[str, Weight],
         step: Step,
         device: Device,
-        segments: Mapping[tuple[str, int], InSegment] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._whole = tape
         self._step = step
-        self._segments = segments or {}
-        self._rerun: InSegment | None = None
+        self._segments = {} if plan is None else _in_segments(plan)
+        self._rerun: _InSegment | None = None
         self._weights = weights
         self._engine = step.sharding.engine
         self._world_size = step.sharding.world_size
@@ -102,7 +103,7 @@ class RankTape:
         self._gradient_shapes = set[tuple[int, ...]]()
         self._added: dict[UnitKey, list[Storage]] = {}
         self._last_operator = ""
-        self._shards: dict[int, Storage] = {}
+        self._shards: dict[Storage, Storage] = {}
         self._reduced: Storage | None = None
         self._gathers_to_recompute = step.sharding.gathers_to_recompute
         self._module = ""
@@ -216,7 +217,12 @@ class RankTape:
             yield from self._one_rank_events(event)
             if place.phase is Phase.BACKWARD:
                 self._backward_place = place
+        yield from self._leave_backward(place)
+
+    def _leave_backward(self, place: Place) -> Iterator[Event]:
+        """Leave what ran last. Before the optimizer runs, which makes its state out of what the backward has left."""
         yield from self._leave(self._running, place)
+        self._running = None
         yield from self._end_backward(place)
 
     def _run_again(self, place: Place) -> Iterator[Event]:
@@ -234,7 +240,7 @@ class RankTape:
         if again is not None:
             yield from self._use(again.unit, place)
 
-    def _frees_behind(self, layer: InSegment) -> bool:
+    def _frees_behind(self, layer: _InSegment) -> bool:
         """Whether an engine frees a layer that ran again: FSDP1 as in a forward, FSDP2 in the layer's own backward."""
         is_next = self._running is not None and self._unit_before(self._running[1]) == layer.unit
         return self._reshards and (self._engine == "fsdp1" or (layer.is_let_go and not is_next))
@@ -262,10 +268,7 @@ class RankTape:
             if place.phase is Phase.BACKWARD:
                 yield from self._start_backward(place)
         elif place.phase is Phase.OPTIMIZER:
-            # Still of the backward: the optimizer makes its state out of what that has left.
-            yield from self._leave(self._running, self._backward_place)
-            self._running = None
-            yield from self._end_backward(self._backward_place)
+            yield from self._leave_backward(self._backward_place)
         elif _is_last_forward(event.mark, self._order):
             yield from self._leave(self._running, place)
             self._running = None
@@ -318,31 +321,25 @@ class RankTape:
         if phase is Phase.BACKWARD and micro_batch == self._last:
             yield from self._reduce_gradients(key, place)
         if phase is Phase.BACKWARD:
-            yield from self._free_added(key, place)
+            yield from self._free_all(self._added.pop(key, ()), place)
 
     def _free_gathered(self, key: UnitKey, place: Place) -> Iterator[Event]:
         yield from self._free(self._arrived.pop(key, None), place)
         if key in self._gathered:
-            for storage in self._gathered.pop(key):
-                yield from self._free(storage, place)
+            yield from self._free_all(self._gathered.pop(key), place)
             yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
     def _end_backward(self, place: Place) -> Iterator[Event]:
         yield from self._free_buffer(place)
-        for storage in chain(self._arrived.values(), *self._gathered.values()):
-            yield from self._free(storage, place)
+        yield from self._free_all(chain(self._arrived.values(), *self._gathered.values()), place)
         self._arrived.clear()
         self._gathered.clear()
         for key in list(self._gradients):
             yield from self._reduce_gradients(key, place)
         for key in list(self._added):
-            yield from self._free_added(key, place)
+            yield from self._free_all(self._added.pop(key), place)
         yield from self._free(self._reduced, place)
         self._reduced = None
-
-    def _free_added(self, key: UnitKey, place: Place) -> Iterator[Event]:
-        for storage in self._added.pop(key, []):
-            yield from self._free(storage, place)
 
     def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit that runs now. FSDP2 copies it out of a buffer, and holds that while a forward runs."""
@@ -430,6 +427,9 @@ class RankTape:
         if storage is not None:
             yield Event(place, MemoryChange.FREE, storage)
 
+    def _free_all(self, storages: Iterable[Storage], place: Place) -> Iterator[Event]:
+        return (Event(place, MemoryChange.FREE, storage) for storage in storages)
+
     def _collective(self, kind: TransferKind, num_bytes: int, place: Place) -> Event:
         return Event(place, transfer=Transfer(kind, num_bytes * (self._world_size - 1) // self._world_size))
 
@@ -486,13 +486,13 @@ class RankTape:
         if storage is None:
             return event
         if event.change is MemoryChange.FREE:
-            return replace(event, storage=self._shards.get(id(storage), storage))
+            return replace(event, storage=self._shards.get(storage, storage))
         if in_optimizer and storage.category is not Category.GRADIENTS:
-            self._shards[id(storage)] = replace(storage, num_bytes=self._optimizer_bytes(storage))
-            return replace(event, storage=self._shards[id(storage)])
+            self._shards[storage] = replace(storage, num_bytes=self._optimizer_bytes(storage))
+            return replace(event, storage=self._shards[storage])
         if storage.category is Category.GRADIENTS and self._shards_weights:
             shard = replace(storage, num_bytes=self._gradient_share(storage))
-            self._shards[id(storage)] = shard
+            self._shards[storage] = shard
             weight = self._weights.get(storage.parameter)
             self._gradient_shapes.add(storage.shape)
             self._gradients.setdefault(weight.unit if weight is not None else None, []).append((storage, shard))
@@ -529,6 +529,16 @@ class RankTape:
     def _unit_before(self, key: UnitKey) -> UnitKey:
         units = [EMBEDDINGS, *self._order]
         return units[units.index(key) - 1]
+
+
+def _in_segments(plan: Plan) -> dict[tuple[str, int], _InSegment]:
+    """Return the layers in segments, by the path of their stack and their index in it."""
+    return {
+        (stack.path, idx): _InSegment((number, idx), entry.snapshots is not None)
+        for number, stack in enumerate(plan.stacks)
+        for idx, entry in enumerate(stack.layers)
+        if entry.segment is not None
+    }
 
 
 def _parameter_of_gradient(event: Event) -> str:

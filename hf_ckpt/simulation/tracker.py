@@ -84,7 +84,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Saved for the backward of the operator that comes next; and the name and storages of the last one.
         self._awaiting_reason: list[Storage] = []
         self._last_output: tuple[str, set[int]] = ("", set())
-        self._names_with_gradient: set[str] = set()
+        self.names_with_gradient: set[str] = set()
+        """The parameters that got a gradient."""
         self._apart: list[Storage] = []
         # Equal places are one object: few of the tens of thousands differ.
         self._places: dict[tuple[Phase, int, int, str], Place] = {}
@@ -110,14 +111,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def name_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Record that a tensor is the gradient of the parameter `name`."""
         storage = None if gradient is None else self._storage_of(local_part(gradient))
-        self._names_with_gradient.add(name)
+        self.names_with_gradient.add(name)
         if storage is not None and storage.category is None:
             storage.category, storage.parameter = Category.GRADIENTS, name
-
-    @property
-    def names_with_gradient(self) -> frozenset[str]:
-        """The parameters that got a gradient."""
-        return frozenset(self._names_with_gradient)
 
     def record_apart(self, storages: Iterable[Storage]) -> None:
         """Count what exists before the step and stays, and what no tensor of the step that runs holds."""
@@ -136,7 +132,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         `layer_reuse` writes their allocation into the tape.
         """
-        self._names_with_gradient.update(names)
+        self.names_with_gradient.update(names)
         copied = self.tape.copied_gradients
         if any(name not in copied for name in names):
             found = self._storage_like(like, like.dtype)

@@ -72,7 +72,7 @@ class ZeroTape(RankTape):
         self._waiting: Storage | None = None
         self._room: Storage | None = None
         self._more_room: Storage | None = None
-        self._unreduced: dict[int, Storage] = {}
+        self._unreduced: list[Storage] = []
         self._stepping: Storage | None = None
         self._step_place: Place | None = None
 
@@ -82,7 +82,7 @@ class ZeroTape(RankTape):
         yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
         if self._engine != "zero3":
             return
-        self._room = Storage(self._share_elements * self._element_bytes, category=Category.GRADIENTS)
+        self._room = self._new_room(self._share_elements)
         self._bucket = self._new_bucket()
         self._persistent = Storage(self._persistent_bytes, category=Category.GATHERED)
         yield from (each for each in (self._room, self._bucket, self._persistent) if each.num_bytes)
@@ -217,10 +217,7 @@ class ZeroTape(RankTape):
 
     def _before_event(self, place: Place) -> Iterator[Event]:
         if place.phase is Phase.OPTIMIZER and self._stepping is None:
-            # Still of the backward: the optimizer makes its state out of what that has left.
-            yield from self._leave(self._running, self._backward_place)
-            self._running = None
-            yield from self._end_backward(self._backward_place)
+            yield from self._leave_backward(self._backward_place)
             yield from self._begin_step(place)
         elif place.phase is not Phase.OPTIMIZER and self._stepping is not None:
             yield from self._end_step(place)
@@ -277,7 +274,7 @@ class ZeroTape(RankTape):
             yield from self._send(place)
         self._in_bucket.append(gradient.parameter)
         if self._engine == "zero1":
-            self._unreduced[id(gradient)] = gradient
+            self._unreduced.append(gradient)
         elif self._num_in_bucket > size:
             self._waiting = gradient
         else:
@@ -325,8 +322,7 @@ class ZeroTape(RankTape):
 
     def _begin_step(self, place: Place) -> Iterator[Event]:
         """Copy a share's gradients into one row in the dtype of the weights that the optimizer steps."""
-        for gradient in self._unreduced.values():
-            yield Event(place, MemoryChange.FREE, gradient)
+        yield from self._free_all(self._unreduced, place)
         if self._engine == "zero1":
             self._room = self._new_room(self._share_elements)
             yield Event(place, MemoryChange.ALLOCATE, self._room)
