@@ -109,7 +109,7 @@ def _steps(tape: Tape, allocator: CachingAllocator) -> Iterator[None]:
     The optimizer makes its state at the end of the first step, out of what that step has left.
     """
     columns = tape.columns
-    before = dict(_blocks_before(allocator, tape.before))
+    before = _blocks_before(allocator, tape.before)
     storages = _Storages(allocator, columns, [before.get(storage) for storage in columns.storages])
     changes, optimizer_begins = _changes(columns)
     storages.play(changes[:optimizer_begins])
@@ -163,15 +163,12 @@ class _Storages:
         self._still_read.clear()
 
 
-def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> Iterator[tuple[Storage, Block]]:
-    """Yield what is there before the first step, and the block that it lies in."""
+def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> dict[Storage, Block]:
+    """Return what is there before the first step, and the block that it lies in."""
     there = [each for each in storages if each.num_bytes and each.category is not Category.OPTIMIZER]
-    units = [(each, each.flat_parameter) for each in there if each.flat_parameter is not None]
-    for each in there:
-        if each.flat_parameter is None:
-            yield each, allocator.allocate(each.num_bytes, each.stream)
-    made = _blocks_of_shares(allocator, [unit for _, unit in units])
-    yield from zip((storage for storage, _ in units), made, strict=True)
+    units = {each: each.flat_parameter for each in there if each.flat_parameter is not None}
+    blocks = {each: allocator.allocate(each.num_bytes, each.stream) for each in there if each not in units}
+    return blocks | dict(zip(units, _blocks_of_shares(allocator, list(units.values())), strict=True))
 
 
 def _blocks_of_shares(allocator: CachingAllocator, units: Sequence[FlatParameter]) -> list[Block]:

@@ -84,12 +84,12 @@ class RankTape:
         self._engine = step.sharding.engine
         self._world_size = step.sharding.world_size
         self._master_bytes = MASTER_DTYPE.itemsize
+        self._shards_weights = self._engine in ("fsdp1", "fsdp2", "zero3")
         self._reshards = step.sharding.reshards_after_forward
         self._prefetches_in_backward = step.sharding.prefetches_in_backward
         self._small_units = self._find_small_units()
         self._has_adapter_units = self._engine == "fsdp1" and bool(self._small_units)
         self._device = device
-        self._rounding = BLOCK_BYTES if device.is_cuda else 1
         self._order = self._units_in_order()
         self._last = max(event.place.micro_batch for event in tape.events)
         self._running: Running | None = None
@@ -113,9 +113,10 @@ class RankTape:
 
     def tape(self) -> Tape:
         tape = Tape(list(self._before()), list(self._events()))
-        made = [event.storage for event in tape.events if event.storage is not None]
-        for storage in (*tape.before, *made):
-            storage.num_bytes = -(-storage.num_bytes // self._rounding) * self._rounding
+        rounding = BLOCK_BYTES if self._device.is_cuda else 1
+        for storage in (*tape.before, *(event.storage for event in tape.events)):
+            if storage is not None:
+                storage.num_bytes = -(-storage.num_bytes // rounding) * rounding
         return tape
 
     # --- What exists before the step. ---
@@ -126,7 +127,8 @@ class RankTape:
             weight = self._weights.get(storage.parameter)
             if weight is None:
                 yield storage
-            elif storage.category is Category.PARAMETERS and self._has_flat_weights:
+            elif storage.category is Category.PARAMETERS and self._engine == "fsdp1":
+                # A rank's share of a unit's weights is one block.
                 flat.setdefault(weight.unit, []).append(weight)
             elif storage.category is Category.PARAMETERS:
                 yield replace(storage, num_bytes=weight.shard_bytes if self._shards_weights else weight.num_bytes)
@@ -143,14 +145,9 @@ class RankTape:
         if self._engine == "ddp":
             yield Storage(sum(weight.num_bytes for weight in self._trained), category=Category.GATHERED)
 
-    @property
+    @cached_property
     def _trained(self) -> list[Weight]:
         return [weight for weight in self._weights.values() if weight.is_trained]
-
-    @property
-    def _has_flat_weights(self) -> bool:
-        """Whether a rank's share of a unit's weights is one block."""
-        return self._engine == "fsdp1" and self._shards_weights
 
     def _state(self, storage: Storage, weight: Weight) -> Storage:
         """Return a rank's part of the optimizer's tensor: a share of what is as large as the parameter."""
@@ -158,7 +155,7 @@ class RankTape:
             return storage
         stepped = self._stepped_bytes(storage)
         unit = self._by_unit[weight.unit]
-        if self._has_flat_weights and prod(storage.shape) == weight.numel and all(each.is_trained for each in unit):
+        if self._engine == "fsdp1" and prod(storage.shape) == weight.numel and all(each.is_trained for each in unit):
             held = stepped * numel_on_last_rank(weight, unit, self._world_size) // weight.numel
             return replace(storage, num_bytes=held)
         return replace(storage, num_bytes=self._share(stepped))
@@ -168,7 +165,7 @@ class RankTape:
         is_wider = self._keeps_masters and "float" in storage.dtype
         return max(storage.num_bytes, prod(storage.shape) * self._master_bytes if is_wider else 0)
 
-    @property
+    @cached_property
     def _keeps_masters(self) -> bool:
         """Whether the optimizer steps weights in float32."""
         return any(weight.num_bytes != weight.compute_bytes for weight in self._trained)
@@ -187,10 +184,6 @@ class RankTape:
         for weight in self._weights.values():
             found.setdefault(weight.unit, []).append(weight)
         return found
-
-    @property
-    def _shards_weights(self) -> bool:
-        return self._engine in ("fsdp1", "fsdp2")
 
     def _share(self, num_bytes: int) -> int:
         return -(-num_bytes // self._world_size)
@@ -269,7 +262,7 @@ class RankTape:
                 yield from self._start_backward(place)
         elif place.phase is Phase.OPTIMIZER:
             yield from self._leave_backward(self._backward_place)
-        elif _is_last_forward(event.mark, self._order):
+        elif event.mark and event.mark.is_end and (event.mark.stack, event.mark.layer_idx) == self._order[-1]:
             yield from self._leave(self._running, place)
             self._running = None
             yield from self._use(HEAD, place)
@@ -430,8 +423,8 @@ class RankTape:
     def _free_all(self, storages: Iterable[Storage], place: Place) -> Iterator[Event]:
         return (Event(place, MemoryChange.FREE, storage) for storage in storages)
 
-    def _collective(self, kind: TransferKind, num_bytes: int, place: Place) -> Event:
-        return Event(place, transfer=Transfer(kind, num_bytes * (self._world_size - 1) // self._world_size))
+    def _collective(self, kind: TransferKind, num_bytes: int, place: Place, num_calls: int = 0) -> Event:
+        return Event(place, transfer=Transfer(kind, num_bytes * (self._world_size - 1) // self._world_size, num_calls))
 
     def _visit(self, event: Event) -> Iterator[Event]:
         """Gather and let go of a unit within a layer, where it runs, and in backward where its gradient is made.
@@ -488,12 +481,13 @@ class RankTape:
         if event.change is MemoryChange.FREE:
             return replace(event, storage=self._shards.get(storage, storage))
         if in_optimizer and storage.category is not Category.GRADIENTS:
-            self._shards[storage] = replace(storage, num_bytes=self._optimizer_bytes(storage))
-            return replace(event, storage=self._shards[storage])
+            shard = self._shards[storage] = replace(storage, num_bytes=self._optimizer_bytes(storage))
+            return replace(event, storage=shard)
         if storage.category is Category.GRADIENTS and self._shards_weights:
-            shard = replace(storage, num_bytes=self._gradient_share(storage))
-            self._shards[storage] = shard
             weight = self._weights.get(storage.parameter)
+            # Gradients have the dtype of the shards that the optimizer steps.
+            share = self._share(storage.num_bytes if weight is None else weight.num_bytes)
+            shard = self._shards[storage] = replace(storage, num_bytes=share)
             self._gradient_shapes.add(storage.shape)
             self._gradients.setdefault(weight.unit if weight is not None else None, []).append((storage, shard))
         return event
@@ -501,11 +495,6 @@ class RankTape:
     def _optimizer_bytes(self, storage: Storage) -> int:
         """Return what a temporary tensor of the whole optimizer step takes on one rank."""
         return self._share(self._stepped_bytes(storage))
-
-    def _gradient_share(self, storage: Storage) -> int:
-        weight = self._weights.get(storage.parameter)
-        # Gradients have the dtype of the shards that the optimizer steps.
-        return self._share(storage.num_bytes if weight is None else weight.num_bytes)
 
     # --- The units. ---
 
@@ -556,8 +545,3 @@ def _join(shards: Sequence[Storage]) -> None:
         shard.stream = Stream.REDUCE
     for shard in shards[1:]:
         shard.num_bytes = 0
-
-
-def _is_last_forward(mark: Mark | None, order: Sequence[UnitKey]) -> bool:
-    is_end = mark is not None and mark.is_end and mark.phase is Phase.FORWARD
-    return is_end and mark is not None and bool(order) and (mark.stack, mark.layer_idx) == order[-1]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -307,7 +307,8 @@ class _Call:
     start: int
     end: int = 0
     signature: object = None
-    form: object = None
+    form: list[bool] | None = None
+    """Which items of its output are tensors; None where that is the tensor itself."""
 
 
 class _RecordedCalls:
@@ -337,7 +338,7 @@ class _RecordedCalls:
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
             )
         call.end, call.signature = len(self._tracker.tape.events), _call_signature(args, kwargs)
-        call.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else True
+        call.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else None
 
 
 @dataclass(frozen=True)
@@ -363,9 +364,9 @@ class _SkippedLayer:
         is_within_segment = (self.stack, self.layer_idx) in self.tracker.without_backward
         if torch.is_grad_enabled() and not is_within_segment:
             output = _BackwardMark.apply(hidden, self)  # type: ignore[no-untyped-call]
-        if like.form is True:
+        if like.form is None:
             return output
-        return tuple(output if is_tensor else None for is_tensor in cast(list[bool], like.form))
+        return tuple(output if is_tensor else None for is_tensor in like.form)
 
 
 class _BackwardMark(torch.autograd.Function):

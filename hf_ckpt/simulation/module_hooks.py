@@ -45,7 +45,7 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
                 hooks.enter_context(module.register_forward_hook(partial(_track_output, tracker, place, None)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                hook = partial(_name_gradient, tracker, name)
+                hook = partial(tracker.name_gradient, name)
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         yield
 
@@ -132,7 +132,3 @@ def _enter_backward(tracker: Tracker, place: Place, mark: Mark | None, gradient:
     tracker.enter_backward(place)
     if mark is not None:
         tracker.mark(Mark(Phase.BACKWARD, mark.stack, mark.layer_idx, 0))
-
-
-def _name_gradient(tracker: Tracker, name: str, parameter: Tensor) -> None:
-    tracker.name_gradient(name, parameter.grad)

@@ -29,7 +29,7 @@ MASTER_DTYPE = torch.float32
 HAS_UNITS_AT_THE_ENDS = TorchVersion(accelerate.__version__) >= "1.14"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """One parameter."""
 

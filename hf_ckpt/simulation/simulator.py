@@ -17,7 +17,6 @@ from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
-from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
@@ -31,6 +30,7 @@ from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
+from hf_ckpt.simulation.proof_memory import SimulatedCallProof
 from hf_ckpt.simulation.random_states import random_states_kept
 from hf_ckpt.simulation.sharded_weights import compute_dtype, let_adapters_cast, weights_of
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
@@ -201,12 +201,13 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
+        key, plan = self._key(plan), None if plan is None else resolve_fractions(plan)
         if traces_all or changed_by is not None:
             change = changed_by or nullcontext
-            return self._trace(_resolved(plan), None, explains=explains, reuses_slices=False, changed_by=change)
+            return self._trace(plan, None, explains=explains, reuses_slices=False, changed_by=change)
         if explains:
             return self._trace_with_reuse(plan, explains=True)
-        return self._known.traced(self._key(plan), partial(self._trace_with_reuse, plan))
+        return self._known.traced(key, partial(self._trace_with_reuse, plan))
 
     def evaluate(self) -> EvaluationMemory:
         """Predict the memory of one batch of `Trainer.evaluate()`, without gradients and in evaluation mode.
@@ -286,11 +287,12 @@ class StepSimulator:
         self._record_left_out(reuse.stand_ins(), fake, tracker)
 
     def _key(self, plan: Plan | None) -> _Key:
-        return self.step, None if plan is None or _does_nothing(plan) else _as_it_runs(plan)
+        return self.step, _as_it_runs(plan)
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
-        plan, unlike = _resolved(plan), set(self._known.unlike)
-        for cuts in (True, False) if _has_segments(plan) else (False,):
+        unlike = set(self._known.unlike)
+        has_segments = any(entry.segment is not None for entry in _entries(plan))
+        for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
                 try:
                     reuse = LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
@@ -367,7 +369,7 @@ class StepSimulator:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
         prove: Prove = "first_step" if self.step.is_proven else "off"
         applied = apply_plan(fake.model, plan, fake.stacks(self.stacks), prove=prove)
-        applied.value_proof.make_call_proof = partial(proof_memory.simulate_proof, tracker)
+        applied.value_proof.make_call_proof = partial(SimulatedCallProof, tracker)
         for offloader in applied.offloaders:
             offloader.use_link(SimulatedLink(tracker))
         return applied
@@ -486,32 +488,29 @@ class _Known:
         return self.traces[key]
 
 
-def _resolved(plan: Plan | None) -> Plan | None:
-    return None if plan is None else resolve_fractions(plan)
-
-
 def num_repeats(step: Step) -> int:
     """Return how often the last simulated micro-batch runs in a step."""
     return max(1, step.gradient_accumulation_steps - 1)
 
 
-def _does_nothing(plan: Plan) -> bool:
-    """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
-    entries = {layer for stack in _as_it_runs(plan).stacks for layer in stack.layers}
-    return entries <= {LayerPlan()} and plan.head is HeadMode.PLAIN
+def _entries(plan: Plan | None) -> set[LayerPlan]:
+    return set() if plan is None else {layer for stack in plan.stacks for layer in stack.layers}
 
 
 def _is_uniform(plan: Plan | None) -> bool:
-    return plan is None or len({layer for stack in plan.stacks for layer in stack.layers}) == 1
+    return len(_entries(plan)) <= 1
 
 
-def _has_segments(plan: Plan | None) -> bool:
-    return plan is not None and any(layer.segment is not None for stack in plan.stacks for layer in stack.layers)
+def _as_it_runs(plan: Plan | None) -> Plan | None:
+    """Return the plan without what only its reader needs: the model's name, and why an entry is as it is.
 
-
-def _as_it_runs(plan: Plan) -> Plan:
-    """Return the plan without what only its reader needs: the model's name, and why an entry is as it is."""
+    None for one that is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own.
+    """
+    if plan is None:
+        return None
     unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
+    if _entries(unexplained) <= {LayerPlan()} and plan.head is HeadMode.PLAIN:
+        return None
     return replace(unexplained, model_class="")
 
 

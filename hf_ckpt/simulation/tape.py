@@ -309,6 +309,10 @@ class Columns:
         for row in np.flatnonzero(self.note >= 0).tolist():
             yield row, self.notes[self.note[row]]
 
+    def transfers(self) -> dict[int, Transfer]:
+        """Return the transfers by their row."""
+        return {row: note for row, note in self.noted() if isinstance(note, Transfer)}
+
     def rows_of_storages(self, change: int) -> IntColumn:
         """Return, for each storage, the row that allocates or frees it; -1 for none."""
         rows = np.full(len(self.storages), -1, dtype=np.int64)

@@ -155,6 +155,7 @@ class _Expansion:
         self._ranks = [stack.ranks() for stack in stacks]
         self._storages: list[Storage] = list(columns.storages)
         self._notes: list[Mark | Transfer] = list(columns.notes)
+        self._transfers = columns.transfers()
         self._sections = [(section, np.arange(start, end)) for section, start, end in self._split()]
         self._rows: dict[_Section, IntColumn] = {}
         for section, rows in self._sections:
@@ -227,14 +228,9 @@ class _Expansion:
         transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
         """
         if section is not None and section[0] is Phase.FORWARD:
-            while row > start and (transfer := self._transfer(row - 1)) and transfer.kind is TransferKind.SEND:
+            while row > start and (transfer := self._transfers.get(row - 1)) and transfer.kind is TransferKind.SEND:
                 row -= 1
         return row
-
-    def _transfer(self, row: int) -> Transfer | None:
-        number = self._traced.note[row]
-        note = self._notes[number] if number >= 0 else None
-        return note if isinstance(note, Transfer) else None
 
     def _section_at(self, number: int, mark: Mark | None, section: _Section | None) -> _Section | None:
         if mark is not None and not mark.is_end:
@@ -258,7 +254,9 @@ class _Expansion:
             if layer in representatives.values() and is_foreign.any():
                 # The first that uses what no layer has made, such as a mask, lets go of it.
                 yield number, layer
-            elif layer in representatives and ((storages >= 0).any() or any(map(self._transfer, rows.tolist()))):
+            elif layer in representatives and (
+                (storages >= 0).any() or not self._transfers.keys().isdisjoint(rows.tolist())
+            ):
                 # Something comes or goes between layers, such as features that are added: forward behind this one.
                 yield from ((number, layer), (number, layer + 1 if phase is Phase.FORWARD else layer - 1))
 
