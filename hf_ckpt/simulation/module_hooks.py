@@ -32,12 +32,9 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
             tracker.stack_numbers[stack.path] = number
             for layer in stack.layers:
                 mark = Mark(Phase.FORWARD, number, layer.layer_idx, 0)
-                begin, end = (
-                    partial(_enter_layer, tracker, mark),
-                    partial(_track_output, tracker, places[layer.module], mark),
-                )
+                begin, end = partial(_enter_layer, tracker, mark), partial(_track_output, tracker, places[layer.module])
                 hooks.enter_context(layer.outer.register_forward_pre_hook(begin, prepend=True))
-                hooks.enter_context(layer.outer.register_forward_hook(end))
+                hooks.enter_context(layer.outer.register_forward_hook(partial(end, mark)))
         for module, place in places.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
             hooks.enter_context(module.register_forward_hook(partial(_leave, tracker), always_call=True))

@@ -204,7 +204,7 @@ class StepSimulator:
         key, plan = self._key(plan), None if plan is None else resolve_fractions(plan)
         if traces_all or changed_by is not None:
             change = changed_by or nullcontext
-            return self._trace(plan, None, explains=explains, reuses_slices=False, changed_by=change)
+            return self._trace(plan, reuse=None, explains=explains, reuses_slices=False, changed_by=change)
         if explains:
             return self._trace_with_reuse(plan, explains=True)
         return self._known.traced(key, partial(self._trace_with_reuse, plan))
@@ -296,7 +296,7 @@ class StepSimulator:
             for _ in range(_MOST_TRIES):
                 try:
                     reuse = LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
-                    return self._trace(plan, reuse, explains=explains)
+                    return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
                         break
@@ -304,13 +304,13 @@ class StepSimulator:
                     if _is_uniform(plan):
                         # It is the model that sets them apart, and not the plan.
                         self._known.unlike |= error.unlike
-        return self._trace(plan, None, explains=explains)
+        return self._trace(plan, reuse=None, explains=explains)
 
     def _trace(
         self,
         plan: Plan | None,
-        reuse: LayerReuse | None,
         *,
+        reuse: LayerReuse | None,
         explains: bool = False,
         reuses_slices: bool = True,
         changed_by: Change = nullcontext,

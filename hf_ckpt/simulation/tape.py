@@ -263,14 +263,13 @@ class Columns:
         """Return events as columns."""
         indices: dict[Storage | None, int] = {None: -1}
         of_events = [indices.setdefault(event.storage, len(indices) - 1) for event in events]
-        noted = [event.mark or event.transfer for event in events]
+        notes = {row: each for row, event in enumerate(events) if (each := event.mark or event.transfer)}
         note = np.full(len(events), -1, dtype=np.int64)
-        rows = [row for row, each in enumerate(noted) if each is not None]
-        note[rows] = np.arange(len(rows))
+        note[list(notes)] = np.arange(len(notes))
         return cls(
             places,
             [storage for storage in indices if storage is not None],
-            [each for each in noted if each is not None],
+            list(notes.values()),
             places.numbers_of([event.place for event in events]),
             np.array([_CHANGES.index(event.change) for event in events], dtype=np.int8),
             np.array(of_events, dtype=np.int64),
