@@ -13,22 +13,33 @@ Note [The rules]. Those of `c10/cuda/CUDACachingAllocator.cpp`:
   that is wholly free (`release_cached_blocks`), before it asks again.
 - With `expandable_segments:True` there is one segment for each stream and kind, which grows at its end, and what is
   left over is always cut off.
+
+Note [What wrapping leaves free]. FSDP1 makes the shares of its units before the first step, and all of this is in use
+for a moment, and held by the allocator from then on:
+- Unit by unit, the root last: the weights are moved to the device, copied into one tensor and freed, and a share of
+  that is copied (`flatten_tensors_into_flat_param` and `shard` in `torch/distributed/fsdp/_flat_param.py`).
+- Where rank 0 sends its weights (`sync_module_states`), it sends buckets of 250 MiB or more, which are copies where
+  they hold more than one weight (`broadcast_coalesced`). Up to torch 2.7 NCCL still reads them when they are freed, so
+  that they are of use again when the unit is done. Later versions let go of them a little sooner: not told apart here.
+- In mixed precision accelerate casts the shares of trained weights to float32 when all are made. The model's parameters
+  are views of the shares as they were until the first forward.
+- Before the first forward `init_flat_param_attributes` makes what each unit gathers into, the root's first, and empties
+  it: in mixed precision in both dtypes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 
 import numpy as np
 
-from hf_ckpt.simulation import fsdp1_wrapping
 from hf_ckpt.simulation.step_memory import Category, Phase
-from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, Storage, Stream, Tape
+from hf_ckpt.simulation.tape import ALLOCATED, FREED, Columns, FlatParameter, Storage, Stream, Tape
 
 BLOCK_BYTES = 512
 """Every block is a multiple of this."""
@@ -42,6 +53,8 @@ _GATHERED_AT_ONCE = 2
 """So many freed weights of units may still be in use when the next one is gathered (FSDP1's `limit_all_gathers`)."""
 _SENT_AT_ONCE = 1
 """So many freed buffers of gradients may still be in use when the next one is made."""
+_BROADCAST_BYTES = 250 * 2**20
+"""torch's `PARAM_BROADCAST_BUCKET_SIZE`."""
 _MOST_STEPS = 8
 """That are played where the device is full. Some training steps never settle: each gives back the same again."""
 
@@ -96,12 +109,8 @@ def _steps(tape: Tape, allocator: CachingAllocator) -> Iterator[None]:
     The optimizer makes its state at the end of the first step, out of what that step has left.
     """
     columns = tape.columns
-    numbers = {id(storage): number for number, storage in enumerate(columns.storages)}
-    blocks: list[Block | None] = [None] * len(columns.storages)
-    for storage, block in _blocks_before(allocator, tape.before):
-        if id(storage) in numbers:
-            blocks[numbers[id(storage)]] = block
-    storages = _Storages(allocator, columns, blocks)
+    before = _blocks_before(allocator, tape.before)
+    storages = _Storages(allocator, columns, [before.get(storage) for storage in columns.storages])
     changes, optimizer_begins = _changes(columns)
     storages.play(changes[:optimizer_begins])
     if optimizer_begins < len(changes):
@@ -154,15 +163,51 @@ class _Storages:
         self._still_read.clear()
 
 
-def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> Iterator[tuple[Storage, Block]]:
-    """Yield what is there before the first step, and the block that it lies in."""
+def _blocks_before(allocator: CachingAllocator, storages: Iterable[Storage]) -> dict[Storage, Block]:
+    """Return what is there before the first step, and the block that it lies in."""
     there = [each for each in storages if each.num_bytes and each.category is not Category.OPTIMIZER]
-    units = [(each, each.flat_parameter) for each in there if each.flat_parameter is not None]
-    for each in there:
-        if each.flat_parameter is None:
-            yield each, allocator.allocate(each.num_bytes, each.stream)
-    made = fsdp1_wrapping.blocks_of_shares(allocator, [unit for _, unit in units])
-    yield from zip((storage for storage, _ in units), made, strict=True)
+    units = {each: each.flat_parameter for each in there if each.flat_parameter is not None}
+    blocks = {each: allocator.allocate(each.num_bytes, each.stream) for each in there if each not in units}
+    return blocks | dict(zip(units, _blocks_of_shares(allocator, list(units.values())), strict=True))
+
+
+def _blocks_of_shares(allocator: CachingAllocator, units: Sequence[FlatParameter]) -> list[Block]:
+    """Return the blocks of the shares of FSDP1's units, the root's last. See Note [What wrapping leaves free]."""
+    loaded = [_loaded_share(allocator, unit) for unit in units]
+    root_first = [len(units) - 1, *range(len(units) - 1)] if units else []
+    kept = {
+        number: allocator.allocate(units[number].share_bytes)
+        for number in root_first
+        if units[number].share_bytes != units[number].loaded_bytes
+    }
+    for number in root_first:
+        for num_bytes in units[number].emptied:
+            allocator.free(allocator.allocate(num_bytes))
+    for number in kept:
+        allocator.free(loaded[number])
+    return [kept.get(number, share) for number, share in enumerate(loaded)]
+
+
+def _loaded_share(allocator: CachingAllocator, unit: FlatParameter) -> Block:
+    """Return the block of a share as its weights were loaded."""
+    weights = [allocator.allocate(num_bytes) for num_bytes in unit.weights]
+    sent = [allocator.allocate(sum(bucket)) for bucket in _broadcast_buckets(unit) if len(bucket) > 1]
+    flat = allocator.allocate(sum(unit.weights))
+    for each in weights:
+        allocator.free(each)
+    share = allocator.allocate(unit.loaded_bytes)
+    for each in (flat, *sent):
+        allocator.free(each)
+    return share
+
+
+def _broadcast_buckets(unit: FlatParameter) -> list[list[int]]:
+    buckets: list[list[int]] = []
+    for num_bytes in unit.weights if unit.is_broadcast else ():
+        if not buckets or sum(buckets[-1]) >= _BROADCAST_BYTES:
+            buckets.append([])
+        buckets[-1].append(num_bytes)
+    return buckets
 
 
 def _lag_of(stream: Stream, is_sent: bool) -> int:

@@ -24,12 +24,13 @@ Note [What engines hold].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
 
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES
 from hf_ckpt.simulation.devices import Device
@@ -56,7 +57,7 @@ ADD = "aten.add_.Tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class InSegment:
+class _InSegment:
     """A layer that may run again in the backward of a later one."""
 
     unit: UnitKey
@@ -73,22 +74,22 @@ class RankTape:
         weights: Mapping[str, Weight],
         step: Step,
         device: Device,
-        segments: Mapping[tuple[str, int], InSegment] | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._whole = tape
         self._step = step
-        self._segments = segments or {}
-        self._rerun: InSegment | None = None
+        self._segments = {} if plan is None else _in_segments(plan)
+        self._rerun: _InSegment | None = None
         self._weights = weights
         self._engine = step.sharding.engine
         self._world_size = step.sharding.world_size
         self._master_bytes = MASTER_DTYPE.itemsize
+        self._shards_weights = self._engine in ("fsdp1", "fsdp2", "zero3")
         self._reshards = step.sharding.reshards_after_forward
         self._prefetches_in_backward = step.sharding.prefetches_in_backward
         self._small_units = self._find_small_units()
         self._has_adapter_units = self._engine == "fsdp1" and bool(self._small_units)
         self._device = device
-        self._rounding = BLOCK_BYTES if device.is_cuda else 1
         self._order = self._units_in_order()
         self._last = max(event.place.micro_batch for event in tape.events)
         self._running: Running | None = None
@@ -102,7 +103,7 @@ class RankTape:
         self._gradient_shapes = set[tuple[int, ...]]()
         self._added: dict[UnitKey, list[Storage]] = {}
         self._last_operator = ""
-        self._shards: dict[int, Storage] = {}
+        self._shards: dict[Storage, Storage] = {}
         self._reduced: Storage | None = None
         self._gathers_to_recompute = step.sharding.gathers_to_recompute
         self._module = ""
@@ -112,9 +113,10 @@ class RankTape:
 
     def tape(self) -> Tape:
         tape = Tape(list(self._before()), list(self._events()))
-        made = [event.storage for event in tape.events if event.storage is not None]
-        for storage in (*tape.before, *made):
-            storage.num_bytes = -(-storage.num_bytes // self._rounding) * self._rounding
+        rounding = BLOCK_BYTES if self._device.is_cuda else 1
+        for storage in (*tape.before, *(event.storage for event in tape.events)):
+            if storage is not None:
+                storage.num_bytes = -(-storage.num_bytes // rounding) * rounding
         return tape
 
     # --- What exists before the step. ---
@@ -125,7 +127,8 @@ class RankTape:
             weight = self._weights.get(storage.parameter)
             if weight is None:
                 yield storage
-            elif storage.category is Category.PARAMETERS and self._has_flat_weights:
+            elif storage.category is Category.PARAMETERS and self._engine == "fsdp1":
+                # A rank's share of a unit's weights is one block.
                 flat.setdefault(weight.unit, []).append(weight)
             elif storage.category is Category.PARAMETERS:
                 yield replace(storage, num_bytes=weight.shard_bytes if self._shards_weights else weight.num_bytes)
@@ -142,14 +145,9 @@ class RankTape:
         if self._engine == "ddp":
             yield Storage(sum(weight.num_bytes for weight in self._trained), category=Category.GATHERED)
 
-    @property
+    @cached_property
     def _trained(self) -> list[Weight]:
         return [weight for weight in self._weights.values() if weight.is_trained]
-
-    @property
-    def _has_flat_weights(self) -> bool:
-        """Whether a rank's share of a unit's weights is one block."""
-        return self._engine == "fsdp1" and self._shards_weights
 
     def _state(self, storage: Storage, weight: Weight) -> Storage:
         """Return a rank's part of the optimizer's tensor: a share of what is as large as the parameter."""
@@ -157,7 +155,7 @@ class RankTape:
             return storage
         stepped = self._stepped_bytes(storage)
         unit = self._by_unit[weight.unit]
-        if self._has_flat_weights and prod(storage.shape) == weight.numel and all(each.is_trained for each in unit):
+        if self._engine == "fsdp1" and prod(storage.shape) == weight.numel and all(each.is_trained for each in unit):
             held = stepped * numel_on_last_rank(weight, unit, self._world_size) // weight.numel
             return replace(storage, num_bytes=held)
         return replace(storage, num_bytes=self._share(stepped))
@@ -167,7 +165,7 @@ class RankTape:
         is_wider = self._keeps_masters and "float" in storage.dtype
         return max(storage.num_bytes, prod(storage.shape) * self._master_bytes if is_wider else 0)
 
-    @property
+    @cached_property
     def _keeps_masters(self) -> bool:
         """Whether the optimizer steps weights in float32."""
         return any(weight.num_bytes != weight.compute_bytes for weight in self._trained)
@@ -186,10 +184,6 @@ class RankTape:
         for weight in self._weights.values():
             found.setdefault(weight.unit, []).append(weight)
         return found
-
-    @property
-    def _shards_weights(self) -> bool:
-        return self._engine in ("fsdp1", "fsdp2")
 
     def _share(self, num_bytes: int) -> int:
         return -(-num_bytes // self._world_size)
@@ -216,7 +210,12 @@ class RankTape:
             yield from self._one_rank_events(event)
             if place.phase is Phase.BACKWARD:
                 self._backward_place = place
+        yield from self._leave_backward(place)
+
+    def _leave_backward(self, place: Place) -> Iterator[Event]:
+        """Leave what ran last. Before the optimizer runs, which makes its state out of what the backward has left."""
         yield from self._leave(self._running, place)
+        self._running = None
         yield from self._end_backward(place)
 
     def _run_again(self, place: Place) -> Iterator[Event]:
@@ -234,7 +233,7 @@ class RankTape:
         if again is not None:
             yield from self._use(again.unit, place)
 
-    def _frees_behind(self, layer: InSegment) -> bool:
+    def _frees_behind(self, layer: _InSegment) -> bool:
         """Whether an engine frees a layer that ran again: FSDP1 as in a forward, FSDP2 in the layer's own backward."""
         is_next = self._running is not None and self._unit_before(self._running[1]) == layer.unit
         return self._reshards and (self._engine == "fsdp1" or (layer.is_let_go and not is_next))
@@ -262,11 +261,8 @@ class RankTape:
             if place.phase is Phase.BACKWARD:
                 yield from self._start_backward(place)
         elif place.phase is Phase.OPTIMIZER:
-            # Still of the backward: the optimizer makes its state out of what that has left.
-            yield from self._leave(self._running, self._backward_place)
-            self._running = None
-            yield from self._end_backward(self._backward_place)
-        elif _is_last_forward(event.mark, self._order):
+            yield from self._leave_backward(self._backward_place)
+        elif event.mark and event.mark.is_end and (event.mark.stack, event.mark.layer_idx) == self._order[-1]:
             yield from self._leave(self._running, place)
             self._running = None
             yield from self._use(HEAD, place)
@@ -318,31 +314,25 @@ class RankTape:
         if phase is Phase.BACKWARD and micro_batch == self._last:
             yield from self._reduce_gradients(key, place)
         if phase is Phase.BACKWARD:
-            yield from self._free_added(key, place)
+            yield from self._free_all(self._added.pop(key, ()), place)
 
     def _free_gathered(self, key: UnitKey, place: Place) -> Iterator[Event]:
         yield from self._free(self._arrived.pop(key, None), place)
         if key in self._gathered:
-            for storage in self._gathered.pop(key):
-                yield from self._free(storage, place)
+            yield from self._free_all(self._gathered.pop(key), place)
             yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
     def _end_backward(self, place: Place) -> Iterator[Event]:
         yield from self._free_buffer(place)
-        for storage in chain(self._arrived.values(), *self._gathered.values()):
-            yield from self._free(storage, place)
+        yield from self._free_all(chain(self._arrived.values(), *self._gathered.values()), place)
         self._arrived.clear()
         self._gathered.clear()
         for key in list(self._gradients):
             yield from self._reduce_gradients(key, place)
         for key in list(self._added):
-            yield from self._free_added(key, place)
+            yield from self._free_all(self._added.pop(key), place)
         yield from self._free(self._reduced, place)
         self._reduced = None
-
-    def _free_added(self, key: UnitKey, place: Place) -> Iterator[Event]:
-        for storage in self._added.pop(key, []):
-            yield from self._free(storage, place)
 
     def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit that runs now. FSDP2 copies it out of a buffer, and holds that while a forward runs."""
@@ -430,8 +420,11 @@ class RankTape:
         if storage is not None:
             yield Event(place, MemoryChange.FREE, storage)
 
-    def _collective(self, kind: TransferKind, num_bytes: int, place: Place) -> Event:
-        return Event(place, transfer=Transfer(kind, num_bytes * (self._world_size - 1) // self._world_size))
+    def _free_all(self, storages: Iterable[Storage], place: Place) -> Iterator[Event]:
+        return (Event(place, MemoryChange.FREE, storage) for storage in storages)
+
+    def _collective(self, kind: TransferKind, num_bytes: int, place: Place, num_calls: int = 0) -> Event:
+        return Event(place, transfer=Transfer(kind, num_bytes * (self._world_size - 1) // self._world_size, num_calls))
 
     def _visit(self, event: Event) -> Iterator[Event]:
         """Gather and let go of a unit within a layer, where it runs, and in backward where its gradient is made.
@@ -486,14 +479,15 @@ class RankTape:
         if storage is None:
             return event
         if event.change is MemoryChange.FREE:
-            return replace(event, storage=self._shards.get(id(storage), storage))
+            return replace(event, storage=self._shards.get(storage, storage))
         if in_optimizer and storage.category is not Category.GRADIENTS:
-            self._shards[id(storage)] = replace(storage, num_bytes=self._optimizer_bytes(storage))
-            return replace(event, storage=self._shards[id(storage)])
+            shard = self._shards[storage] = replace(storage, num_bytes=self._optimizer_bytes(storage))
+            return replace(event, storage=shard)
         if storage.category is Category.GRADIENTS and self._shards_weights:
-            shard = replace(storage, num_bytes=self._gradient_share(storage))
-            self._shards[id(storage)] = shard
             weight = self._weights.get(storage.parameter)
+            # Gradients have the dtype of the shards that the optimizer steps.
+            share = self._share(storage.num_bytes if weight is None else weight.num_bytes)
+            shard = self._shards[storage] = replace(storage, num_bytes=share)
             self._gradient_shapes.add(storage.shape)
             self._gradients.setdefault(weight.unit if weight is not None else None, []).append((storage, shard))
         return event
@@ -501,11 +495,6 @@ class RankTape:
     def _optimizer_bytes(self, storage: Storage) -> int:
         """Return what a temporary tensor of the whole optimizer step takes on one rank."""
         return self._share(self._stepped_bytes(storage))
-
-    def _gradient_share(self, storage: Storage) -> int:
-        weight = self._weights.get(storage.parameter)
-        # Gradients have the dtype of the shards that the optimizer steps.
-        return self._share(storage.num_bytes if weight is None else weight.num_bytes)
 
     # --- The units. ---
 
@@ -531,6 +520,16 @@ class RankTape:
         return units[units.index(key) - 1]
 
 
+def _in_segments(plan: Plan) -> dict[tuple[str, int], _InSegment]:
+    """Return the layers in segments, by the path of their stack and their index in it."""
+    return {
+        (stack.path, idx): _InSegment((number, idx), entry.snapshots is not None)
+        for number, stack in enumerate(plan.stacks)
+        for idx, entry in enumerate(stack.layers)
+        if entry.segment is not None
+    }
+
+
 def _parameter_of_gradient(event: Event) -> str:
     """Return the path of the parameter whose gradient is made, empty where none is."""
     storage = event.storage
@@ -546,8 +545,3 @@ def _join(shards: Sequence[Storage]) -> None:
         shard.stream = Stream.REDUCE
     for shard in shards[1:]:
         shard.num_bytes = 0
-
-
-def _is_last_forward(mark: Mark | None, order: Sequence[UnitKey]) -> bool:
-    is_end = mark is not None and mark.is_end and mark.phase is Phase.FORWARD
-    return is_end and mark is not None and bool(order) and (mark.stack, mark.layer_idx) == order[-1]

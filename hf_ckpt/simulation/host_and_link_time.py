@@ -24,7 +24,7 @@ from hf_ckpt.regions.selective.save_rules import OperatorRole
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively, role_of_operator
 from hf_ckpt.simulation.step_memory import Phase, Place
-from hf_ckpt.simulation.tape import Columns, Tape, Transfer, TransferKind
+from hf_ckpt.simulation.tape import Columns, Tape, TransferKind
 
 _UNITS_AHEAD = 2
 """Units that FSDP1's host may let go of before the device does."""
@@ -124,7 +124,7 @@ def queue_operators(tape: Tape, device: Device, plan: Plan | None, *, limits_uni
     columns = tape.columns
     is_recorded = columns.places.is_in(columns.place, Phase.FORWARD, Phase.RECOMPUTATION)
     is_intercepted = _intercepted(columns, plan)[columns.place]
-    transfers = {row: note for row, note in columns.noted() if isinstance(note, Transfer)}
+    transfers = columns.transfers()
     if device.is_cuda and not transfers:
         rows = np.flatnonzero(columns.seconds)
         ways = [queue.issue_seconds(records_graph=way >= 2, is_intercepted=way % 2 == 1) for way in range(4)]

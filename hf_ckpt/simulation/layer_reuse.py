@@ -1,7 +1,10 @@
-"""Traces equal layers once: the forward of the others is skipped, and their events are copied into the tape afterwards.
+"""Traces equal layers, and equal slices of a tiled module, once: the tape gets the events of one for the others too.
 
-A layer's forward and backward may free only its own storages and those of its neighbours. Otherwise
-`CannotReuseError` is raised, and every layer has to be traced.
+The forward of equal layers is skipped, and their events are copied into the tape afterwards. A layer's forward and
+backward may free only its own storages and those of its neighbours. Otherwise `CannotReuseError` is raised, and every
+layer has to be traced.
+
+Equal slices run until two in a row do the same, which then stands for those of the same length that follow.
 """
 
 from __future__ import annotations
@@ -12,37 +15,62 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import RandomState, is_in_backward, tensors_of
 from hf_ckpt.simulation.fake_model import FakeCopy
 from hf_ckpt.simulation.step_memory import Phase
-from hf_ckpt.simulation.tape import Mark, Tape, moved_path
-from hf_ckpt.simulation.tape_expansion import CannotReuseError, expand
+from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, copied_events, moved_path
+from hf_ckpt.simulation.tape_expansion import CannotReuseError, PartlyTraced, expand
 from hf_ckpt.simulation.tracker import Tracker
 from hf_ckpt.structure.layers import Layer, Stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StackReuse(PartlyTraced):
+    """Which layers of a stack are skipped."""
+
+    layers: tuple[Layer, ...]
+    left_out: Mapping[int, int]
+    """As `representatives`, of layers that are not even copied. What torch reserves depends on the order of the
+    weights, and that on which layers are copied: it is the same whether segments are cut or not."""
+
+    def traced_segments(self) -> list[int | None]:
+        """Return the segments of the traced layers, and, for a skipped one, that of the traced one before it.
+
+        Over a gap a segment goes on until a traced layer begins another one.
+        """
+        found: list[int | None] = []
+        current: int | None = None
+        for idx, segment in enumerate(self.segments):
+            if idx not in self.representatives:
+                begins = segment is not None and (idx == 0 or self.segments[idx - 1] != segment)
+                current = segment if begins or segment is None else current
+            found.append(current)
+        return found
+
+    def within_segments(self) -> Iterator[int]:
+        """Yield the skipped layers between traced ones of one segment."""
+        segments = self.traced_segments()
+        ahead: int | None = None
+        for idx in reversed(range(len(segments))):
+            if idx not in self.representatives:
+                ahead = segments[idx]
+            elif ahead is not None and segments[idx] == ahead:
+                yield idx
 
 
 @dataclass(frozen=True)
 class LayerReuse:
     """Which layers of a model are skipped, because a traced layer represents them."""
 
-    stacks: tuple[Stack, ...]
-    """Of the model."""
-    segments: tuple[tuple[int | None, ...], ...]
-    """For each layer of each stack: its segment, if any."""
-    representatives: tuple[Mapping[int, int], ...]
-    """For each stack: the layer that represents another, both by `layer_idx`."""
-    left_out: tuple[Mapping[int, int], ...]
-    """The same for layers that are not even copied. What torch reserves depends on the order of the weights, and that
-    on which layers are copied: it is the same whether segments are cut or not."""
-    kinds: tuple[Sequence[Hashable], ...] | None = None
-    """Of `kinds_of`, for each layer of each stack, where segments are cut: some of a segment's layers are skipped."""
+    stacks: tuple[_StackReuse, ...]
 
     @classmethod
     def choose(
@@ -63,63 +91,54 @@ class LayerReuse:
             unlike: of `CannotReuseError`.
             cuts: whether to trace parts of segments; else each is traced whole, or not at all.
         """
-        segments, representatives, left_out, all_kinds = [], [], [], []
+        chosen = []
         for number, stack in enumerate(stacks):
             if isinstance(stack.home, nn.ModuleDict):
                 raise CannotReuseError(f"the layers of {stack.path} have names instead of numbers")
             entries = (LayerPlan(),) * len(stack.layers) if plan is None else plan.stacks[number].layers
-            segments.append(tuple(entry.segment for entry in entries))
+            segments = [entry.segment for entry in entries]
             of_stack = {layer_idx for other, layer_idx in unlike if other == number}
-            all_kinds.append(kinds_of(stack, entries, signatures, of_stack))
-            whole = choose_traced(all_kinds[-1], segments[-1])[0]
-            parts = choose_traced(all_kinds[-1], ())[0] if any(each is not None for each in segments[-1]) else whole
-            representatives.append(parts if cuts else whole)
-            left_out.append({idx: like for idx, like in whole.items() if idx in parts})
-        if not any(representatives):
+            kinds = kinds_of(stack, entries, signatures, of_stack)
+            whole = represented(kinds, segments)
+            parts = represented(kinds, ()) if any(each is not None for each in segments) else whole
+            reuse = _StackReuse(
+                number=number,
+                path=stack.path,
+                segments=segments,
+                representatives=parts if cuts else whole,
+                kinds=kinds if cuts else (),
+                layers=stack.layers,
+                left_out={idx: like for idx, like in whole.items() if idx in parts},
+            )
+            chosen.append(reuse)
+        if not any(reuse.representatives for reuse in chosen):
             # Layers under a binomial schedule, say: they run more than once, which shows only after they are traced.
             raise CannotReuseError("no layer is like another")
-        return cls(stacks, tuple(segments), tuple(representatives), tuple(left_out), tuple(all_kinds) if cuts else None)
+        return cls(tuple(chosen))
 
     def plan_for_traced(self, plan: Plan) -> Plan:
         """Return the plan with the skipped layers left as they are."""
         stacks = []
-        for number, stack in enumerate(plan.stacks):
-            skipped, segments = self.representatives[number], self._traced_segments(number)
+        for reuse, stack in zip(self.stacks, plan.stacks, strict=True):
             layers = tuple(
-                LayerPlan() if idx in skipped else replace(entry, segment=segments[idx])
-                for idx, entry in enumerate(stack.layers)
+                LayerPlan() if idx in reuse.representatives else replace(entry, segment=segment)
+                for idx, (entry, segment) in enumerate(zip(stack.layers, reuse.traced_segments(), strict=True))
             )
             stacks.append(replace(stack, layers=layers))
         return replace(plan, stacks=tuple(stacks))
 
-    def _traced_segments(self, number: int) -> list[int | None]:
-        """Return the segments of the traced layers, and, for a skipped one, that of the traced one before it.
-
-        Over a gap a segment goes on until a traced layer begins another one.
-        """
-        segments = self.segments[number]
-        found: list[int | None] = []
-        current: int | None = None
-        for idx, segment in enumerate(segments):
-            if idx not in self.representatives[number]:
-                begins = segment is not None and (idx == 0 or segments[idx - 1] != segment)
-                current = segment if begins or segment is None else current
-            found.append(current)
-        return found
-
-    def pairs(self) -> Iterator[tuple[int, Layer, Layer]]:
-        """Yield the number of the stack, each skipped layer and the traced one that represents it."""
-        for number, (stack, representatives) in enumerate(zip(self.stacks, self.representatives, strict=True)):
-            for idx, traced in representatives.items():
-                yield number, stack.layers[idx], stack.layers[traced]
+    def _pairs(self) -> Iterator[tuple[_StackReuse, Layer, Layer]]:
+        """Yield, with its stack, each skipped layer and the traced one that represents it."""
+        for stack in self.stacks:
+            for idx, traced in stack.representatives.items():
+                yield stack, stack.layers[idx], stack.layers[traced]
 
     def stand_ins(self) -> dict[nn.Module, nn.Module]:
         """Return, for each layer that is not copied, the traced one; as `fake_copy` takes them."""
-        pairs = zip(self.stacks, self.left_out, strict=True)
         return {
             stack.layers[idx].outer: stack.layers[traced].outer
-            for stack, left_out in pairs
-            for idx, traced in left_out.items()
+            for stack in self.stacks
+            for idx, traced in stack.left_out.items()
         }
 
     def skip_layers(self, fake: FakeCopy, names: Mapping[nn.Parameter, str], tracker: Tracker) -> None:
@@ -127,15 +146,13 @@ class LayerReuse:
 
         `names`: of the parameters of the model, whose gradients and weights the tracker has to know.
         """
-        tracker.marks_recomputation = any(segment is not None for of_stack in self.segments for segment in of_stack)
+        tracker.marks_recomputation = any(segment is not None for stack in self.stacks for segment in stack.segments)
+        tracker.without_backward = {(stack.number, idx) for stack in self.stacks for idx in stack.within_segments()}
         recorded: dict[nn.Module, _RecordedCalls] = {}
-        within = [set(self._within_segments(number)) for number in range(len(self.stacks))]
-        tracker.without_backward = {(number, idx) for number, of_stack in enumerate(within) for idx in of_stack}
-        for number, skipped, traced in self.pairs():
+        for stack, skipped, traced in self._pairs():
             if traced.outer not in recorded:
                 recorded[traced.outer] = _RecordedCalls(fake.copy_of(traced.outer), tracker)
-            is_within = skipped.layer_idx in within[number]
-            passing_on = _SkippedLayer(skipped.layer_idx, number, recorded[traced.outer], tracker, is_within)
+            passing_on = _SkippedLayer(skipped.layer_idx, stack.number, recorded[traced.outer], tracker)
             fake.copy_of(skipped.outer).forward = passing_on.call
         for parameter, copies in self._copied_gradients(names).items():
             hook = partial(tracker.record_copied_gradients, copies)
@@ -145,31 +162,19 @@ class LayerReuse:
         """Return, by trained parameter of a traced layer, those of the layers that it represents."""
         trained: dict[nn.Module, list[nn.Parameter]] = {}
         copies: dict[nn.Parameter, list[str]] = {}
-        for number, skipped, traced in self.pairs():
+        for stack, skipped, traced in self._pairs():
             if traced.outer not in trained:
                 trained[traced.outer] = [each for each in traced.outer.parameters() if each.requires_grad]
-            path, shift = self.stacks[number].path, skipped.layer_idx - traced.layer_idx
             for parameter in trained[traced.outer]:
-                name = moved_path(names[parameter], path, shift)
+                name = moved_path(names[parameter], stack.path, skipped.layer_idx - traced.layer_idx)
                 if name == names[parameter]:
-                    raise CannotReuseError(f"{name} does not lie in {path}")
+                    raise CannotReuseError(f"{name} does not lie in {stack.path}")
                 copies.setdefault(parameter, []).append(name)
         return copies
 
-    def _within_segments(self, number: int) -> Iterator[int]:
-        """Yield the skipped layers between traced ones of one segment."""
-        segments = self._traced_segments(number)
-        ahead: int | None = None
-        for idx in reversed(range(len(segments))):
-            if idx not in self.representatives[number]:
-                ahead = segments[idx]
-            elif ahead is not None and segments[idx] == ahead:
-                yield idx
-
     def expanded(self, tape: Tape) -> Tape:
         """Return the tape as it would be with every layer traced. Raises `CannotReuseError`."""
-        paths = tuple(stack.path for stack in self.stacks)
-        return expand(tape, paths, self.segments, self.representatives, self.kinds)
+        return expand(tape, self.stacks)
 
 
 # --- Which layers are alike. ---
@@ -181,7 +186,7 @@ def kinds_of(
     stack: Stack,
     entries: Sequence[LayerPlan],
     signatures: Mapping[nn.Module, Hashable],
-    unlike: Collection[int] = (),
+    unlike: Collection[int],
 ) -> list[Hashable]:
     """Return, for each layer, what is equal for layers that do the same; their neighbours are left out.
 
@@ -200,8 +205,8 @@ def kinds_of(
     return kinds
 
 
-def choose_traced(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> tuple[dict[int, int], set[int]]:
-    """Return the representative of each layer that is not traced, and the layers that are traced; all by `layer_idx`.
+def represented(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> dict[int, int]:
+    """Return the representative of each layer that is not traced, both by `layer_idx`.
 
     A layer represents another where both, and the neighbours of both, are alike. The one before it is traced too, and
     the one after it unless all three are alike. Over a gap traced layers meet what is like their own neighbours. Of the
@@ -215,14 +220,14 @@ def choose_traced(kinds: Sequence[Hashable], segments: Sequence[int | None]) -> 
     for idx, key in enumerate(keys):
         first.setdefault(key, idx)
     counts = Counter[Hashable](keys)
-    represented = {idx for key, idx in first.items() if counts[key] > 1}
+    representing = {idx for key, idx in first.items() if counts[key] > 1}
     # `around[idx]` is the layer before.
-    before = {idx - 1 for idx in represented if idx > 0}
-    after = {idx + 1 for idx in represented if idx + 1 < len(kinds) and around[idx] != kinds[idx]}
+    before = {idx - 1 for idx in representing if idx > 0}
+    after = {idx + 1 for idx in representing if idx + 1 < len(kinds) and around[idx] != kinds[idx]}
     traced = {*first.values(), *before, *after}
     while further := _in_segments(segments, traced) or _over_gap(kinds, traced):
         traced |= further
-    return {idx: first[key] for idx, key in enumerate(keys) if idx not in traced}, traced
+    return {idx: first[key] for idx, key in enumerate(keys) if idx not in traced}
 
 
 def _places_in_segments(segments: Sequence[int | None]) -> Iterator[tuple[int, int] | None]:
@@ -302,7 +307,8 @@ class _Call:
     start: int
     end: int = 0
     signature: object = None
-    form: object = None
+    form: list[bool] | None = None
+    """Which items of its output are tensors; None where that is the tensor itself."""
 
 
 class _RecordedCalls:
@@ -332,7 +338,7 @@ class _RecordedCalls:
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
             )
         call.end, call.signature = len(self._tracker.tape.events), _call_signature(args, kwargs)
-        call.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else True
+        call.form = [isinstance(each, Tensor) for each in output] if isinstance(output, tuple | list) else None
 
 
 @dataclass(frozen=True)
@@ -343,8 +349,6 @@ class _SkippedLayer:
     stack: int
     recorded: _RecordedCalls
     tracker: Tracker
-    is_within_segment: bool
-    """Whether the traced layers before and after it share a segment: that goes on with the tensor itself only."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         hidden, like = _hidden(args, kwargs), self.recorded.current
@@ -356,11 +360,13 @@ class _SkippedLayer:
                 if event.seconds or event.num_flops:
                     self.tracker.record_cost(event)
         output = hidden
-        if torch.is_grad_enabled() and not self.is_within_segment:
+        # Where the traced layers before and after it share a segment, that goes on with the tensor itself only.
+        is_within_segment = (self.stack, self.layer_idx) in self.tracker.without_backward
+        if torch.is_grad_enabled() and not is_within_segment:
             output = _BackwardMark.apply(hidden, self)  # type: ignore[no-untyped-call]
-        if like.form is True:
+        if like.form is None:
             return output
-        return tuple(output if is_tensor else None for is_tensor in cast(list[bool], like.form))
+        return tuple(output if is_tensor else None for is_tensor in like.form)
 
 
 class _BackwardMark(torch.autograd.Function):
@@ -375,7 +381,7 @@ class _BackwardMark(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         skipped = ctx.skipped
-        skipped.tracker.mark(Mark(Phase.BACKWARD, skipped.stack, skipped.layer_idx, 0, is_copy=True))
+        skipped.tracker.mark(Mark(Phase.BACKWARD, skipped.stack, skipped.layer_idx, 0))
         return gradient, None
 
 
@@ -391,3 +397,65 @@ def _call_signature(args: Any, kwargs: Any) -> object:
         return [
             (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
         ]
+
+
+# --- Slices of a tiled module. ---
+
+_Actions = list[tuple[object, ...]]
+
+
+def run_unlike(
+    tracker: Tracker, bounds: Sequence[tuple[int, int]], inputs: Sequence[Tensor]
+) -> Iterator[tuple[int, int]]:
+    """Yield the slices that have to run, and write the events of the others. See `regions.tiling.SlicesToRun`."""
+    # What a module does may depend on values.
+    is_fake = all(isinstance(tensor, FakeTensor) for tensor in inputs)
+    last: tuple[int, _Actions | None] = 0, None
+    repeated: list[Event] | None = None
+    for start, length in bounds:
+        if repeated is not None and length == last[0]:
+            tracker.tape.events.extend(copied_events(repeated, partial(_copy, tracker)))
+            continue
+        begin, random_state = len(tracker.tape.events), RandomState.of()
+        yield start, length
+        # Here the slice has run.
+        with tracker.on_host():
+            draws = not RandomState.of().is_same(random_state)
+        events = tracker.tape.events[begin:]
+        actions = _actions(tracker, events) if is_fake and not draws else None
+        repeated = events if actions is not None and last == (length, actions) else None
+        last = length, actions
+
+
+def _actions(tracker: Tracker, events: Sequence[Event]) -> _Actions | None:
+    """Return what is equal for slices that do the same; None if a slice cannot be repeated.
+
+    What it allocates it has to free, or to leave to an object that is there for all slices.
+    """
+    actions: _Actions = []
+    slots: dict[Storage, int] = {}
+    freed = set[Storage]()
+    for event in events:
+        storage, look = event.storage, tuple[object, ...]()
+        if storage is not None and event.change is MemoryChange.ALLOCATE:
+            slots[storage] = len(slots)
+        if event.mark is not None or event.transfer is not None or (storage is not None and storage not in slots):
+            return None
+        if storage is not None:
+            look = (storage.num_bytes, storage.shape, storage.dtype, storage.category, storage.why, storage.parameter)
+            look = slots[storage], *look
+            if event.change is MemoryChange.FREE:
+                freed.add(storage)
+        actions.append((event.place, event.change, look, event.seconds, event.num_flops, event.is_copy))
+    owners = {slot: tracker.owner_of(storage) for storage, slot in slots.items() if storage not in freed}
+    if any(owner is None for owner in owners.values()):
+        return None
+    return [*actions, *((slot, id(owner)) for slot, owner in owners.items())]
+
+
+def _copy(tracker: Tracker, storage: Storage) -> Storage:
+    copy = replace(storage)
+    owner = tracker.owner_of(storage)
+    if owner is not None:
+        tracker.free_with(owner, copy)
+    return copy

@@ -27,12 +27,14 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
     """
     with ExitStack() as hooks:
         places = _places(model, stacks)
-        parts = set(_parts(stacks))
+        parts = {part for stack in stacks for layer in stack.layers for part, _ in _parts(layer)}
         for number, stack in enumerate(stacks):
             tracker.stack_numbers[stack.path] = number
             for layer in stack.layers:
-                for handle in _track_layer(layer, number, places[layer.module], tracker):
-                    hooks.enter_context(handle)
+                mark = Mark(Phase.FORWARD, number, layer.layer_idx, 0)
+                begin, end = partial(_enter_layer, tracker, mark), partial(_track_output, tracker, places[layer.module])
+                hooks.enter_context(layer.outer.register_forward_pre_hook(begin, prepend=True))
+                hooks.enter_context(layer.outer.register_forward_hook(partial(end, mark)))
         for module, place in places.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(_enter, tracker, place), prepend=True))
             hooks.enter_context(module.register_forward_hook(partial(_leave, tracker), always_call=True))
@@ -40,7 +42,7 @@ def track_modules(model: nn.Module, stacks: Sequence[Stack], tracker: Tracker) -
                 hooks.enter_context(module.register_forward_hook(partial(_track_output, tracker, place, None)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                hook = partial(_name_gradient, tracker, name)
+                hook = partial(tracker.name_gradient, name)
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         yield
 
@@ -76,36 +78,20 @@ def _leave_reference(tracker: Tracker, entered: list[bool], module: nn.Module, a
 
 def _places(model: nn.Module, stacks: Sequence[Stack]) -> dict[nn.Module, Place]:
     """Return the place of every module: its path, layer and part."""
-    of_layer: dict[nn.Module, Place] = {}
+    inside: dict[nn.Module, Place] = {}
     for stack in stacks:
         for layer in stack.layers:
-            for module, part in _modules_of(layer):
-                of_layer[module] = Place(Phase.FORWARD, stack=stack.path, layer_idx=layer.layer_idx, part=part)
+            of_layer = Place(Phase.FORWARD, stack=stack.path, layer_idx=layer.layer_idx)
+            inside |= dict.fromkeys((layer.outer, *layer.module.modules()), of_layer)
+            for module, part in _parts(layer):
+                inside |= dict.fromkeys(module.modules(), of_layer._replace(part=part))
     outside = Place(Phase.FORWARD)
-    return {
-        module: of_layer.get(module, outside)._replace(module=path) for path, module in model.named_modules() if path
-    }
+    return {module: inside.get(module, outside)._replace(module=path) for path, module in model.named_modules() if path}
 
 
-def _modules_of(layer: Layer) -> Iterator[tuple[nn.Module, str]]:
-    yield layer.outer, ""
-    yield from ((module, "") for module in layer.module.modules())
+def _parts(layer: Layer) -> Iterator[tuple[nn.Module, str]]:
     for part in PARTS:
-        for name in getattr(layer, part):
-            yield from ((module, part) for module in layer.submodule(name).modules())
-
-
-def _parts(stacks: Sequence[Stack]) -> Iterator[nn.Module]:
-    for stack in stacks:
-        for layer in stack.layers:
-            for part in PARTS:
-                yield from (layer.submodule(name) for name in getattr(layer, part))
-
-
-def _track_layer(layer: Layer, number: int, place: Place, tracker: Tracker) -> Iterator[Any]:
-    mark = Mark(Phase.FORWARD, number, layer.layer_idx, 0)
-    yield layer.outer.register_forward_pre_hook(partial(_enter_layer, tracker, mark), prepend=True)
-    yield layer.outer.register_forward_hook(partial(_track_output, tracker, place, mark))
+        yield from ((layer.submodule(name), part) for name in getattr(layer, part))
 
 
 def _enter(tracker: Tracker, place: Place, module: nn.Module, args: Any) -> None:
@@ -143,7 +129,3 @@ def _enter_backward(tracker: Tracker, place: Place, mark: Mark | None, gradient:
     tracker.enter_backward(place)
     if mark is not None:
         tracker.mark(Mark(Phase.BACKWARD, mark.stack, mark.layer_idx, 0))
-
-
-def _name_gradient(tracker: Tracker, name: str, parameter: Tensor) -> None:
-    tracker.name_gradient(name, parameter.grad)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -122,19 +123,15 @@ def resolve_fractions(plan: Plan) -> Plan:
 
 def peak_host_bytes(tape: Tape) -> int:
     """Return the most that lies on the host at any moment of a step."""
-    peak = now = 0
-    for _, note in tape.columns.noted():
-        if isinstance(note, Transfer):
-            sign = {TransferKind.SEND: 1, TransferKind.RELEASE: -1}.get(note.kind, 0)
-            now += sign * note.num_bytes
-            peak = max(peak, now)
-    return peak
+    signs = {TransferKind.SEND: 1, TransferKind.RELEASE: -1}
+    changes = (signs.get(each.kind, 0) * each.num_bytes for each in tape.columns.transfers().values())
+    return max(accumulate(changes, initial=0))
 
 
 def add_copy_waits(tape: Tape, device: Device) -> None:
     """Let the device wait for copies that are not done in time. See Note [Copies during computation]."""
     columns = tape.columns
-    transfers = {row: note for row, note in columns.noted() if isinstance(note, Transfer)}
+    transfers = columns.transfers()
     if not transfers:
         return
     now = 0.0

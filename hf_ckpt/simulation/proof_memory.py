@@ -23,22 +23,17 @@ _HASH_BYTES = 8
 _SKETCH_BYTES = 4 * 65
 
 
-def simulate_proof(tracker: Tracker, region: RegionProof, function: Function, tensors: Sequence[Any]) -> CallProof:
-    """Return the simulated proof of a call. See `regions.value_proof.CallProofFactory`."""
-    return _SimulatedCall(tracker, region, module_of(function))
-
-
 class _Fingerprints:
     """The fingerprints of one run. Their memory is freed with this object."""
 
 
-class _SimulatedCall(CallProof):
-    """The proof of one call, with the memory of the real one."""
+class SimulatedCallProof(CallProof):
+    """The proof of one call, with the memory of the real one. See `regions.value_proof.CallProofFactory`."""
 
     is_simulated = True
 
-    def __init__(self, tracker: Tracker, region: RegionProof, module: nn.Module | None) -> None:
-        super().__init__(region, module)
+    def __init__(self, tracker: Tracker, region: RegionProof, function: Function, tensors: Sequence[Any]) -> None:
+        super().__init__(region, module_of(function))
         self._tracker = tracker
         self._of_forward = _Fingerprints()
         self._num_saved: int | None = None

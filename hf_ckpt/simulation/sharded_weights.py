@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import accelerate
 import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from hf_ckpt.simulation.fsdp1_wrapping import FlatParameter
 from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.tape import FlatParameter
 from hf_ckpt.structure.layers import Stack
 
 UnitKey = tuple[int, int] | str | None
@@ -27,7 +29,7 @@ MASTER_DTYPE = torch.float32
 HAS_UNITS_AT_THE_ENDS = TorchVersion(accelerate.__version__) >= "1.14"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """One parameter."""
 
@@ -52,6 +54,22 @@ def compute_dtype(step: Step, tensor: Tensor) -> torch.dtype:
     engine, dtype = step.sharding.engine, step.autocast
     gathers_in_half = engine.startswith(("fsdp", "zero")) and dtype is not None and tensor.is_floating_point()
     return getattr(torch, dtype) if gathers_in_half and dtype is not None else tensor.dtype
+
+
+def let_adapters_cast(model: nn.Module, step: Step) -> None:
+    """Let the adapters of a copy cast their input to the dtype that PEFT finds their weights in under FSDP1.
+
+    Each adapter is a unit of its own, and PEFT looks before it is gathered: then it has the dtype of the shares.
+    """
+    if step.sharding.engine == "fsdp1" and step.autocast is not None:
+        for module in model.modules():
+            adapted: Any = module
+            if hasattr(adapted, "base_layer") and hasattr(adapted, "_cast_input_dtype"):
+                adapted._cast_input_dtype = partial(_cast_as_shares, adapted._cast_input_dtype)
+
+
+def _cast_as_shares(cast: Callable[[Any, torch.dtype], Any], inputs: Any, dtype: torch.dtype) -> Any:
+    return cast(inputs, MASTER_DTYPE)
 
 
 def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[str, Weight]:

@@ -44,7 +44,7 @@ def like(tensor: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
     A part may be a view of what was loaded, all of which it keeps.
     """
     local = tensor._local_tensor.detach()
-    held = make(torch.empty(held_bytes(tensor) // local.itemsize, dtype=local.dtype, device="meta"))
+    held = make(torch.empty(local_bytes(tensor) // local.itemsize, dtype=local.dtype, device="meta"))
     return DTensor.from_local(
         held.as_strided(local.shape, local.stride(), local.storage_offset()),
         tensor.device_mesh,
@@ -55,7 +55,7 @@ def like(tensor: DTensor, make: Callable[[Tensor], Tensor]) -> DTensor:
     )
 
 
-def held_bytes(tensor: DTensor) -> int:
+def local_bytes(tensor: DTensor) -> int:
     """Return the bytes of memory that this rank's part lies in."""
     return tensor._local_tensor.untyped_storage().nbytes()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,29 +17,29 @@ from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
-from hf_ckpt.simulation import proof_memory
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.constant_folding import RAISED_BY_MODELS, fold, fold_known, to_unsupported_error
 from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
+from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.host_and_link_time import queue_operators
-from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, shared_layers
+from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
 from hf_ckpt.simulation.optimizer_step import OptimizerStep, simulate_optimizer
+from hf_ckpt.simulation.proof_memory import SimulatedCallProof
 from hf_ckpt.simulation.random_states import random_states_kept
-from hf_ckpt.simulation.sharded_weights import compute_dtype
-from hf_ckpt.simulation.sharding import let_adapters_cast, one_rank_tape
+from hf_ckpt.simulation.sharded_weights import compute_dtype, let_adapters_cast, weights_of
 from hf_ckpt.simulation.shared_tensors import has_shared, shapes_found_apart
-from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import MICRO_BATCHES, OwnLoss, Step, prepare_loss, run_evaluation_batch, run_step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.simulation.tape import Places, Storage, Tape, read_tape, sort_frees
 from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import Tracker, no_costs, parameters_and_buffers
+from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack, find_layers
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
@@ -201,13 +201,13 @@ class StepSimulator:
         changed_by: Change | None = None,
     ) -> TracedStep:
         """Simulate the step event by event. See `simulate`; the plan is one of this model's."""
-        if not traces_all and not explains and changed_by is None:
-            return self._known.traced(self._key(plan), partial(self._trace_with_reuse, plan))
+        key, plan = self._key(plan), None if plan is None else resolve_fractions(plan)
         if traces_all or changed_by is not None:
-            return self._trace(
-                plan, explains=explains, reuse=None, reuses_slices=False, changed_by=changed_by or nullcontext
-            )
-        return self._trace_with_reuse(plan, explains=explains)
+            change = changed_by or nullcontext
+            return self._trace(plan, reuse=None, explains=explains, reuses_slices=False, changed_by=change)
+        if explains:
+            return self._trace_with_reuse(plan, explains=True)
+        return self._known.traced(key, partial(self._trace_with_reuse, plan))
 
     def evaluate(self) -> EvaluationMemory:
         """Predict the memory of one batch of `Trainer.evaluate()`, without gradients and in evaluation mode.
@@ -245,15 +245,12 @@ class StepSimulator:
         fake, tracker = self._copied(None), self._tracker(has_costs=False)
         _turn_cache_off(fake.model.train())
         self._record_optimizer(tracker)
-        others = self._others_of(fake)
-        references = track_references(fake.model, others.values(), tracker)
-        with self._tracked(fake, fake.stacks(self.stacks), tracker, others), references:
+        with self._tracked(fake, tracker) as others, track_references(fake.model, others.values(), tracker):
             with tracker.before_step():
                 kept = loss.make_prepared(step)
             tracker.record_existing(kept.items(), Category.TEMPORARY)
             loss.prepare(step, fake.model, prepare_loss(fake.model, step, others, is_cuda=device.is_cuda))
-        sort_frees(tracker.tape)
-        tape = one_rank_tape(tracker.tape, self.model, self.stacks, step, device)
+        tape = self._one_rank_tape(tracker.tape)
         add_workspaces(tape, device, has_trained=True)
         return read_tape(tape, device=device.name, plan=None, tokens=step.tokens)
 
@@ -265,12 +262,9 @@ class StepSimulator:
         if reuse is not None:
             self._skip(reuse, fake, tracker)
         self._record_optimizer(tracker)
-        others = self._others_of(fake)
-        with self._tracked(fake, fake.stacks(self.stacks), tracker, others):
+        with self._tracked(fake, tracker) as others:
             num_bytes = run_evaluation_batch(fake.model.eval(), self.step, tracker, others, is_cuda=self.device.is_cuda)
-        tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
-        sort_frees(tape)
-        return one_rank_tape(tape, self.model, self.stacks, self.step, self.device), num_bytes
+        return self._one_rank_tape(tracker.tape, reuse), num_bytes
 
     def _record_optimizer(self, tracker: Tracker) -> None:
         """Count what the optimizer keeps from step to step."""
@@ -288,30 +282,21 @@ class StepSimulator:
         let_adapters_cast(fake.model, self.step)
         return fake
 
-    def _others_of(self, fake: FakeCopy) -> dict[str, nn.Module]:
-        """Return copies, for the same step as a copy of the model, of the models that the step's loss asks."""
-        others = {} if self.step.loss is None else self.step.loss.others
-        return {
-            name: fake_copy(other, is_cuda=self.device.is_cuda, mode=fake.mode).model for name, other in others.items()
-        }
-
     def _skip(self, reuse: LayerReuse, fake: FakeCopy, tracker: Tracker) -> None:
         reuse.skip_layers(fake, self._names(), tracker)
         self._record_left_out(reuse.stand_ins(), fake, tracker)
 
     def _key(self, plan: Plan | None) -> _Key:
-        return self.step, None if plan is None or _does_nothing(plan) else _as_it_runs(plan)
+        return self.step, _as_it_runs(plan)
 
     def _trace_with_reuse(self, plan: Plan | None, *, explains: bool = False) -> TracedStep:
-        plan = None if plan is None else resolve_fractions(plan)
-        traced = partial(self._trace, plan, explains=explains, reuses_slices=True, changed_by=nullcontext)
         unlike = set(self._known.unlike)
-        for cuts in (True, False) if _has_segments(plan) else (False,):
+        has_segments = any(entry.segment is not None for entry in _entries(plan))
+        for cuts in (True, False) if has_segments else (False,):
             for _ in range(_MOST_TRIES):
                 try:
-                    return traced(
-                        reuse=LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
-                    )
+                    reuse = LayerReuse.choose(self.stacks, plan, self._known.signatures, unlike=unlike, cuts=cuts)
+                    return self._trace(plan, reuse=reuse, explains=explains)
                 except CannotReuseError as error:
                     if error.unlike <= unlike:
                         break
@@ -319,47 +304,58 @@ class StepSimulator:
                     if _is_uniform(plan):
                         # It is the model that sets them apart, and not the plan.
                         self._known.unlike |= error.unlike
-        return traced(reuse=None)
+        return self._trace(plan, reuse=None, explains=explains)
 
     def _trace(
-        self, plan: Plan | None, *, explains: bool, reuse: LayerReuse | None, reuses_slices: bool, changed_by: Change
+        self,
+        plan: Plan | None,
+        *,
+        reuse: LayerReuse | None,
+        explains: bool = False,
+        reuses_slices: bool = True,
+        changed_by: Change = nullcontext,
     ) -> TracedStep:
         step, device = self.step, self.device
-        plan = None if plan is None else resolve_fractions(plan)
-        fake = self._copied(reuse)
-        fake.model.train()
-        _turn_cache_off(fake.model)
-        tracker = self._tracker(has_costs=True)
-        stacks = fake.stacks(self.stacks)
+        fake, tracker = self._copied(reuse), self._tracker(has_costs=True)
+        _turn_cache_off(fake.model.train())
         if plan is not None:
-            applied = self._apply(fake.model, plan if reuse is None else reuse.plan_for_traced(plan), stacks, tracker)
+            applied = self._apply(fake, plan if reuse is None else reuse.plan_for_traced(plan), tracker)
             for tiling in (each for each in applied.tilings if reuses_slices and each.recomputes):
                 tiling.slices_to_run = partial(run_unlike, tracker)
         if reuse is not None:
             self._skip(reuse, fake, tracker)
         hooks = torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, _as_it_is) if explains else nullcontext()
-        optimizer: list[OptimizerStep] = []
-
-        def step_optimizer() -> None:
-            optimizer.append(self._optimizer(tracker.names_with_gradient))
-            tracker.tape.events.extend(optimizer[0].copied_events())
-
-        others = self._others_of(fake)
-        references = track_references(fake.model, others.values(), tracker)
-        with self._tracked(fake, stacks, tracker, others), hooks, references, changed_by(fake.model) as changed:
-            then = step_optimizer if step.optim is not None else None
+        then = None if step.optim is None else partial(self._step_optimizer, tracker)
+        with (
+            self._tracked(fake, tracker) as others,
+            hooks,
+            track_references(fake.model, others.values(), tracker),
+            changed_by(fake.model) as changed,
+        ):
             run_step(changed, step, tracker, then, others, is_cuda=device.is_cuda)
-        host_bytes = 0
-        for each in optimizer:
-            tracker.tape.before.extend(each.copied_state())
-            host_bytes += each.host_bytes
-        tape = tracker.tape if reuse is None else reuse.expanded(tracker.tape)
-        sort_frees(tape)
-        tape = one_rank_tape(tape, self.model, self.stacks, step, device, plan)
+        host_bytes = 0 if step.optim is None else self._optimizer(frozenset(tracker.names_with_gradient)).host_bytes
+        tape = self._one_rank_tape(tracker.tape, reuse, plan)
         queue_operators(tape, device, plan, limits_units=step.sharding.engine == "fsdp1")
         add_copy_waits(tape, device)
         add_workspaces(tape, device)
         return TracedStep(tape, host_bytes + peak_host_bytes(tape))
+
+    def _step_optimizer(self, tracker: Tracker) -> None:
+        optimizer = self._optimizer(frozenset(tracker.names_with_gradient))
+        tracker.tape.before.extend(optimizer.copied_state())
+        tracker.tape.events.extend(optimizer.copied_events())
+
+    def _one_rank_tape(self, tape: Tape, reuse: LayerReuse | None = None, plan: Plan | None = None) -> Tape:
+        """Return one rank's tape of the whole model's step, made of that of the layers that were traced."""
+        step = self.step
+        tape = tape if reuse is None else reuse.expanded(tape)
+        sort_frees(tape)
+        if step.sharding.world_size == 1 or step.sharding.engine in ("none", "tp"):
+            return tape
+        weights = weights_of(self.model, self.stacks, step)
+        if step.sharding.engine.startswith("zero"):
+            return ZeroTape(tape, weights, step, self.device).tape()
+        return RankTape(tape, weights, step, self.device, plan).tape()
 
     def _tracker(self, *, has_costs: bool) -> Tracker:
         rounding = BLOCK_BYTES if self.device.is_cuda else 1
@@ -369,20 +365,23 @@ class StepSimulator:
         tracker.tape.places = self._known.places
         return tracker
 
-    def _apply(self, fake: nn.Module, plan: Plan, stacks: tuple[Stack, ...], tracker: Tracker) -> Applied:
+    def _apply(self, fake: FakeCopy, plan: Plan, tracker: Tracker) -> Applied:
         """Put a plan on the copy; the tracker counts what its proofs and its offload need."""
         prove: Prove = "first_step" if self.step.is_proven else "off"
-        applied = apply_plan(fake, plan, stacks, prove=prove)
-        applied.value_proof.make_call_proof = partial(proof_memory.simulate_proof, tracker)
+        applied = apply_plan(fake.model, plan, fake.stacks(self.stacks), prove=prove)
+        applied.value_proof.make_call_proof = partial(SimulatedCallProof, tracker)
         for offloader in applied.offloaders:
             offloader.use_link(SimulatedLink(tracker))
         return applied
 
     @contextmanager
-    def _tracked(
-        self, fake: FakeCopy, stacks: Sequence[Stack], tracker: Tracker, others: Mapping[str, nn.Module]
-    ) -> Iterator[None]:
-        """Run what is inside on a fake copy in training mode, as on the device, and track it."""
+    def _tracked(self, fake: FakeCopy, tracker: Tracker) -> Iterator[dict[str, nn.Module]]:
+        """Run what is inside on a fake copy, as on the device, and track it.
+
+        Yields copies, for the same step, of the models that the step's loss asks.
+        """
+        asked, is_cuda = {} if self.step.loss is None else self.step.loss.others, self.device.is_cuda
+        others = {name: fake_copy(other, is_cuda=is_cuda, mode=fake.mode).model for name, other in asked.items()}
         with ExitStack() as entered:
             for context in (random_states_kept(), fake.mode, tracker):
                 entered.enter_context(context)
@@ -392,7 +391,7 @@ class StepSimulator:
             tracker.record_existing(parameters_and_buffers(fake.model), Category.PARAMETERS)
             beside = self.step.beside_bytes
             tracker.record_apart([Storage(beside, category=Category.OTHER)] if beside else ())
-            entered.enter_context(track_modules(fake.model, stacks, tracker))
+            entered.enter_context(track_modules(fake.model, fake.stacks(self.stacks), tracker))
             for other in others.values():
                 # Their names may be those of the model's own parameters.
                 tracker.record_existing(
@@ -400,7 +399,7 @@ class StepSimulator:
                 )
                 entered.enter_context(track_modules(other, (), tracker))
             entered.enter_context(emulate_cuda(self.step, self.device, tracker))
-            yield
+            yield others
 
     def _record_left_out(self, layers: Collection[nn.Module], fake: FakeCopy, tracker: Tracker) -> None:
         """Count the weights of layers that the copy does not have."""
@@ -428,8 +427,9 @@ class StepSimulator:
             tensors=(),
             settings=(),
             is_proven=False,
+            gradient_accumulation_steps=min(self.step.gradient_accumulation_steps, MICRO_BATCHES),
         )
-        key = replace(step, gradient_accumulation_steps=min(step.gradient_accumulation_steps, MICRO_BATCHES)), names
+        key = step, names
         if key not in self._known.optimizers:
             tracker, is_cuda = self._tracker(has_costs=True), self.device.is_cuda
             # Nothing in it is replaced, and a function mode would see each device that it asks for.
@@ -493,23 +493,24 @@ def num_repeats(step: Step) -> int:
     return max(1, step.gradient_accumulation_steps - 1)
 
 
-def _does_nothing(plan: Plan) -> bool:
-    """Whether a plan is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own."""
-    entries = {layer for stack in _as_it_runs(plan).stacks for layer in stack.layers}
-    return entries <= {LayerPlan()} and plan.head is HeadMode.PLAIN
+def _entries(plan: Plan | None) -> set[LayerPlan]:
+    return set() if plan is None else {layer for stack in plan.stacks for layer in stack.layers}
 
 
 def _is_uniform(plan: Plan | None) -> bool:
-    return plan is None or len({layer for stack in plan.stacks for layer in stack.layers}) == 1
+    return len(_entries(plan)) <= 1
 
 
-def _has_segments(plan: Plan | None) -> bool:
-    return plan is not None and any(layer.segment is not None for stack in plan.stacks for layer in stack.layers)
+def _as_it_runs(plan: Plan | None) -> Plan | None:
+    """Return the plan without what only its reader needs: the model's name, and why an entry is as it is.
 
-
-def _as_it_runs(plan: Plan) -> Plan:
-    """Return the plan without what only its reader needs: the model's name, and why an entry is as it is."""
+    None for one that is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own.
+    """
+    if plan is None:
+        return None
     unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
+    if _entries(unexplained) <= {LayerPlan()} and plan.head is HeadMode.PLAIN:
+        return None
     return replace(unexplained, model_class="")
 
 

@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.simulation.fsdp1_wrapping import FlatParameter
 from hf_ckpt.simulation.step_memory import (
     Category,
     HeldTensor,
@@ -42,6 +42,25 @@ class Stream(StrEnum):
     """Of shares of weights that an engine casts before it gathers them."""
     REDUCE = "reduce"
     """Of gradients that an engine shares out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameter:
+    """A unit of FSDP1, whose weights are one tensor, of which each rank keeps a share.
+
+    Args:
+        weights: bytes of each weight, whole, as it was loaded.
+        is_broadcast: whether rank 0 sends them to the others.
+        loaded_bytes: of the share as its weights were loaded.
+        share_bytes: of the share that is kept.
+        emptied: bytes of each tensor that is made, and emptied, before the first forward.
+    """
+
+    weights: tuple[int, ...]
+    is_broadcast: bool
+    loaded_bytes: int
+    share_bytes: int
+    emptied: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +103,6 @@ class Mark:
     layer_idx: int
     micro_batch: int
     is_end: bool = False
-    is_copy: bool = False
-    """Whether the layer was skipped, so that another one represents it."""
 
 
 class TransferKind(StrEnum):
@@ -139,14 +156,9 @@ class Event:
 
 def copied_events(events: Iterable[Event], copy: Callable[[Storage], Storage] = replace) -> Iterator[Event]:
     """Yield the same events with storages of their own, for a tape that has them once more."""
-    copies: dict[int, Storage] = {}
+    copy_of = cache(copy)
     for event in events:
-        storage = event.storage
-        if storage is not None:
-            if id(storage) not in copies:
-                copies[id(storage)] = copy(storage)
-            storage = copies[id(storage)]
-        yield replace(event, storage=storage)
+        yield replace(event, storage=None if event.storage is None else copy_of(event.storage))
 
 
 IntColumn = NDArray[np.int64]
@@ -178,9 +190,8 @@ class Places:
         return np.array([known[id(place)] for place in places], dtype=np.int64)
 
     def _number(self, place: Place) -> int:
-        number = self._numbers.get(place)
-        if number is None:
-            number = self._numbers[place] = len(self.all)
+        number = self._numbers.setdefault(place, len(self.all))
+        if number == len(self.all):
             self.all.append(place)
         return number
 
@@ -250,22 +261,15 @@ class Columns:
     @classmethod
     def of(cls, events: list[Event], places: Places) -> Columns:
         """Return events as columns."""
-        indices: dict[int, int] = {}
-        storages: list[Storage] = []
-        of_events: list[int] = []
-        for storage in (event.storage for event in events):
-            if storage is not None and id(storage) not in indices:
-                indices[id(storage)] = len(storages)
-                storages.append(storage)
-            of_events.append(-1 if storage is None else indices[id(storage)])
-        noted = [event.mark or event.transfer for event in events]
+        indices: dict[Storage | None, int] = {None: -1}
+        of_events = [indices.setdefault(event.storage, len(indices) - 1) for event in events]
+        notes = {row: each for row, event in enumerate(events) if (each := event.mark or event.transfer)}
         note = np.full(len(events), -1, dtype=np.int64)
-        rows = [row for row, each in enumerate(noted) if each is not None]
-        note[rows] = np.arange(len(rows))
+        note[list(notes)] = np.arange(len(notes))
         return cls(
             places,
-            storages,
-            [each for each in noted if each is not None],
+            [storage for storage in indices if storage is not None],
+            list(notes.values()),
             places.numbers_of([event.place for event in events]),
             np.array([_CHANGES.index(event.change) for event in events], dtype=np.int8),
             np.array(of_events, dtype=np.int64),
@@ -280,41 +284,16 @@ class Columns:
 
     def take(self, rows: NDArray[Any]) -> Columns:
         """Return the rows with these indices, or those where a mask holds."""
-        return Columns(
-            self.places,
-            self.storages,
-            self.notes,
-            self.place[rows],
-            self.change[rows],
-            self.storage[rows],
-            self.seconds[rows],
-            self.num_flops[rows],
-            self.is_copy[rows],
-            self.note[rows],
-        )
+        names = ("place", "change", "storage", "seconds", "num_flops", "is_copy", "note")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def events(self) -> list[Event]:
         """Return the rows as events."""
-        places = self.places.all
-        rows = zip(
-            self.place.tolist(),
-            self.change.tolist(),
-            self.storage.tolist(),
-            self.seconds.tolist(),
-            self.num_flops.tolist(),
-            self.is_copy.tolist(),
-            strict=True,
-        )
+        places, storages = self.places.all, [*self.storages, None]  # -1 is the last
+        columns = (self.place, self.change, self.storage, self.seconds, self.num_flops, self.is_copy)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         events = [
-            Event(
-                places[place],
-                _CHANGES[change],
-                None if storage < 0 else self.storages[storage],
-                seconds,
-                num_flops,
-                None,
-                is_copy,
-            )
+            Event(places[place], _CHANGES[change], storages[storage], seconds, num_flops, None, is_copy)
             for place, change, storage, seconds, num_flops, is_copy in rows
         ]
         for row, note in self.noted():
@@ -328,6 +307,10 @@ class Columns:
         """Yield the rows that have a mark or a transfer, with it."""
         for row in np.flatnonzero(self.note >= 0).tolist():
             yield row, self.notes[self.note[row]]
+
+    def transfers(self) -> dict[int, Transfer]:
+        """Return the transfers by their row."""
+        return {row: note for row, note in self.noted() if isinstance(note, Transfer)}
 
     def rows_of_storages(self, change: int) -> IntColumn:
         """Return, for each storage, the row that allocates or frees it; -1 for none."""
@@ -418,7 +401,7 @@ def read_tape(
         alive[_category(storage)] += storage.num_bytes
     changes = np.flatnonzero(columns.storage >= 0)
     places = tuple([columns.places.all[number] for number in columns.place[changes].tolist()])
-    by_category, totals = _bytes_after(columns, changes, alive)
+    by_category, totals = _bytes_by_category(columns, changes, alive), bytes_after(tape)[changes]
     peak = int(np.argmax(totals))
     seconds = np.cumsum(columns.seconds)
     timeline = Timeline(
@@ -441,10 +424,8 @@ def read_tape(
     )
 
 
-def _bytes_after(
-    columns: Columns, changes: IntColumn, alive: Counter[Category]
-) -> tuple[dict[Category, IntColumn], IntColumn]:
-    """Return the bytes after each change, by category and in all."""
+def _bytes_by_category(columns: Columns, changes: IntColumn, alive: Counter[Category]) -> dict[Category, IntColumn]:
+    """Return the bytes after each change."""
     numbers = {category: number for number, category in enumerate(_CATEGORIES)}
     sizes = np.array([storage.num_bytes for storage in columns.storages], dtype=np.int64)
     kinds = np.array([numbers[_category(storage)] for storage in columns.storages], dtype=np.int8)
@@ -452,12 +433,11 @@ def _bytes_after(
     deltas = np.where(columns.change[changes] == ALLOCATED, sizes[storages], -sizes[storages])
     categories = kinds[storages]
     used = {_CATEGORIES[number] for number in np.unique(categories)} | set(alive)
-    by_category = {
+    return {
         category: alive[category] + np.cumsum(np.where(categories == numbers[category], deltas, 0))
         for category in _CATEGORIES
         if category in used
     }
-    return by_category, sum(alive.values()) + np.cumsum(deltas)
 
 
 # --- Categories. ---
@@ -515,8 +495,7 @@ def _layer_bounds(columns: Columns) -> dict[int, _LayerBounds]:
     return bounds
 
 
-def _category(storage: Storage | None) -> Category:
-    assert storage is not None
+def _category(storage: Storage) -> Category:
     assert storage.category is not None, "`assign_categories` has run"
     return storage.category
 

@@ -39,55 +39,44 @@ class CannotReuseError(Exception):
         self.unlike = frozenset(unlike)
 
 
-def expand(
-    tape: Tape,
-    paths: Sequence[str],
-    segments: Sequence[Sequence[int | None]],
-    representatives: Sequence[Mapping[int, int]],
-    kinds: Sequence[Sequence[Hashable]] | None = None,
-) -> Tape:
+def expand(tape: Tape, stacks: Sequence[PartlyTraced]) -> Tape:
     """Return the tape as it would be with every layer traced. Raises `CannotReuseError`.
 
-    Args:
-        tape: of a step with `Mark`s where layers begin and end, skipped ones too.
-        paths: of the stacks of layers.
-        segments: for each stack and layer, the segment that it belongs to, if any.
-        representatives: for each stack, the traced layer for each one that was skipped.
-        kinds: for each stack and layer, what is equal for layers that do the same, where parts of segments were traced;
-            None where they were traced whole.
+    The tape is of a step with `Mark`s where layers begin and end, skipped ones too.
     """
-    stacks = [
-        _Stack(number, *of_stack, None if kinds is None else kinds[number])
-        for number, of_stack in enumerate(zip(paths, segments, representatives, strict=True))
-    ]
     return _Expansion(tape, stacks).run()
 
 
 @dataclass(frozen=True)
-class _Stack:
+class PartlyTraced:
+    """A stack of layers of which some are skipped, because a traced one represents them."""
+
     number: int
     path: str
     segments: Sequence[int | None]
+    """For each layer: its segment, if any."""
     representatives: Mapping[int, int]
-    kinds: Sequence[Hashable] | None
+    """The layer that represents another, both by `layer_idx`."""
+    kinds: Sequence[Hashable] = ()
+    """For each layer, what is equal for layers that do the same, where segments are cut: some of a segment's layers are
+    skipped. Empty where segments are traced whole."""
 
     @property
     def has_parts(self) -> bool:
         """Whether parts of segments were traced."""
-        return self.kinds is not None and any(segment is not None for segment in self.segments)
+        return bool(self.kinds) and any(segment is not None for segment in self.segments)
 
     def in_backward(self) -> Iterator[tuple[Phase, int]]:
         """Yield the layers as they run backward, and again where a segment does."""
         for layer in reversed(range(len(self.segments))):
             yield Phase.BACKWARD, layer
-            segment = self.segments[layer]
-            if segment is not None and segment not in self.segments[layer + 1 :]:
-                yield from ((Phase.RECOMPUTATION, each) for each in range(self.segments.index(segment), layer + 1))
+            yield from ((Phase.RECOMPUTATION, each) for each in self.run_again_in(layer))
 
-    def kinds_of(self, layer: int) -> Hashable:
-        """Return what is equal for layers that do the same; where parts of segments were traced."""
-        assert self.kinds is not None, "`has_parts` was asked"
-        return self.kinds[layer]
+    def run_again_in(self, layer: int) -> range:
+        """Return the layers that run again in the backward of one: of the last layer of a segment, the segment's."""
+        segment = self.segments[layer]
+        is_last = segment is not None and segment not in self.segments[layer + 1 :]
+        return range(self.segments.index(segment), layer + 1) if is_last else range(0)
 
     def traced_behind(self, layer: int) -> list[int]:
         """Return the traced layers behind a traced one until one begins another segment."""
@@ -158,7 +147,7 @@ class _Part:
 
 
 class _Expansion:
-    def __init__(self, tape: Tape, stacks: Sequence[_Stack]) -> None:
+    def __init__(self, tape: Tape, stacks: Sequence[PartlyTraced]) -> None:
         self._tape = tape
         self._traced = columns = tape.columns
         self._places: Places = columns.places
@@ -166,6 +155,7 @@ class _Expansion:
         self._ranks = [stack.ranks() for stack in stacks]
         self._storages: list[Storage] = list(columns.storages)
         self._notes: list[Mark | Transfer] = list(columns.notes)
+        self._transfers = columns.transfers()
         self._sections = [(section, np.arange(start, end)) for section, start, end in self._split()]
         self._rows: dict[_Section, IntColumn] = {}
         for section, rows in self._sections:
@@ -238,14 +228,9 @@ class _Expansion:
         transformers before 5.23 runs a layer's hooks, and so marks its forward, once the layer's input has been sent.
         """
         if section is not None and section[0] is Phase.FORWARD:
-            while row > start and (transfer := self._transfer(row - 1)) and transfer.kind is TransferKind.SEND:
+            while row > start and (transfer := self._transfers.get(row - 1)) and transfer.kind is TransferKind.SEND:
                 row -= 1
         return row
-
-    def _transfer(self, row: int) -> Transfer | None:
-        number = self._traced.note[row]
-        note = self._notes[number] if number >= 0 else None
-        return note if isinstance(note, Transfer) else None
 
     def _section_at(self, number: int, mark: Mark | None, section: _Section | None) -> _Section | None:
         if mark is not None and not mark.is_end:
@@ -269,7 +254,9 @@ class _Expansion:
             if layer in representatives.values() and is_foreign.any():
                 # The first that uses what no layer has made, such as a mask, lets go of it.
                 yield number, layer
-            elif layer in representatives and ((storages >= 0).any() or any(map(self._transfer, rows.tolist()))):
+            elif layer in representatives and (
+                (storages >= 0).any() or not self._transfers.keys().isdisjoint(rows.tolist())
+            ):
                 # Something comes or goes between layers, such as features that are added: forward behind this one.
                 yield from ((number, layer), (number, layer + 1 if phase is Phase.FORWARD else layer - 1))
 
@@ -278,7 +265,7 @@ class _Expansion:
         made: IntColumn = self._traced.storage[rows[self._traced.change[rows] == ALLOCATED]]
         return made
 
-    def _made_by_traced(self, stack: _Stack) -> IntColumn:
+    def _made_by_traced(self, stack: PartlyTraced) -> IntColumn:
         """Return the storages that each layer makes [layers, slots]; -1 for none."""
         sections = [section for section in self._rows if section[2] == stack.number]
         counts: dict[tuple[Phase, int], int] = {}
@@ -319,7 +306,7 @@ class _Expansion:
 
     # --- What skipped layers would make. ---
 
-    def _copy_storages(self, stack: _Stack) -> None:
+    def _copy_storages(self, stack: PartlyTraced) -> None:
         """Make the storages of skipped layers."""
         made, path = self._made[stack.number], stack.path
         rows = self._traced.rows_of_storages(ALLOCATED)
@@ -334,29 +321,24 @@ class _Expansion:
                 look = (of_place, storage.num_bytes, storage.shape, storage.dtype)
                 self._looks[number] = known.setdefault(look, len(known))
         storages, looks = self._storages, self._looks
-        numbers = {id(storage): number for number, storage in enumerate(storages)}
+        numbers = {storage: number for number, storage in enumerate(storages)}
         for layer, representative in stack.representatives.items():
             slots = np.flatnonzero(made[representative] >= 0)
-            originals = made[representative, slots]
-            shift = layer - representative
             copies: list[int] = []
-            for original in originals.tolist():
-                like, number = storages[original], len(storages)
-                if like.parameter:
-                    copy = self._copied_gradient(like, path, shift)
-                    number = numbers.get(id(copy), number)
-                else:
-                    copy = Storage(like.num_bytes, like.shape, like.dtype, like.category, like.why)
+            for original in made[representative, slots].tolist():
+                copy = self._copy_of(storages[original], path, layer - representative)
+                copies.append(number := numbers.get(copy, len(storages)))
                 if number == len(storages):
                     storages.append(copy)
                     looks.append(looks[original])
                 else:
                     looks[number] = looks[original]
-                copies.append(number)
             made[layer, slots] = copies
 
-    def _copied_gradient(self, storage: Storage, path: str, shift: int) -> Storage:
-        """Return the gradient that the tracker has made for the skipped layer."""
+    def _copy_of(self, storage: Storage, path: str, shift: int) -> Storage:
+        """Return what the skipped layer makes instead: of a gradient, what the tracker has made for it."""
+        if not storage.parameter:
+            return Storage(storage.num_bytes, storage.shape, storage.dtype, storage.category, storage.why)
         name = moved_path(storage.parameter, path, shift)
         found = self._tape.copied_gradients.get(name)
         if found is None or found.num_bytes != storage.num_bytes:
@@ -376,11 +358,8 @@ class _Expansion:
             return
         yield self._part(rows[(self._traced.seconds[rows] > 0) | (self._traced.num_flops[rows] > 0)])
         yield self._copied_part(section)
-        segment = stack.segments[layer]
-        is_last = segment is not None and segment not in stack.segments[layer + 1 :]
-        if phase is Phase.BACKWARD and is_last and not stack.has_parts:
-            # In the backward of its last layer a segment runs again.
-            for each in range(stack.segments.index(segment), layer + 1):
+        if phase is Phase.BACKWARD and not stack.has_parts:
+            for each in stack.run_again_in(layer):
                 yield self._copied_part((Phase.RECOMPUTATION, micro_batch, number, each))
 
     def _part(self, rows: IntColumn, storage: IntColumn | None = None) -> _Part:
@@ -467,11 +446,11 @@ class _Expansion:
         is_one_place = len(np.unique(self._traced.place[around])) == 1
         if not is_one_place or (self._traced.change[around] != FREED).any():
             raise CannotReuseError("a layer lets go of what far ones have made, at several times")
-        of_kinds = self._far_frees.setdefault((*section[:3], stack.kinds_of(layer)), {})
+        of_kinds = self._far_frees.setdefault((*section[:3], stack.kinds[layer]), {})
         for other in stack.traced_behind(layer)[1:]:
             of_other = is_far & (owner == other)
             found = tuple(sorted(zip(slot[of_other].tolist(), storages[of_other].tolist(), strict=True)))
-            known = of_kinds.setdefault(stack.kinds_of(other), found)
+            known = of_kinds.setdefault(stack.kinds[other], found)
             if [each for each, _ in known] != [each for each, _ in found]:
                 raise CannotReuseError("a layer lets go of other things of equal far ones")
         if (owner[is_far] > stack.traced_behind(layer)[-1]).any():
@@ -482,8 +461,7 @@ class _Expansion:
         """Put it into the section of that layer, or of one that it represents."""
         stack = self._stacks[number]
         try:
-            others = [(other, stack.kinds_of(other)) for other in stack.far_behind(layer)]
-            frees = [(other, *free) for other, kind in others for free in far.of_kinds[kind]]
+            frees = [(other, *free) for other in stack.far_behind(layer) for free in far.of_kinds[stack.kinds[other]]]
         except KeyError:
             raise CannotReuseError("segments of equal layers differ") from None
         layers, slots, like = np.array(frees, dtype=np.int64).reshape(-1, 3).T
@@ -541,7 +519,7 @@ class _Expansion:
             if representative == layer:
                 yield int(made[copy, slot])
 
-    def _is_freed_of_all(self, stack: _Stack, layer: int, last: int, slot: int) -> bool:
+    def _is_freed_of_all(self, stack: PartlyTraced, layer: int, last: int, slot: int) -> bool:
         """Whether what follows the layers frees a storage of each layer, and not that of the last but one only."""
         representative = stack.representatives[last]
         other = representative if representative != layer else layer - 1

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.operator_memo import Outputs, Run, call
-from hf_ckpt.simulation.shared_tensors import held_bytes, is_shared, local_part
+from hf_ckpt.simulation.shared_tensors import is_shared, local_bytes, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer
 
@@ -74,7 +74,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._costs = costs
         self._known_costs: dict[Outputs, tuple[float, int]] = {}
         self._run = run
-        self._alive: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        # By address, and those of `free_with` by themselves.
+        self._alive: dict[int | Storage, tuple[weakref.ref[Any], Storage]] = {}
         self._is_silent = False
         self._phase: Phase | None = None
         self._micro_batch = 0
@@ -84,7 +85,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Saved for the backward of the operator that comes next; and the name and storages of the last one.
         self._awaiting_reason: list[Storage] = []
         self._last_output: tuple[str, set[int]] = ("", set())
-        self._names_with_gradient: set[str] = set()
+        self.names_with_gradient: set[str] = set()
+        """The parameters that got a gradient."""
         self._apart: list[Storage] = []
         # Equal places are one object: few of the tens of thousands differ.
         self._places: dict[tuple[Phase, int, int, str], Place] = {}
@@ -107,17 +109,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.tape.before.append(storage)
             storage.category, storage.parameter = category, name
 
-    def name_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """Record that a tensor is the gradient of the parameter `name`."""
-        storage = None if gradient is None else self._storage_of(local_part(gradient))
-        self._names_with_gradient.add(name)
+    def name_gradient(self, name: str, parameter: Tensor) -> None:
+        """Record that a parameter has its gradient. A hook of `register_post_accumulate_grad_hook`."""
+        storage = None if parameter.grad is None else self._storage_of(local_part(parameter.grad))
+        self.names_with_gradient.add(name)
         if storage is not None and storage.category is None:
             storage.category, storage.parameter = Category.GRADIENTS, name
-
-    @property
-    def names_with_gradient(self) -> frozenset[str]:
-        """The parameters that got a gradient."""
-        return frozenset(self._names_with_gradient)
 
     def record_apart(self, storages: Iterable[Storage]) -> None:
         """Count what exists before the step and stays, and what no tensor of the step that runs holds."""
@@ -127,7 +124,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a weight of a layer that is not there."""
         storage = self._storage_like(local_part(weight), dtype)
         if isinstance(weight, DTensor):
-            storage.num_bytes = self._rounded(held_bytes(weight))
+            storage.num_bytes = self._rounded(local_bytes(weight))
         storage.category, storage.parameter = Category.PARAMETERS, name
         self.record_apart([storage])
 
@@ -136,7 +133,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         `layer_reuse` writes their allocation into the tape.
         """
-        self._names_with_gradient.update(names)
+        self.names_with_gradient.update(names)
         copied = self.tape.copied_gradients
         if any(name not in copied for name in names):
             found = self._storage_like(like, like.dtype)
@@ -207,12 +204,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def free_with(self, owner: object, storage: Storage) -> None:
         """Record that a storage is freed when its owner is."""
-        key = _owned_key(storage)
-        self._alive[key] = (weakref.ref(owner, lambda _: self._record_free(key)), storage)
+        self._alive[storage] = (weakref.ref(owner, lambda _: self._record_free(storage)), storage)
 
     def owner_of(self, storage: Storage) -> object | None:
         """Return the object with which a storage of `record_owned` is freed; None of other storages."""
-        found = self._alive.get(_owned_key(storage))
+        found = self._alive.get(storage)
         return None if found is None else found[0]()
 
     def _record_block(self, num_bytes: int) -> Storage:
@@ -221,11 +217,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._append(Event(place, MemoryChange.ALLOCATE, storage))
         return storage
 
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
-        """Leave out of the count what is made inside: it lies on the host."""
-        with _disable_current_modes():
-            yield
+    on_host = staticmethod(_disable_current_modes)
+    """Leaves out of the count what is made inside: it lies on the host."""
 
     def enter_module(self, place: Place) -> None:
         """Note that a module's forward begins, for the first time or again."""
@@ -375,7 +368,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self._rounding) * self._rounding
 
-    def _record_free(self, key: int) -> None:
+    def _record_free(self, key: int | Storage) -> None:
         _, storage = self._alive.pop(key)
         if storage.num_bytes and not self._is_silent:
             self._append(Event(self._current_place(), MemoryChange.FREE, storage))
@@ -383,11 +376,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _append(self, event: Event) -> None:
         if not self._is_silent:
             self.tape.events.append(event)
-
-
-def _owned_key(storage: Storage) -> int:
-    # Cannot be the address of a storage.
-    return ~id(storage)
 
 
 @cache

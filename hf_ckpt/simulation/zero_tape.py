@@ -46,6 +46,7 @@ _CALLS_OF_GRADIENT = 12
 class ZeroTape(RankTape):
     """Makes one rank's tape. See Note [What ZeRO holds]."""
 
+    _keeps_masters = True
     _rank: int | None = None
     """Whose tape it is; None for that of a rank that keeps most."""
     _opens_bucket_with_backward = False
@@ -57,22 +58,20 @@ class ZeroTape(RankTape):
         self._master_bytes = self._zero.master_bytes
         self._element_bytes = max((weight.compute_bytes // weight.numel for weight in self._trained), default=0)
         self._stepped_at_once = self._elements_stepped_at_once()
-        # In the order of use; what runs backward runs in the opposite one.
-        self._units: list[UnitKey] = [EMBEDDINGS, *self._order, HEAD]
-        self._names: dict[UnitKey, list[str]] = {}
-        for name, weight in weights.items():
-            self._names.setdefault(weight.unit, []).append(name)
-        self._whole_weights: dict[str, Storage] = {}
+        forward: list[UnitKey] = [EMBEDDINGS, *self._order, HEAD]
+        self._row = [*forward, *reversed(forward)]
+        """The units in the order of use, forward and backward."""
+        self._whole_weights: dict[Weight, Storage] = {}
         self._num_live = 0
         self._ahead = 0
         self._persistent: Storage | None = None
         self._ranks = self._ranks_of_gradients()
         self._bucket: Storage | None = None
-        self._in_bucket: list[str] = []
+        self._in_bucket: list[Weight] = []
         self._waiting: Storage | None = None
         self._room: Storage | None = None
         self._more_room: Storage | None = None
-        self._unreduced: dict[int, Storage] = {}
+        self._unreduced: list[Storage] = []
         self._stepping: Storage | None = None
         self._step_place: Place | None = None
 
@@ -82,25 +81,14 @@ class ZeroTape(RankTape):
         yield Storage(self._share_elements * self._master_bytes, category=Category.OPTIMIZER)
         if self._engine != "zero3":
             return
-        self._room = Storage(self._share_elements * self._element_bytes, category=Category.GRADIENTS)
+        self._room = self._new_room(self._share_elements)
         self._bucket = self._new_bucket()
-        self._persistent = Storage(self._persistent_bytes, category=Category.GATHERED)
+        persistent = sum(weight.compute_bytes for weight in self._weights.values() if self._is_persistent(weight))
+        self._persistent = Storage(persistent, category=Category.GATHERED)
         yield from (each for each in (self._room, self._bucket, self._persistent) if each.num_bytes)
-
-    @property
-    def _persistent_bytes(self) -> int:
-        return sum(weight.compute_bytes for weight in self._weights.values() if self._is_persistent(weight))
 
     def _is_persistent(self, weight: Weight) -> bool:
         return weight.numel <= self._zero.param_persistence_threshold
-
-    @property
-    def _keeps_masters(self) -> bool:
-        return True
-
-    @property
-    def _shards_weights(self) -> bool:
-        return self._engine == "zero3"
 
     @property
     def _share_elements(self) -> int:
@@ -117,23 +105,21 @@ class ZeroTape(RankTape):
             groups[-1] += self._share(weight.numel)
         return max(groups)
 
-    def _ranks_of_gradients(self) -> dict[str, range]:
+    def _ranks_of_gradients(self) -> dict[Weight, range]:
         """Return in whose shares a weight lies: ZeRO-1 and 2 cut shares out of one row of all weights."""
-        trained = [name for name, weight in self._weights.items() if weight.is_trained]
-        size = max(1, self._share(sum(self._weights[name].numel for name in trained)))
-        ends = list(accumulate(self._weights[name].numel for name in trained))
-        starts = [0, *ends]
+        size = max(1, self._share(sum(weight.numel for weight in self._trained)))
+        ends = accumulate(weight.numel for weight in self._trained)
         return {
-            name: range(start // size, (end - 1) // size + 1)
-            for name, start, end in zip(trained, starts, ends, strict=False)
+            weight: range((end - weight.numel) // size, (end - 1) // size + 1)
+            for weight, end in zip(self._trained, ends, strict=True)
         }
 
     def _elements_of_room(self) -> int:
         """Return how many gradients ZeRO-2 keeps."""
         elements = [0] * self._world_size
-        for name, ranks in self._ranks.items():
+        for weight, ranks in self._ranks.items():
             for rank in ranks:
-                elements[rank] += self._weights[name].numel
+                elements[rank] += weight.numel
         return max(elements) if self._rank is None else elements[self._rank]
 
     # --- Weights. ---
@@ -144,46 +130,41 @@ class ZeroTape(RankTape):
     def _use(self, key: UnitKey, place: Place) -> Iterator[Event]:
         """Gather a unit that runs now, and those that come next."""
         yield from self._gather(key, place)
-        if key not in self._units or self._engine != "zero3":
+        if key not in self._row or self._engine != "zero3":
             return
-        position = self._position(key, is_backward=self._is_backward)
-        self._ahead = max(self._ahead, position) if self._is_backward else position
-        row = [*self._units, *reversed(self._units)]
-        while self._num_live < self._zero.max_live_parameters and self._ahead + 1 < len(row):
+        is_backward = self._running is not None and self._running[0] is Phase.BACKWARD
+        position = self._position(key, is_backward=is_backward)
+        self._ahead = max(self._ahead, position) if is_backward else position
+        while self._num_live < self._zero.max_live_parameters and self._ahead + 1 < len(self._row):
             self._ahead += 1
-            yield from self._gather_ahead(row[self._ahead], place)
-
-    @property
-    def _is_backward(self) -> bool:
-        return self._running is not None and self._running[0] is Phase.BACKWARD
+            yield from self._gather_ahead(self._row[self._ahead], place)
 
     def _position(self, key: UnitKey, *, is_backward: bool) -> int:
-        position = self._units.index(key)
-        return 2 * len(self._units) - 1 - position if is_backward else position
+        position = self._row.index(key)
+        return len(self._row) - 1 - position if is_backward else position
 
     def _gather(self, key: UnitKey, place: Place) -> Iterator[Event]:
-        yield from self._make_whole(self._names.get(key, []), place)
+        yield from self._make_whole(self._by_unit.get(key, ()), place)
 
     def _gather_ahead(self, key: UnitKey, place: Place) -> Iterator[Event]:
         left = self._zero.max_live_parameters - self._num_live
-        names = []
-        for name in self._names.get(key, []):
+        weights = []
+        for weight in self._by_unit.get(key, ()):
             if left <= 0:
                 break
-            names.append(name)
-            left -= 0 if name in self._whole_weights else self._weights[name].numel
-        yield from self._make_whole(names, place)
+            weights.append(weight)
+            left -= 0 if weight in self._whole_weights else weight.numel
+        yield from self._make_whole(weights, place)
 
-    def _make_whole(self, names: Iterable[str], place: Place) -> Iterator[Event]:
+    def _make_whole(self, weights: Iterable[Weight], place: Place) -> Iterator[Event]:
         if self._engine != "zero3":
             return
         gathered = 0
-        for name in names:
-            weight = self._weights[name]
-            if name in self._whole_weights or self._is_persistent(weight):
+        for weight in weights:
+            if weight in self._whole_weights or self._is_persistent(weight):
                 continue
             storage = Storage(weight.compute_bytes, category=Category.GATHERED, stream=Stream.GATHER)
-            self._whole_weights[name] = storage
+            self._whole_weights[weight] = storage
             self._num_live += weight.numel
             gathered += weight.compute_bytes
             yield Event(place, MemoryChange.ALLOCATE, storage)
@@ -196,20 +177,20 @@ class ZeroTape(RankTape):
             return
         phase, key, _ = running
         if phase is Phase.BACKWARD or not self._is_used_soon(key):
-            yield from self._let_go(self._names.get(key, []), place)
+            yield from self._let_go(self._by_unit.get(key, ()), place)
 
     def _is_used_soon(self, key: UnitKey) -> bool:
         again = self._position(key, is_backward=True)
-        between = [*self._units, *reversed(self._units)][self._position(key, is_backward=False) + 1 : again]
-        distance = sum(self._weights[name].numel for unit in between for name in self._names.get(unit, []))
+        between = self._row[self._position(key, is_backward=False) + 1 : again]
+        distance = sum(weight.numel for unit in between for weight in self._by_unit.get(unit, ()))
         # What was passed over by gathering ahead is not gathered again.
         return again <= self._ahead or distance < self._zero.max_reuse_distance
 
-    def _let_go(self, names: Iterable[str], place: Place) -> Iterator[Event]:
-        held = [name for name in names if name in self._whole_weights]
-        for name in held:
-            self._num_live -= self._weights[name].numel
-            yield Event(place, MemoryChange.FREE, self._whole_weights.pop(name))
+    def _let_go(self, weights: Iterable[Weight], place: Place) -> Iterator[Event]:
+        held = [weight for weight in weights if weight in self._whole_weights]
+        for weight in held:
+            self._num_live -= weight.numel
+            yield Event(place, MemoryChange.FREE, self._whole_weights.pop(weight))
         if held:
             yield Event(place, transfer=Transfer(TransferKind.LET_GO, 0))
 
@@ -217,10 +198,7 @@ class ZeroTape(RankTape):
 
     def _before_event(self, place: Place) -> Iterator[Event]:
         if place.phase is Phase.OPTIMIZER and self._stepping is None:
-            # Still of the backward: the optimizer makes its state out of what that has left.
-            yield from self._leave(self._running, self._backward_place)
-            self._running = None
-            yield from self._end_backward(self._backward_place)
+            yield from self._leave_backward(self._backward_place)
             yield from self._begin_step(place)
         elif place.phase is not Phase.OPTIMIZER and self._stepping is not None:
             yield from self._end_step(place)
@@ -269,15 +247,15 @@ class ZeroTape(RankTape):
 
     def _reduce(self, gradient: Storage, place: Place) -> Iterator[Event]:
         """Put a gradient into the bucket."""
+        weight, size = self._weights[gradient.parameter], self._zero.reduce_bucket_size
         yield from self._open_bucket(place)
-        if self._rank is None or self._rank in self._ranks[gradient.parameter]:
+        if self._rank is None or self._rank in self._ranks[weight]:
             yield from self._make_room(place)
-        size = self._zero.reduce_bucket_size
-        if self._num_in_bucket + self._weights[gradient.parameter].numel > size:
+        if self._num_in_bucket + weight.numel > size:
             yield from self._send(place)
-        self._in_bucket.append(gradient.parameter)
+        self._in_bucket.append(weight)
         if self._engine == "zero1":
-            self._unreduced[id(gradient)] = gradient
+            self._unreduced.append(gradient)
         elif self._num_in_bucket > size:
             self._waiting = gradient
         else:
@@ -285,7 +263,7 @@ class ZeroTape(RankTape):
 
     @property
     def _num_in_bucket(self) -> int:
-        return sum(self._weights[name].numel for name in self._in_bucket)
+        return sum(weight.numel for weight in self._in_bucket)
 
     def _new_room(self, num_elements: int) -> Storage:
         return Storage(num_elements * self._element_bytes, category=Category.GRADIENTS)
@@ -295,16 +273,13 @@ class ZeroTape(RankTape):
         if not self._in_bucket:
             return
         num_bytes = self._num_in_bucket * self._element_bytes
-        ranks = {rank for name in self._in_bucket for rank in self._ranks[name]}
+        ranks = {rank for weight in self._in_bucket for rank in self._ranks[weight]}
         if len(self._in_bucket if self._engine == "zero3" else ranks) > 1:
             row = Storage(num_bytes, category=Category.TEMPORARY)
             yield Event(place, MemoryChange.ALLOCATE, row)
             yield Event(place, MemoryChange.FREE, row)
-        sent = self._collective(TransferKind.REDUCE, num_bytes, place)
-        if self._engine == "zero3" and sent.transfer is not None:
-            num_calls = _CALLS_OF_BUCKET + _CALLS_OF_GRADIENT * len(self._in_bucket)
-            sent.transfer = replace(sent.transfer, num_calls=num_calls)
-        yield sent
+        num_calls = _CALLS_OF_BUCKET + _CALLS_OF_GRADIENT * len(self._in_bucket) if self._engine == "zero3" else 0
+        yield self._collective(TransferKind.REDUCE, num_bytes, place, num_calls)
         yield from self._free(self._waiting, place)
         self._waiting = None
         self._in_bucket.clear()
@@ -325,8 +300,7 @@ class ZeroTape(RankTape):
 
     def _begin_step(self, place: Place) -> Iterator[Event]:
         """Copy a share's gradients into one row in the dtype of the weights that the optimizer steps."""
-        for gradient in self._unreduced.values():
-            yield Event(place, MemoryChange.FREE, gradient)
+        yield from self._free_all(self._unreduced, place)
         if self._engine == "zero1":
             self._room = self._new_room(self._share_elements)
             yield Event(place, MemoryChange.ALLOCATE, self._room)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -182,7 +181,7 @@ def test_layers_that_are_alike_are_traced_once_for_the_reference_too(tmp_path: P
         plan = simulator.plan_of(Policy.parse(mode))
         # Raises where a layer is called in another way than the one like it.
         reuse = LayerReuse.choose(simulator.stacks, plan, simulator._known.signatures)
-        simulator._trace(plan, explains=False, reuse=reuse, reuses_slices=True, changed_by=nullcontext)
+        simulator._trace(plan, reuse=reuse)
         quick, whole = simulator.simulate(plan), simulator.simulate(plan, traces_all=True)
         assert quick.peak_bytes == whole.peak_bytes
         assert quick.num_flops == whole.num_flops

@@ -20,12 +20,11 @@ from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import parse
 from hf_ckpt.simulation.caching_allocator import CachingAllocator, Held, held_within, reserved_bytes
 from hf_ckpt.simulation.devices import find_device
-from hf_ckpt.simulation.fsdp1_wrapping import FlatParameter
 from hf_ckpt.simulation.sharded_weights import weights_of
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
-from hf_ckpt.simulation.tape import Event, MemoryChange, Storage, Stream, Tape
+from hf_ckpt.simulation.tape import Event, FlatParameter, MemoryChange, Storage, Stream, Tape
 
 KIB, MIB = 2**10, 2**20
 

@@ -86,7 +86,7 @@ def counted_copies() -> Iterator[list[int]]:
 
     def counted(reuse: LayerReuse, tape: Tape) -> Tape:
         found = expanded(reuse, tape)
-        counts.append(sum(map(len, reuse.representatives)))
+        counts.append(sum(len(stack.representatives) for stack in reuse.stacks))
         return found
 
     with mock.patch.object(LayerReuse, "expanded", counted):

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation import simulator
 from hf_ckpt.simulation.devices import DEVICES
+from hf_ckpt.simulation.layer_reuse import run_unlike
 from hf_ckpt.simulation.simulator import StepSimulator, TracedStep
-from hf_ckpt.simulation.slice_reuse import run_unlike
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.tracker import Tracker
 from tests import zoo

@@ -6,7 +6,7 @@ import pytest
 
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, Transfer, TransferKind
-from hf_ckpt.simulation.tape_expansion import CannotReuseError, expand
+from hf_ckpt.simulation.tape_expansion import CannotReuseError, PartlyTraced, expand
 
 NUM_LAYERS = 6
 # Layer 1 represents layers 2 to 4.
@@ -37,7 +37,7 @@ def ends_stack() -> Event:
 
 
 def filled_up(events: list[Event]) -> Tape:
-    return expand(Tape(events=events), ["layers"], [[None] * NUM_LAYERS], [REPRESENTATIVES])
+    return expand(Tape(events=events), [PartlyTraced(0, "layers", [None] * NUM_LAYERS, REPRESENTATIVES)])
 
 
 def told(tape: Tape) -> list[tuple[str, int | None]]:
