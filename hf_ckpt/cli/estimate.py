@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, STOPPED, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
-from hf_ckpt.cli.progress import Progress
 from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
@@ -35,6 +36,52 @@ if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.recipe.recipe import Recipe
     from hf_ckpt.simulation.devices import Device
+
+_BAR = 20
+"""Columns of a bar of progress."""
+
+
+class Progress:
+    """What goes on, on standard error, and what is found, on standard output as it was when this was made.
+
+    On a terminal the first is a bar below the second, which is taken away when more is found and in the end.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Parts of the work; 0 while that is not known."""
+        self.done = 0
+        self._out = sys.stdout
+        self._is_bar = sys.stderr.isatty() and sys.stdout.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def say(self, text: str) -> None:
+        """Tell what goes on."""
+        if not self._is_bar:
+            say(text)
+            return
+        filled = _BAR * self.done // max(self.total, 1)
+        bar = f"[{'#' * filled:<{_BAR}}] {self.done} of {self.total}  " if self.total else ""
+        self._write(f"{bar}{text}")
+
+    def show(self, text: str) -> None:
+        """Print what was found."""
+        self.clear()
+        print(text, file=self._out, flush=True)
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._is_bar:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        room = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:room]:<{room}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
