@@ -31,7 +31,7 @@ def paragraph(text: str) -> str:
     return element("p", escape(text))
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
+def html_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     """Return rows of text as a table; amounts are aligned to the right."""
     lines = [element("tr", *(element("th", escape(cell), scope="col") for cell in header))] if header else []
     lines += [element("tr", *(_cell(cell) for cell in row)) for row in rows]

@@ -20,7 +20,7 @@ from hf_ckpt.cli.shared_options import (
     check_devices,
     check_folder,
     check_launch,
-    launch_of,
+    launch_asked,
     quiet,
     recipe_parser,
     say,
@@ -186,32 +186,30 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     progress.say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import max_length_and_batch
-        from hf_ckpt.estimate.json_documents import as_json
+        from hf_ckpt.estimate.json_documents import estimate_as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
         from hf_ckpt.estimate.step_of_recipe import subject_of
 
         devices = devices_for(recipe, options.device or ())
-        subject = with_exact(subject_of(recipe, launch_of(options)), options)
+        subject = with_exact(subject_of(recipe, launch_asked(options)), options)
     with quiet():
         if options.grid:
-            predictor = Predictor(subject, devices[0])
-            return max_length_and_batch.grids_as_json(max_length_and_batch.grids(predictor, progress.say), predictor)
+            return max_length_and_batch.grids(Predictor(subject, devices[0]), progress.say)
         if options.max_length or options.max_batch:
-            sizes = max_length_and_batch.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
-            return max_length_and_batch.sizes_as_json(sizes)
+            return max_length_and_batch.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
         drawn.append(_grown(subject, devices, options, progress))
-        return as_json(drawn[0])
+        return estimate_as_json(drawn[0])
 
 
 def _text(document: tables.Document, options: argparse.Namespace, *, is_kept: bool) -> str:
     """Return what is still to be printed."""
     if options.json:
-        return tables.to_json(document, options.words)
+        return tables.json_text(document, options.words)
     if options.grid:
         return tables.grid_table(document)
     if options.max_length or options.max_batch:
         return tables.sizes_table(document)
-    return (tables.table if is_kept else tables.closing)(document, is_verbose=options.verbose)
+    return (tables.estimate_table if is_kept else tables.closing)(document, is_verbose=options.verbose)
 
 
 def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
@@ -225,15 +223,15 @@ def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
     """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.json_documents import as_json, row_as_json
+    from hf_ckpt.estimate.json_documents import estimate_as_json, row_as_json
 
     names = estimates.QUICK if options.quick else ()
-    progress.total = estimates.num_rows(subject, devices, names)
+    progress.total = estimates.num_estimate_rows(subject, devices, names)
     opening: dict[str, Any] = {}
     for found in estimates.growing(subject, devices, progress.say, names):
         if not options.json:
             if not opening:
-                opening = as_json(found)
+                opening = estimate_as_json(found)
                 progress.show(tables.opening(opening))
             for row in found.rows[progress.done :]:
                 text = tables.row_text(opening, row_as_json(found, row), is_verbose=options.verbose)

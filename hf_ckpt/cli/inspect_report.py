@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
 from hf_ckpt.estimate.predict import devices_for
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.estimate.step_of_recipe import describe_batch, subject_of
+from hf_ckpt.estimate.step_of_recipe import describe_rows, subject_of
 from hf_ckpt.estimate.tables import columns
 from hf_ckpt.loading.model import find_config
 from hf_ckpt.patch.tileable_modules import tiled_modules
@@ -152,8 +152,7 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
     except HFCkptError as error:
         yield f"What the layers hold is not known: {error}"
         return
-    batch = describe_batch(subject.step).partition(";")[0]
-    yield f"What the layers hold for their backward without a plan: {batch}; {device.title}"
+    yield f"What the layers hold for their backward without a plan: {describe_rows(subject.step)}; {device.title}"
     yield from ledger(memory)
     yield f"  outside the layers: {format_bytes(outside(memory))}"
 

@@ -18,7 +18,7 @@ from hf_ckpt.cli.shared_options import (
     check_devices,
     check_folder,
     check_launch,
-    launch_of,
+    launch_asked,
     quiet,
     recipe_parser,
     say,
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.out is not None:
         options.out.write_text(json.dumps(document["plan"], indent=1) + "\n", encoding="utf-8")
         say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
-    print(tables.to_json(document, options.words) if options.json else tables.plan_text(document))
+    print(tables.json_text(document, options.words) if options.json else tables.plan_text(document))
     return HOLDS
 
 
@@ -108,13 +108,13 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
         from hf_ckpt.estimate.step_of_recipe import subject_of
 
         device, assumed = recipe_plan.device_for(recipe, options.device, _amount(recipe, budget))
-        subject = with_exact(subject_of(recipe, launch_of(options)), options)
+        subject = with_exact(subject_of(recipe, launch_asked(options)), options)
     with quiet():
         with_fixed = options.plot is not None or options.html is not None
-        found = recipe_plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=with_fixed)
+        found = recipe_plan.plan_recipe(subject, device, budget, say, with_fixed=with_fixed)
         if options.plot is not None:
             _plot(found, options.plot)
-        document = recipe_plan.as_json(found)
+        document = recipe_plan.plan_as_json(found, assumed)
         if options.html is not None:
             _write_page(found, document, options)
     return document
@@ -141,7 +141,7 @@ def _check_out(path: Path | None) -> None:
 def _plot(found: PlannedRecipe, path: Path) -> None:
     from hf_ckpt.estimate.pictures import draw_planned
 
-    draw_planned(found.chain, found.steps(), path, subject=found.subject, device=found.device)
+    draw_planned(found.planned.chain, found.steps(), path, subject=found.subject, device=found.device)
     say(f"Wrote {path}")
 
 
@@ -158,8 +158,8 @@ def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argpars
         facts=[*facts, *tables.facts_of(document["card"])],
         steps=found.steps(),
         decides=AUTO,
-        chain=found.chain,
-        ledger=ledger(found.memory),
+        chain=found.planned.chain,
+        ledger=ledger(found.planned.memory),
         words=options.words,
         fits={AUTO: document["verdict"]["fits"]},
     )

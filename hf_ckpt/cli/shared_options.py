@@ -121,7 +121,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 def check_launch(options: argparse.Namespace) -> None:
     """Refuse what cannot be how a recipe is launched, before torch is loaded."""
     check_config_file("--accelerate-config", options.accelerate_config, or_use="--engine and --processes")
-    launch_of(options).check()
+    launch_asked(options).check()
 
 
 def shipped_config(name: str) -> Path:
@@ -167,6 +167,6 @@ def check_folder(option: str, path: Path | None) -> None:
         raise RecipeError(f"{option} {path}: there is no folder {path.absolute().parent}.")
 
 
-def launch_of(options: argparse.Namespace) -> Launch:
+def launch_asked(options: argparse.Namespace) -> Launch:
     """Return how the recipe is launched."""
     return Launch(config=options.accelerate_config, engine=options.engine, num_processes=options.processes)

@@ -134,13 +134,13 @@ def _model(written: str | None, *, is_hosted: bool) -> str:
 
 def _answer(model: str, training: Training, device: str) -> Answer:
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.json_documents import as_json
+    from hf_ckpt.estimate.json_documents import estimate_as_json
     from hf_ckpt.estimate.predict import devices_for
     from hf_ckpt.estimate.step_of_recipe import subject_of
 
     recipe = training.recipe_for(model)
     found = estimates.estimate(subject_of(recipe), devices_for(recipe, [device]), lambda _: None, estimates.QUICK)
-    document = as_json(found)
+    document = estimate_as_json(found)
     _, row = next(iter(found.deciding()))
     plan = None if row.memory is None else row.memory.plan
     advice = "".join(f"\n\n{text}" for text in tables.advice_on_segments(document))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_ckpt.estimate.estimate import Fit, fit_of
 from hf_ckpt.estimate.tables import format_seconds, versions
-from hf_ckpt.html_svg import element, escape, svg, table
+from hf_ckpt.html_svg import element, escape, html_table, svg
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.simulation.devices import Device
@@ -73,7 +73,7 @@ class Page:
             yield _headed("The plan", memory.plan._repr_html_())
         ledger = "\n".join(self.ledger)
         yield _headed("What layers hold from forward to backward", element("pre", escape(ledger or "nothing")))
-        yield _headed("What was taken for what", element("div", table(self.facts), class_="wide"))
+        yield _headed("What was taken for what", element("div", html_table(self.facts), class_="wide"))
         yield _headed("The command", element("pre", escape(shlex.join(["hf-ckpt", *self.words])), class_="command"))
         used = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield element("p", escape(f"Predicted; nothing was run. {used}."), class_="quiet")

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Say
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.step_of_recipe import Subject, describe_batch
+from hf_ckpt.estimate.step_of_recipe import Subject, describe_rows
 from hf_ckpt.planner.chain import FULL, NONE, Chain
 from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.policy.policy import AUTO
@@ -98,4 +98,4 @@ def _beside(path: Path, what: str) -> Path:
 
 def _title(subject: Subject, device: Device) -> str:
     name = Path(subject.title).name
-    return f"{name}, {describe_batch(subject.step).partition(';')[0]}, {device.title}"
+    return f"{name}, {describe_rows(subject.step)}, {device.title}"

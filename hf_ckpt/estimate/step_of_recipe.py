@@ -20,7 +20,7 @@ from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.launch_sharding import describe, sharding_of
+from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
 from hf_ckpt.loading.model import (
     Found,
     bits_and_bytes,
@@ -295,18 +295,18 @@ def _facts(recipe: Recipe, found: Found, model: Any, step: Step) -> Iterator[tup
         "model",
         f"{_class_name(model)}, {num_all:,} parameters, {num_trained:,} of them trained; config from {found.source}",
     )
-    yield "batch", describe_batch(step)
+    times = step.gradient_accumulation_steps
+    yield "batch", f"{describe_rows(step)}; {times} micro-batch{'es' if times > 1 else ''} in each step"
     precision = f"{step.autocast} autocast" if step.autocast else "no autocast"
     yield "training", f"weights {_dtype_words(recipe, found)}, {precision}, {step.optim}"
-    yield "engine", describe(step.sharding)
+    yield "engine", describe_sharding(step.sharding)
 
 
-def describe_batch(step: Step) -> str:
-    """Return the batch in words, such as `2 rows of 2,048 tokens, 8 micro-batches in each step`."""
+def describe_rows(step: Step) -> str:
+    """Return a micro-batch in words, such as `2 rows of 2,048 tokens, padded`."""
     rows = "1 row" if step.rows == 1 else f"{step.rows} rows"
     how = ", packed" if step.is_packed else ", padded" if step.is_padded else ""
-    times = step.gradient_accumulation_steps
-    return f"{rows} of {step.seq_length:,} tokens{how}; {times} micro-batch{'es' if times > 1 else ''} in each step"
+    return f"{rows} of {step.seq_length:,} tokens{how}"
 
 
 def _dtype_words(recipe: Recipe, found: Found) -> str:

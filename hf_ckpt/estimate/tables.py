@@ -1,6 +1,6 @@
 """What is printed, from JSON: estimates and plans as text of 80 columns. Pure Python, so that nothing waits for torch.
 
-An estimate can be printed while it grows: `opening`, `row_text` of each row, `closing`; `table` is all of it.
+An estimate can be printed while it grows: `opening`, `row_text` of each row, `closing`; `estimate_table` is all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from hf_ckpt.units import UNITS, format_bytes
 
 Document = Mapping[str, Any]
-"""What `documents.as_json` returns, or a part of it."""
+"""What `json_documents.estimate_as_json` returns, or a part of it."""
 
 WIDTH = 80
 _SHOWN_CATEGORIES = 2
@@ -91,7 +91,7 @@ def format_seconds(seconds: float) -> str:
 # --- An estimate. ---
 
 
-def table(document: Document, *, is_verbose: bool = False) -> str:
+def estimate_table(document: Document, *, is_verbose: bool = False) -> str:
     """Return an estimate as text."""
     rows = [row_text(document, row, is_verbose=is_verbose) for row in document["rows"]]
     return "\n".join([opening(document), *filter(None, rows), closing(document, is_verbose=is_verbose)])
@@ -322,7 +322,7 @@ def _host(document: Document) -> Iterator[str]:
 
 
 def sizes_table(document: Document) -> str:
-    """Return the sizes that fit, as text. `document`: of `sizes_as_json`."""
+    """Return the sizes that fit, as text. `document`: of `fitting_sizes`."""
     is_length = document["unit"] == "tokens"
     header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "peak", "budget")
     body, is_bound = [], False
@@ -345,7 +345,7 @@ _GRID_MARKS = {"yes": "", "perhaps": " ?", "no": " x"}
 
 
 def grid_table(document: Document) -> str:
-    """Return grids as text; what does not fit on the device is marked. `document`: of `grids_as_json`."""
+    """Return grids as text; what does not fit on the device is marked. `document`: of `grids`."""
     parts = []
     for grid in document["grids"]:
         # By row length, in the order of micro-batches.
@@ -366,7 +366,7 @@ def grid_table(document: Document) -> str:
 
 
 def plan_text(document: Document) -> str:
-    """Return a plan and what it needs as text, equal layers on one line. `document`: of `plan.as_json`."""
+    """Return a plan and what it needs as text, equal layers on one line. `document`: of `recipe_plan.plan_as_json`."""
     assumed = document["device_was_assumed"]
     named = [
         *((fact["name"], fact["text"]) for fact in document["facts"]),
@@ -408,7 +408,7 @@ def verdict_on_plan(document: Document) -> str:
 # --- JSON text. ---
 
 
-def to_json(read: Mapping[str, Any], words: Sequence[str]) -> str:
+def json_text(read: Mapping[str, Any], words: Sequence[str]) -> str:
     """Return JSON text, with the command that made it and the versions that it holds for."""
     command = shlex.join(["hf-ckpt", *words])
     return json.dumps({"command": command, "versions": versions(), **read}, indent=1, allow_nan=False)
