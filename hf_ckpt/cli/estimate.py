@@ -14,21 +14,16 @@ from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
-    add_exact_option,
     add_html_option,
-    add_launch_options,
-    check_devices,
-    check_folder,
-    check_launch,
-    launch_asked,
+    add_step_options,
+    check_predicting,
     quiet,
     recipe_parser,
     say,
-    with_exact,
+    subject_asked,
 )
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.optional_packages import require
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
@@ -107,8 +102,7 @@ examples:
         help="such as rtx4090 or a100-80gb; may be given again. This machine's GPU if left out, or, where there is "
         "none, one card each with 24, 48 and 80 GB",
     )
-    add_exact_option(parser)
-    add_launch_options(parser)
+    add_step_options(parser)
     parser.add_argument(
         "--quick", action="store_true", help="stop after the recipe's own plan, none, full and the planner's choice"
     )
@@ -138,12 +132,7 @@ examples:
 def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
     recipe = read_recipe_or_model(options)
-    check_launch(options)
-    check_folder("--html", options.html)
-    check_devices(options.device or ())
-    if options.plot is not None:
-        require("matplotlib")
-        check_folder("--plot", options.plot)
+    check_predicting(options, options.device or ())
     if options.html is not None and (options.grid or options.max_length or options.max_batch):
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
     # Need YAML, as the recipe did.
@@ -169,15 +158,9 @@ def _run(options: argparse.Namespace) -> int:
         if is_kept and options.verbose:
             say("From cache.")
         progress.show(_text(document, options, is_kept=is_kept))
-        if options.plot is not None:
-            with quiet():
-                for found in drawn:
-                    _plot(found, options.plot, progress)
-        if options.html is not None:
-            with quiet():
-                for found in drawn:
-                    _write_page(found, document, options)
-            progress.clear()
+        with quiet():
+            for found in drawn:
+                _draw(found, document, options, progress)
     return HOLDS if _is_well(document, options) else FAILS
 
 
@@ -188,10 +171,9 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
         from hf_ckpt.estimate import max_length_and_batch
         from hf_ckpt.estimate.json_documents import estimate_as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
-        from hf_ckpt.estimate.step_of_recipe import subject_of
 
         devices = devices_for(recipe, options.device or ())
-        subject = with_exact(subject_of(recipe, launch_asked(options)), options)
+        subject = subject_asked(recipe, options)
     with quiet():
         if options.grid:
             return max_length_and_batch.grids(Predictor(subject, devices[0]), progress.say)
@@ -241,17 +223,18 @@ def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Name
     return found
 
 
-def _plot(found: Estimate, path: Path, progress: Progress) -> None:
-    from hf_ckpt.estimate.pictures import draw_all
+def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:
+    """Write the pictures and the page that are asked for."""
+    if options.plot is not None:
+        from hf_ckpt.estimate.pictures import draw_all
 
-    for written in draw_all(found, path, progress.say):
+        for written in draw_all(found, options.plot, progress.say):
+            progress.clear()
+            say(f"Wrote {written}")
+    if options.html is not None:
+        page_of(found, document, options.words).write(options.html)
         progress.clear()
-        say(f"Wrote {written}")
-
-
-def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Namespace) -> None:
-    page_of(found, document, options.words).write(options.html)
-    say(f"Wrote {options.html}")
+        say(f"Wrote {options.html}")
 
 
 def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> Page:
@@ -262,12 +245,11 @@ def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> 
 
     device, steps = found.devices[0], found.steps()
     decides = found.decides if found.decides in steps else next(iter(steps))
-    facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
     return Page(
         title=f"hf-ckpt estimate {found.subject.title}",
         verdict=" ".join([tables.verdict(document), *tables.advice_on_segments(document)]),
         device=device,
-        facts=[*facts, *tables.facts_of(document["devices"][0])],
+        facts=tables.named_facts(document, document["devices"][:1]),
         steps=steps,
         decides=decides,
         chain=Predictor(found.subject, device).chain,

@@ -68,14 +68,10 @@ def _structure(stacks: Sequence[Stack]) -> Iterator[str]:
     for stack in stacks:
         yield ""
         yield f"{stack.path}: {len(stack.layers)} layers ({', '.join(sorted(stack.roles))})"
-        for what, layers in _runs(stack):
+        for what, alike in groupby(stack.layers, key=_describe):
+            layers = list(alike)
             first, last = layers[0].layer_idx, layers[-1].layer_idx
             yield f"  {f'{first} to {last}' if last > first else first!s:<10}  {what}"
-
-
-def _runs(stack: Stack) -> Iterator[tuple[str, list[Layer]]]:
-    for what, layers in groupby(stack.layers, key=_describe):
-        yield what, list(layers)
 
 
 def _describe(layer: Layer) -> str:

@@ -12,21 +12,17 @@ from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
-    add_exact_option,
     add_html_option,
-    add_launch_options,
-    check_devices,
+    add_step_options,
     check_folder,
-    check_launch,
-    launch_asked,
+    check_predicting,
     quiet,
     recipe_parser,
     say,
-    with_exact,
+    subject_asked,
 )
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import NO_DEVICE, may_have_gpu
 from hf_ckpt.units import Budget, parse_budget
 
@@ -56,8 +52,7 @@ examples:
         "device's memory less a reserve, if left out",
     )
     parser.add_argument("--device", metavar="NAME", help="such as rtx4090; this machine's GPU if left out")
-    add_exact_option(parser)
-    add_launch_options(parser)
+    add_step_options(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write the plan, for checkpointing.policy=FILE.json"
     )
@@ -75,12 +70,7 @@ def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe_or_model(options)
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_out(options.out)
-    check_launch(options)
-    check_folder("--html", options.html)
-    check_devices([options.device] if options.device else [])
-    if options.plot is not None:
-        require("matplotlib")
-        check_folder("--plot", options.plot)
+    check_predicting(options, [options.device] if options.device else [])
     if options.device is None and not may_have_gpu() and not recipe.training.get("use_cpu"):
         _check_amount(_amount(recipe, budget))
     # Need YAML, as the recipe did.
@@ -105,10 +95,9 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
     say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import recipe_plan
-        from hf_ckpt.estimate.step_of_recipe import subject_of
 
         device, assumed = recipe_plan.device_for(recipe, options.device, _amount(recipe, budget))
-        subject = with_exact(subject_of(recipe, launch_asked(options)), options)
+        subject = subject_asked(recipe, options)
     with quiet():
         with_fixed = options.plot is not None or options.html is not None
         found = recipe_plan.plan_recipe(subject, device, budget, say, with_fixed=with_fixed)
@@ -150,12 +139,11 @@ def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argpars
     from hf_ckpt.estimate.page import Page
     from hf_ckpt.policy.policy import AUTO
 
-    facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
     page = Page(
         title=f"hf-ckpt plan {found.subject.title}",
         verdict=tables.verdict_on_plan(document),
         device=found.device,
-        facts=[*facts, *tables.facts_of(document["card"])],
+        facts=tables.named_facts(document, [document["card"]]),
         steps=found.steps(),
         decides=AUTO,
         chain=found.planned.chain,

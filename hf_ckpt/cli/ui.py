@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hf_ckpt.cli.estimate import page_of
 from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.init import recipe_text
-from hf_ckpt.cli.shared_options import Command, count, quiet, say
+from hf_ckpt.cli.shared_options import Command, command_parser, count, quiet, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate import tables
 from hf_ckpt.loading.known_models import known_configs
@@ -50,13 +50,11 @@ _THEME = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "mo
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-ckpt ui",
-        allow_abbrev=False,
-        description="Ask in a browser whether a model can be trained on a card, under which plan,\n"
+    parser = command_parser(
+        "ui",
+        "Ask in a browser whether a model can be trained on a card, under which plan,\n"
         "and by which recipe. The page is served to this machine only, loads nothing from\n"
         "elsewhere and counts nobody's clicks. Ctrl-C ends it.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""example:
   pip install "hf_ckpt[ui]"
   hf-ckpt ui --port 7860""",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from hf_ckpt.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
@@ -94,21 +95,13 @@ def verdict_as_json(
 
 def memory_as_json(memory: StepMemory) -> dict[str, Any]:
     """Return what a step needs as JSON types, without the timeline and the ledger."""
-    time = memory.time
     return {
         "peak_bytes": memory.peak_bytes,
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "host_bytes": memory.host_bytes,
         "tokens": memory.tokens,
-        "seconds": {
-            "forward": time.forward,
-            "backward": time.backward,
-            "recomputation": time.recomputation,
-            "optimizer": time.optimizer,
-            "copies": time.copies,
-            "total": time.total,
-        },
+        "seconds": {**asdict(memory.time), "total": memory.time.total},
         "num_flops": {str(phase): flops for phase, flops in memory.num_flops.items()},
     }
 

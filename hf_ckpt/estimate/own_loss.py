@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -51,17 +51,8 @@ _OF_ENGINES = ("deepspeed", "fsdp", "fsdp_config", "tf32", "torch_compile", "acc
 _PRECOMPUTE = "precompute_ref_log_probs"
 
 
-@dataclass(frozen=True)
-class OwnStep:
-    """What a trainer of trl makes of a model, and its loss."""
-
-    model: nn.Module  # On `meta`, with adapters.
-    loss: TrainerLoss
-    what: str  # Whose loss it is and whom it asks, in words.
-
-
-def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
-    """Return the model and the loss of a recipe whose trainer is one of trl.
+def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> tuple[nn.Module, TrainerLoss, str]:
+    """Return the model of a recipe whose trainer is one of trl, on `meta` with adapters, its loss, and that in words.
 
     Args:
         recipe: the recipe.
@@ -85,8 +76,8 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
             f"{sharding.engine}. Write a recipe without trainer for an estimate of the model's own loss."
         )
     if images is not None:
-        return OwnStep(model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}")
-    return OwnStep(model, _of_any_length(loss), _words(loss, recipe))
+        return model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}"
+    return model, _of_any_length(loss), _words(loss, recipe)
 
 
 def _check_rewards(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,9 +46,6 @@ from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
-
-if TYPE_CHECKING:
-    from hf_ckpt.estimate.own_loss import OwnStep
 
 _SDPA = "sdpa"
 _NOT_COUNTED = "not counted", "the time that takes, what functions take that reward completions, and evaluation"
@@ -134,11 +131,18 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     attention, notes = _attention(recipe)
     base = _base(recipe, found, attention, torch.device("meta"))
     base = _quantised(base, recipe, found)
-    own = _own_step(recipe, base, step.sharding) if recipe.kind.of_trl else None
-    model: Any = with_empty_adapter(base, recipe) if own is None else own.model
-    if own is not None:
-        is_padded = step.is_padded or own.loss.rows_per_example > 1 or recipe.kind.generates
-        step = replace(step, loss=own.loss, is_padded=is_padded)
+    words: list[tuple[str, str]] = []
+    if recipe.kind.of_trl:
+        # trl, and the datasets that it needs, are loaded for recipes that ask for it.
+        from hf_ckpt.estimate.own_loss import own_step
+
+        model: Any
+        model, loss, what = own_step(recipe, base, step.sharding)
+        is_padded = step.is_padded or loss.rows_per_example > 1 or recipe.kind.generates
+        step = replace(step, loss=loss, is_padded=is_padded)
+        words.append(("loss", what))
+    else:
+        model = with_empty_adapter(base, recipe)
     model.train()
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     names = checkpointing.structure | dict(structure or {})
@@ -152,7 +156,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         stacks=stacks,
         facts=(
             *_facts(recipe, found, model, step),
-            *(() if own is None else (("loss", own.what),)),
+            *words,
             *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
             *(("changed", note) for note in notes),
         ),
@@ -165,22 +169,14 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     return replace(subject, plan=plan, allowed=subject.allowed if plan is None else allowed_in(plan))
 
 
-def _own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
-    # trl, and the datasets that it needs, are loaded for recipes that ask for it.
-    from hf_ckpt.estimate.own_loss import own_step
-
-    return own_step(recipe, base, sharding)
-
-
-def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> Subject:
+def subject_of_model(model: nn.Module, step: Step) -> Subject:
     """Take a model as it is: on `meta`, on the CPU or on a device.
 
     Args:
         model: the model; it is not changed.
         step: the optimizer step.
-        plan: what it is trained under.
     """
-    return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model), plan=plan)
+    return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model))
 
 
 def is_auto(recipe: Recipe | None) -> bool:

@@ -81,6 +81,12 @@ def facts_of(device: Document) -> list[tuple[str, str]]:
     return rows if attention is None else [*rows, ("attention", f"{device['name']}: {attention}")]
 
 
+def named_facts(document: Document, devices: Sequence[Document] = ()) -> list[tuple[str, str]]:
+    """Return rows of `facts`: what was taken for what, and devices."""
+    own = [(fact["name"], fact["text"]) for fact in document["facts"]]
+    return [*own, *(fact for device in devices for fact in facts_of(device))]
+
+
 def format_seconds(seconds: float) -> str:
     """Return seconds with three digits, in milliseconds below one."""
     if seconds >= 1000:
@@ -99,11 +105,8 @@ def estimate_table(document: Document, *, is_verbose: bool = False) -> str:
 
 def opening(document: Document) -> str:
     """Return what stands above the rows: the verdict, what was taken for what, and the header."""
-    named = [
-        *((fact["name"], fact["text"]) for fact in document["facts"]),
-        *(fact for device in document["devices"] for fact in facts_of(device)),
-    ]
-    return "\n".join([_title("estimate", document), *_verdicts(document), "", *facts(named), "", _header(document)])
+    named = facts(named_facts(document, document["devices"]))
+    return "\n".join([_title("estimate", document), *_verdicts(document), "", *named, "", _header(document)])
 
 
 def row_text(document: Document, row: Document, *, is_verbose: bool = False, block: int = 0) -> str:
@@ -334,7 +337,7 @@ def sizes_table(document: Document) -> str:
             is_bound = is_bound or bool(mark)
             number, peak = f"{row['number']:,} {document['unit']}{mark}", format_bytes(row["peak_bytes"])
         body.append((row["device"], row["plan"], number, peak, format_bytes(row["budget_bytes"])))
-    named = [(fact["name"], fact["text"]) for fact in document["facts"]]
+    named = named_facts(document)
     bound = ["*: all that the model has positions for"] if is_bound else []
     lines = [_title("estimate", document), *facts(named), "", *columns([header, *body], numeric=(2, 3, 4)), *bound]
     return "\n".join(lines)
@@ -369,8 +372,7 @@ def plan_text(document: Document) -> str:
     """Return a plan and what it needs as text, equal layers on one line. `document`: of `recipe_plan.plan_as_json`."""
     assumed = document["device_was_assumed"]
     named = [
-        *((fact["name"], fact["text"]) for fact in document["facts"]),
-        *facts_of(document["card"]),
+        *named_facts(document, [document["card"]]),
         *([("assumed", assumed)] if assumed else []),
         ("budget", format_bytes(document["budget_bytes"])),
     ]
