@@ -15,7 +15,7 @@ from pathlib import Path
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of, own_budget, planned_on
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.max_length_and_batch import largest_of_all, longest_row
+from hf_ckpt.estimate.max_length_and_batch import largest_fitting, largest_of_all
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of
 from hf_ckpt.estimate.tables import format_seconds
@@ -85,7 +85,7 @@ def needs_of(path: Path) -> Needs:
         memory = predictor.planned(budget).memory
         limit = largest_of_all(predictor, budget, is_length=True)
     else:
-        memory, limit = predictor.memory(subject.plan), longest_row(predictor, subject.plan, budget)
+        memory, limit = predictor.memory(subject.plan), largest_fitting(predictor, subject.plan, budget, is_length=True)
     return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
 
 

@@ -73,18 +73,17 @@ def remembered(
     """
     # Libraries write into the environment when they are imported.
     environment = dict(os.environ)
-    is_wanted = (
-        not options.no_cache and getattr(options, "plot", None) is None and getattr(options, "html", None) is None
-    )
+    is_wanted = not options.no_cache and options.plot is None and options.html is None
     key = answer_key(command, recipe, options, environment) if is_wanted else None
-    if key is not None and (kept := read_answer(key)) is not None:
-        return _given(kept), True
+    kept = None if key is None else read_answer(key)
     # As it will be read: the same types the first time and later.
-    document: dict[str, Any] = json.loads(json.dumps(_made(make)))
+    document: dict[str, Any] = json.loads(json.dumps(_made(make))) if kept is None else kept
     # Sources may have been edited meanwhile, or a config fetched from the hub.
-    if key is not None and key == answer_key(command, recipe, options, environment):
+    if kept is None and key is not None and key == answer_key(command, recipe, options, environment):
         write_answer(key, document)
-    return _given(document), False
+    if _NOTHING_FITS in document:
+        raise BudgetError(document[_NOTHING_FITS])
+    return document, kept is not None
 
 
 _NOTHING_FITS = "nothing_fits"
@@ -98,19 +97,13 @@ def _made(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {_NOTHING_FITS: str(error)}
 
 
-def _given(document: dict[str, Any]) -> dict[str, Any]:
-    if _NOTHING_FITS in document:
-        raise BudgetError(document[_NOTHING_FITS])
-    return document
-
-
 def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     """Return a hash of all that the answer depends on; None where that is not known, and nothing is to be kept.
 
     It cannot where the answer may be about this machine's GPU (what is free in host memory counts then), or where
     the config has to be fetched from the hub.
     """
-    if not getattr(options, "device", None) and may_have_gpu():
+    if not options.device and may_have_gpu():
         return None
     asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED}
     try:
@@ -144,7 +137,7 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
 def _machine(recipe: Recipe, options: argparse.Namespace) -> list[object]:
     """Return what runs the code, and what the device "cpu" is described by where the answer is about it."""
     runs = [sys.version, sys.platform, platform.machine(), may_have_gpu()]
-    if not recipe.training.get("use_cpu") and "cpu" not in str(getattr(options, "device", None)).lower():
+    if not recipe.training.get("use_cpu") and "cpu" not in str(options.device).lower():
         # Virtual machines may be given memory while they run.
         return runs
     return [*runs, os.cpu_count(), os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0]

@@ -72,7 +72,10 @@ def _run(options: argparse.Namespace) -> int:
     _check_out(options.out)
     check_predicting(options, [options.device] if options.device else [])
     if options.device is None and not may_have_gpu() and not recipe.training.get("use_cpu"):
-        _check_amount(_amount(recipe, budget))
+        amount = _amount(recipe, budget)
+        if amount is None or amount.num_bytes is None:
+            # No card can be assumed for it.
+            raise RecipeError(NO_DEVICE)
     # Need YAML, as the recipe did.
     from hf_ckpt.cli.answer_cache import remembered
     from hf_ckpt.loading.config_files import check_config
@@ -113,12 +116,6 @@ def _amount(recipe: Recipe, budget: Budget | None) -> Budget | None:
     """Return the budget to plan for: that of the command, or the recipe's own."""
     own = None if recipe.checkpointing is None else recipe.checkpointing.budget
     return own if budget is None else budget
-
-
-def _check_amount(budget: Budget | None) -> None:
-    """Refuse a budget that no card can be assumed for."""
-    if budget is None or budget.num_bytes is None:
-        raise RecipeError(NO_DEVICE)
 
 
 def _check_out(path: Path | None) -> None:

@@ -107,14 +107,20 @@ def count(text: str) -> int:
     return int(text)
 
 
+def quieten_peft() -> None:
+    """Leave out what peft's import and use tell that nobody can act on."""
+    # It imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # It asks transformers 5.2x by the old name whether checkpointing is on.
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what libraries print of themselves out of the report."""
-    # bitsandbytes tells on the CPU of kernels that it does not need, DeepSpeed of the accelerator it sees.
-    for name in ("bitsandbytes", "DeepSpeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # peft asks transformers 5.2x by the old name whether checkpointing is on.
-    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+    quieten_peft()
+    # It tells of the accelerator that it sees.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
 

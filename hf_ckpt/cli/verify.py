@@ -147,18 +147,12 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
         from hf_ckpt.verify.report import as_json
 
         is_first = join_processes()
-        report = _verified(
-            with_engine(recipe, options.engine), options, setup, _say_onward if is_first else _say_nothing
-        )
-        return as_json(report)
 
+        def tell(text: str) -> None:
+            if is_first:
+                say(f"{PROGRESS}{text}")
 
-def _say_onward(text: str) -> None:
-    say(f"{PROGRESS}{text}")
-
-
-def _say_nothing(text: str) -> None:
-    """Leave it to the first process."""
+        return as_json(_verified(with_engine(recipe, options.engine), options, setup, tell))
 
 
 VERIFY = Command(_parser, _run, "run a recipe a few steps with and without its plan, and compare everything")

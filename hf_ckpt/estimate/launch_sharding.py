@@ -15,7 +15,7 @@ from typing import Any
 from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch, check_number, read_config
-from hf_ckpt.loading.sharding_engine import Engine
+from hf_ckpt.loading.sharding_engine import Engine, is_on
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 
@@ -120,13 +120,9 @@ def _fsdp(written: Any, world_size: int, *, where: str) -> Sharding:
         reshards_after_forward=strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE"),
         prefetches_in_backward=_prefetches_in_backward(config, where),
         # accelerate does where it loads the weights on rank 0 alone.
-        broadcasts_weights=_is_on(config.get("sync_module_states", True))
-        or _is_on(config.get("cpu_ram_efficient_loading")),
+        broadcasts_weights=is_on(config.get("sync_module_states", True))
+        or is_on(config.get("cpu_ram_efficient_loading")),
     )
-
-
-def _is_on(written: Any) -> bool:
-    return str(written).lower() in ("true", "1")
 
 
 def _prefetches_in_backward(config: Mapping[str, Any], where: str) -> bool:

@@ -11,6 +11,7 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Say, budget_of, fit_of
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
+from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.integer_search import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
@@ -21,36 +22,26 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 
-LENGTH_UNIT = 64
-"""Tokens that lengths are counted in: kernels work on tiles of so many."""
-
 _MOST_TOKENS = 2**22
 _MOST_ROWS = 4096
 
 
-def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None) -> Limit:
-    """Return the longest row that fits, in tokens, in steps of `LENGTH_UNIT`.
+def largest_fitting(
+    predictor: Predictor, plan: Plan | None, budget_bytes: int, *, is_length: bool, host_bytes: int | None = None
+) -> Limit:
+    """Return the longest row that fits, in tokens, or the largest micro-batch, in rows.
 
     `host_bytes`: that may wait on the host; None for any amount.
     """
-    step, most = predictor.subject.step, predictor.subject.longest or _MOST_TOKENS
+    step, resized = predictor.subject.step, with_length if is_length else with_rows
 
-    def peak(length: int) -> int:
-        return _peak_within_host(predictor.memory(plan, with_length(step, length)), budget_bytes, host_bytes)
+    def peak(number: int) -> int:
+        return _peak_within_host(predictor.memory(plan, resized(step, number)), budget_bytes, host_bytes)
 
-    return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_UNIT, most))
-
-
-def largest_micro_batch(
-    predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None
-) -> Limit:
-    """Return the largest micro-batch that fits, in rows. See `longest_row`."""
-    step = predictor.subject.step
-
-    def peak(rows: int) -> int:
-        return _peak_within_host(predictor.memory(plan, with_rows(step, rows)), budget_bytes, host_bytes)
-
-    return largest(peak, budget_bytes, start=step.batch_size, most=_MOST_ROWS)
+    if not is_length:
+        return largest(peak, budget_bytes, start=step.batch_size, most=_MOST_ROWS)
+    most = predictor.subject.longest or _MOST_TOKENS
+    return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_MULTIPLE, most))
 
 
 def _peak_within_host(memory: StepMemory, budget_bytes: int, host_bytes: int | None) -> int:
@@ -79,9 +70,7 @@ _SHARES = (1.0, 0.75, 0.5, 0.25)
 
 def largest_of_all(predictor: Predictor, budget_bytes: int, *, is_length: bool) -> Limit:
     """Return the longest row or the largest micro-batch that fits under one of the plans that need least."""
-    search, resized, unit = (
-        (longest_row, with_length, LENGTH_UNIT) if is_length else (largest_micro_batch, with_rows, 1)
-    )
+    resized, unit = (with_length, LENGTH_MULTIPLE) if is_length else (with_rows, 1)
     subject, found = predictor.subject, None
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
     for plan in leanest_plans(subject):
@@ -91,7 +80,7 @@ def largest_of_all(predictor: Predictor, budget_bytes: int, *, is_length: bool) 
             larger = predictor.memory(plan, resized(subject.step, found.number + unit))
             if _peak_within_host(larger, budget_bytes, host_bytes) > budget_bytes:
                 continue
-        limit = search(predictor, plan, budget_bytes, host_bytes=host_bytes)
+        limit = largest_fitting(predictor, plan, budget_bytes, is_length=is_length, host_bytes=host_bytes)
         if found is None or limit.number > found.number:
             found = limit
     assert found is not None, "there is always the plan that keeps everything"
@@ -155,10 +144,9 @@ def _fitting_on(predictor: Predictor, device: Device, *, is_length: bool, say: S
     if is_auto(predictor.subject.recipe):
         say(f"Searching what fits on {device.name}: {AUTO} ...")
         yield _row(device, AUTO, budget, largest_of_all(predictor, budget, is_length=is_length))
-    search = longest_row if is_length else largest_micro_batch
     for name, plan in _plans(predictor.subject):
         say(f"Searching what fits on {device.name}: {name} ...")
-        yield _row(device, name, budget, search(predictor, plan, budget))
+        yield _row(device, name, budget, largest_fitting(predictor, plan, budget, is_length=is_length))
 
 
 def _row(device: Device, plan: str, budget_bytes: int, limit: Limit) -> dict[str, Any]:

@@ -49,9 +49,15 @@ def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
 
 def draw_planned(chain: Chain, steps: dict[str, StepMemory], path: Path, *, subject: Subject, device: Device) -> Path:
     """Draw the frontier of a chain, with steps as marks, and return the file."""
-    points = [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(chain).frontier(_POINTS)]
-    draw_frontier(steps, Curve("planner", points), path, title=_title(subject, device), limit_bytes=device.memory_bytes)
+    draw_frontier(
+        steps, Curve("planner", frontier(chain)), path, title=_title(subject, device), limit_bytes=device.memory_bytes
+    )
     return path
+
+
+def frontier(chain: Chain) -> list[tuple[float, float]]:
+    """Return what the planner chooses as the budget changes: the time of a step, and its peak."""
+    return [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(chain).frontier(_POINTS)]
 
 
 def _simulated(predictor: Predictor, num_layers: int, nested: bool) -> list[tuple[float, float]]:

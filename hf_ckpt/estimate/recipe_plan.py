@@ -132,14 +132,12 @@ def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
         return recipe, []
     launch = Launch(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
     try:
-        plan, note = _plan_for_first_of(devices_for(recipe, ()), subject_of(recipe, launch))
+        chosen, note = _plan_for_first_of(devices_for(recipe, ()), subject_of(recipe, launch))
     except UnsupportedError as error:
         if checkpointing.fallback is None:
             raise
-        return replace(recipe, checkpointing=checkpointing.with_plan(checkpointing.fallback)), [
-            f"policy auto: the fallback, {checkpointing.fallback}, as no plan is made. {error}"
-        ]
-    return replace(recipe, checkpointing=checkpointing.with_plan(plan)), [f"policy auto: {note}"]
+        chosen, note = checkpointing.fallback, f"the fallback, {checkpointing.fallback}, as no plan is made. {error}"
+    return replace(recipe, checkpointing=checkpointing.with_plan(chosen)), [f"policy auto: {note}"]
 
 
 def _plan_for_first_of(devices: Sequence[Device], subject: Subject) -> tuple[Plan, str]:

@@ -5,7 +5,6 @@ recipe -> config -> model on `meta`, in the dtype that weights are loaded in -> 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,6 +47,8 @@ from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
 _SDPA = "sdpa"
+_EVERYWHERE = ("eager", _SDPA)
+"""The attention that needs no GPU."""
 _NOT_COUNTED = "not counted", "the time that takes, what functions take that reward completions, and evaluation"
 
 
@@ -128,9 +129,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)
-    attention, notes = _attention(recipe)
-    base = _base(recipe, found, attention, torch.device("meta"))
-    base = _quantised(base, recipe, found)
+    base = _quantised(_base(recipe, found, torch.device("meta")), recipe, found)
     words: list[tuple[str, str]] = []
     if recipe.kind.of_trl:
         # trl, and the datasets that it needs, are loaded for recipes that ask for it.
@@ -158,7 +157,7 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
             *_facts(recipe, found, model, step),
             *words,
             *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
-            *(("changed", note) for note in notes),
+            *_changed(recipe),
         ),
         structure=names,
         allowed=checkpointing.allowed,
@@ -210,14 +209,15 @@ def random_model(recipe: Recipe, place: torch.device) -> nn.Module:
 
 def random_base(recipe: Recipe, place: torch.device) -> Any:
     """Return the same without adapters."""
-    attention, _ = _attention(recipe)
-    return _base(recipe, find_config(recipe), attention, place)
+    return _base(recipe, find_config(recipe), place)
 
 
-def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.device) -> Any:
+def _base(recipe: Recipe, found: Found, place: torch.device) -> Any:
     section = {key: found.section[key] for key in ("trust_remote_code",) if key in found.section}
-    if attention is not None:
-        section["attn_implementation"] = attention
+    wanted = recipe.model.get("attn_implementation")
+    if wanted is not None:
+        # Kernels that are installed only where there is a GPU have a stand-in.
+        section["attn_implementation"] = wanted if wanted in _EVERYWHERE else _SDPA
     _set_vocabulary(found)
     with place:
         return made(found.config, section, recipe, dtype=_dtype(recipe, found))
@@ -240,14 +240,6 @@ def _set_vocabulary(found: Found) -> None:
     tokenizer = found.section.get("tokenizer")
     if fields is not None and "vocab_size" not in fields and isinstance(tokenizer, Mapping):
         found.config.vocab_size = int(tokenizer["train"]["vocab_size"])
-
-
-def _attention(recipe: Recipe) -> tuple[str | None, list[str]]:
-    """Return the attention to build with: kernels that are installed only where there is a GPU have a stand-in."""
-    wanted = recipe.model.get("attn_implementation")
-    if wanted in (None, "eager", _SDPA):
-        return wanted, []
-    return _SDPA, [f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"]
 
 
 def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
@@ -296,6 +288,12 @@ def _facts(recipe: Recipe, found: Found, model: Any, step: Step) -> Iterator[tup
     precision = f"{step.autocast} autocast" if step.autocast else "no autocast"
     yield "training", f"weights {_dtype_words(recipe, found)}, {precision}, {step.optim}"
     yield "engine", describe_sharding(step.sharding)
+
+
+def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    wanted = recipe.model.get("attn_implementation")
+    if wanted not in (None, *_EVERYWHERE):
+        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"
 
 
 def describe_rows(step: Step) -> str:
@@ -379,8 +377,6 @@ def evaluation_step_of(recipe: Recipe, step: Step) -> Step | None:
 def training_value(recipe: Recipe, name: str) -> Any:
     """Return a field of the `training` section, or the default of the trainer's arguments."""
     value = recipe.training.get(name)
-    return _defaults(recipe)[name] if value is None else value
-
-
-def _defaults(recipe: Recipe) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(arguments_class(recipe))} | implied(recipe)
+    if value is not None:
+        return value
+    return implied(recipe).get(name, arguments_class(recipe).__dataclass_fields__[name].default)

@@ -16,6 +16,9 @@ from typing import Any
 
 from hf_ckpt.units import UNITS, format_bytes
 
+FIT_WORDS = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}
+"""Whether a step fits, by the value of a `Fit`."""
+
 Document = Mapping[str, Any]
 """What `json_documents.estimate_as_json` returns, or a part of it."""
 
@@ -146,7 +149,7 @@ def verdict(document: Document) -> str:
     by_fit: dict[str, list[Document]] = {"yes": [], "perhaps": [], "no": []}
     for found in document["verdicts"]:
         by_fit[found["fits"]].append(found)
-    words = {"yes": "fits on", "perhaps": "perhaps fits on", "no": "does not fit on"}
+    words = {fit: f"{said} on" for fit, said in FIT_WORDS.items()}
     if len(document["verdicts"]) > 1:
         words |= {"no": "not on"} if by_fit["yes"] or by_fit["perhaps"] else {}
         words |= {"perhaps": "perhaps on"} if by_fit["yes"] else {}
@@ -399,11 +402,9 @@ def plan_text(document: Document) -> str:
 def verdict_on_plan(document: Document) -> str:
     """Return whether a plan fits, in one line."""
     found, card = document["verdict"], document["card"]
-    words = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}[found["fits"]]
     peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
-    verdict = (
-        f"The plan {words} on {card['name']}: {peak}, {_held(found, card)}, of {format_bytes(card['memory_bytes'])}."
-    )
+    size = format_bytes(card["memory_bytes"])
+    verdict = f"The plan {FIT_WORDS[found['fits']]} on {card['name']}: {peak}, {_held(found, card)}, of {size}."
     return " ".join([verdict, *advice_on_segments({"verdicts": [found]})])
 
 

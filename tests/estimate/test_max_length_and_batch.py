@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("remembered_simulations"
 def test_longest_row_fits_and_the_next_one_does_not(tmp_path: Path) -> None:
     subject = replace(small_subject(tmp_path), longest=4096)
     # Of two rows.
-    limit = max_length_and_batch.longest_row(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703)
+    limit = max_length_and_batch.largest_fitting(Predictor(subject, CARD), None, MIB + 2 * 1024 * 703, is_length=True)
     assert (limit.number, limit.peak_bytes, limit.is_bound) == (640, MIB + 2 * 1024 * 640, False)
 
 
 @pytest.mark.usefixtures("linear")
 def test_row_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
     subject = small_subject(tmp_path, "model.config.max_position_embeddings=256")
-    limit = max_length_and_batch.longest_row(Predictor(subject, CARD), None, CARD.memory_bytes)
+    limit = max_length_and_batch.largest_fitting(Predictor(subject, CARD), None, CARD.memory_bytes, is_length=True)
     assert (limit.number, limit.is_bound) == (256, True)
     found = max_length_and_batch.fitting_sizes(subject, [CARD], is_length=True, say=silent)
     text = tables.sizes_table(found)
