@@ -48,7 +48,7 @@ def notebook(*parts: str) -> str:
     return element("div", *parts, style=_STYLE)
 
 
-def svg(width: float, height: float, *children: str, label: str, **attributes: object) -> str:
+def svg(width: float, height: float, *children: str, label: str) -> str:
     """Return a picture that is never wider than its place. `label`: what those hear who cannot see it."""
     style = f"max-width:{width:g}px;width:100%;height:auto"
     return element(
@@ -59,7 +59,6 @@ def svg(width: float, height: float, *children: str, label: str, **attributes: o
         role="img",
         aria_label=label,
         style=style,
-        **attributes,
     )
 
 

@@ -151,11 +151,10 @@ def _version(package: str) -> str:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    named = {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
     return {
         name: "" if any(word in name for word in _SECRET) else value
-        for name, value in named.items()
-        if name not in _NO_VARIABLES
+        for name, value in environment.items()
+        if name.startswith(_VARIABLES) and name not in _NO_VARIABLES
     }
 
 

@@ -60,7 +60,8 @@ def _train(options: argparse.Namespace) -> int:
             _carry_out(options, processes)
     except HFCkptError as error:
         if processes.rank == 0 or not _is_said_by_another(processes, error):
-            print(f"{_process(processes)}{error}", file=sys.stderr)
+            speaker = "" if processes.rank == 0 else f"[process {processes.rank}] "
+            print(f"{speaker}{error}", file=sys.stderr)
         return FAILS if isinstance(error, OutOfMemoryError) else WRONG_INPUT
     return HOLDS
 
@@ -101,11 +102,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _is_said_by_another(processes: LaunchedProcesses, error: HFCkptError) -> bool:
     # What the callback raises of plans and checkpoints, it raises with the same words in all processes.
     return isinstance(error, PlanMismatchError | SavedFilesError) or processes.is_printed_by_another(error)
-
-
-def _process(processes: LaunchedProcesses) -> str:
-    """Return which process speaks, where it is not the first one."""
-    return "" if processes.rank == 0 else f"[process {processes.rank}] "
 
 
 def _leave(processes: LaunchedProcesses) -> None:

@@ -186,12 +186,10 @@ def _point(at: tuple[float, float], said: str, row: str, *, is_choice: bool = Fa
 
 def _stairs(curve: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """Yield the corners too: between two choices the slower one is the best that fits."""
-    before: float | None = None
-    for seconds, peak in curve:
-        if before is not None:
-            yield seconds, before
+    for (seconds, peak), (slower, _) in pairwise(curve):
         yield seconds, peak
-        before = peak
+        yield slower, peak
+    yield from curve[-1:]
 
 
 def _labels(points: Mapping[str, tuple[float, float]], line: Sequence[tuple[float, float]]) -> Iterator[str]:

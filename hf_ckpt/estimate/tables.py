@@ -146,14 +146,12 @@ def closing(document: Document, *, is_verbose: bool = False) -> str:
 
 def verdict(document: Document) -> str:
     """Return whether the recipe fits, in one line."""
-    by_fit: dict[str, list[Document]] = {"yes": [], "perhaps": [], "no": []}
-    for found in document["verdicts"]:
-        by_fit[found["fits"]].append(found)
+    by_fit = {fit: [found["device"] for found in document["verdicts"] if found["fits"] == fit] for fit in FIT_WORDS}
     words = {fit: f"{said} on" for fit, said in FIT_WORDS.items()}
     if len(document["verdicts"]) > 1:
         words |= {"no": "not on"} if by_fit["yes"] or by_fit["perhaps"] else {}
         words |= {"perhaps": "perhaps on"} if by_fit["yes"] else {}
-    named = [(words[fit], [found["device"] for found in there]) for fit, there in by_fit.items() if there]
+    named = [(words[fit], names) for fit, names in by_fit.items() if names]
     texts = [
         "; ".join(f"{word} {', '.join(names)}" for word, names in named),
         ", ".join(f"{word} {len(names)} of {len(document['verdicts'])} devices" for word, names in named),
@@ -331,17 +329,16 @@ def sizes_table(document: Document) -> str:
     """Return the sizes that fit, as text. `document`: of `fitting_sizes`."""
     is_length = document["unit"] == "tokens"
     header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "peak", "budget")
-    body, is_bound = [], False
+    body = []
     for row in document["rows"]:
         number, peak = "none", "-"
         if row["number"]:
             # The model's positions end rows; of micro-batches there is no such end.
             mark = "*" if is_length and row["is_bound"] else ""
-            is_bound = is_bound or bool(mark)
             number, peak = f"{row['number']:,} {document['unit']}{mark}", format_bytes(row["peak_bytes"])
         body.append((row["device"], row["plan"], number, peak, format_bytes(row["budget_bytes"])))
     named = named_facts(document)
-    bound = ["*: all that the model has positions for"] if is_bound else []
+    bound = ["*: all that the model has positions for"] if any(cells[2].endswith("*") for cells in body) else []
     lines = [_title("estimate", document), *facts(named), "", *columns([header, *body], numeric=(2, 3, 4)), *bound]
     return "\n".join(lines)
 
