@@ -71,19 +71,20 @@ _SHARES = (1.0, 0.75, 0.5, 0.25)
 def largest_of_all(predictor: Predictor, budget_bytes: int, *, is_length: bool) -> Limit:
     """Return the longest row or the largest micro-batch that fits under one of the plans that need least."""
     resized, unit = (with_length, LENGTH_MULTIPLE) if is_length else (with_rows, 1)
-    subject, found = predictor.subject, None
+    subject = predictor.subject
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
-    for plan in leanest_plans(subject):
-        if found is not None and found.is_bound:
+    first, *others = leanest_plans(subject)
+    found = largest_fitting(predictor, first, budget_bytes, is_length=is_length, host_bytes=host_bytes)
+    for plan in others:
+        if found.is_bound:
             break
-        if found is not None and found.number:
+        if found.number:
+            # One simulation tells whether a search would find more.
             larger = predictor.memory(plan, resized(subject.step, found.number + unit))
             if _peak_within_host(larger, budget_bytes, host_bytes) > budget_bytes:
                 continue
         limit = largest_fitting(predictor, plan, budget_bytes, is_length=is_length, host_bytes=host_bytes)
-        if found is None or limit.number > found.number:
-            found = limit
-    assert found is not None, "there is always the plan that keeps everything"
+        found = max(found, limit, key=lambda each: each.number)
     return found
 
 
