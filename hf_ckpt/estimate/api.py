@@ -11,7 +11,6 @@ from torch import nn
 
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of
-from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.max_length_and_batch import largest_fitting, largest_of_all
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of, subject_of_model
@@ -157,7 +156,7 @@ def _subject(asked: Asked, fields: dict[str, Any]) -> Subject:
             # As `apply` and the callback prove it by default.
             return subject_of_model(asked, Step(**{"is_proven": True, **fields}))
         recipe = asked if isinstance(asked, Recipe) else load_recipe(Path(asked))
-        subject = subject_of(recipe, Launch())
+        subject = subject_of(recipe)
         return replace(subject, step=replace(subject.step, **fields))
     except TypeError as error:
         names = ", ".join(Step.__dataclass_fields__)

@@ -20,7 +20,7 @@ from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 
 _UNSHARDED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
-_WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
+_WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "1", "TRUE")
 _PREFETCHES_IN_BACKWARD = {
     **dict.fromkeys(("BACKWARD_PRE", "1"), True),
     # A layer is freed before the next one is gathered.
@@ -117,7 +117,7 @@ def _fsdp(written: Any, world_size: int, *, where: str) -> Sharding:
     return Sharding(
         engine="fsdp1",
         world_size=world_size,
-        reshards_after_forward=strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE"),
+        reshards_after_forward=strategy in _WHOLE_LAYERS_IN_BACKWARD,
         prefetches_in_backward=_prefetches_in_backward(config, where),
         # accelerate does where it loads the weights on rank 0 alone.
         broadcasts_weights=is_on(config.get("sync_module_states", True))
