@@ -78,6 +78,8 @@ define install
 	$(cpu_torch) $(1)/bin/python -m pip install --no-compile $(if $(CI),--quiet) --log $(1)/pip.log --constraint $(2) \
 	    --editable '.[$(3)]'
 	@awk $(sum_of_downloads) $(1)/pip.log; rm $(1)/pip.log
+	@# Compile, once, what most processes import: those that start together would each do it.
+	@HF_HUB_OFFLINE=1 $(1)/bin/python -c 'import accelerate, datasets, peft, transformers.trainer' 2> /dev/null || true
 	@du -sm $(1) | awk '{ print $$2 " takes " $$1 " MB." }'
 	@touch $@
 endef

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.quantize import quantize
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import known_configs
 from hf_ckpt.loading.model import find_config, made, with_empty_adapter
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, load_recipe

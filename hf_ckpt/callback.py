@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_batch
 from hf_ckpt.distributed import fsdp, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
@@ -265,8 +265,7 @@ class HFCkptCallback(TrainerCallback):
             return None
         trainer = running_trainer() or (None if self._trainer is None else self._trainer())
         announce = partial(self._announce_plan, args, state)
-        make = partial(Recovery, trainer, run, announce, self._planning, **self._rungs)
-        recovery = begin(trainer, args, self._planning, lambda why: make(why_not=why))
+        recovery = begin(trainer, args, run, announce, self._planning, **self._rungs)
         if recovery is not None and state.global_step:
             recovery.resume(_resumed_folder(args, state))
         return recovery
@@ -470,7 +469,7 @@ def _largest(
         # Without token ids its length says nothing.
         return planning.bound if planning.bound is not None and planning.bound.length else None
     num_rows = state.train_batch_size or args.train_batch_size
-    return largest_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
+    return largest_text_batch(getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None), num_rows)
 
 
 def _announce_lengths(run: TrainingRun, largest: Batch | None) -> None:

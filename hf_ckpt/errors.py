@@ -89,6 +89,11 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
     return f' Did you mean "{near[0]}"?' if near else ""
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text that a user wrote for a message, cut after so many characters."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def as_written(value: object) -> str:
     """Return a value of an option as a user writes it in YAML, for messages."""
     if isinstance(value, str):

@@ -1,4 +1,8 @@
-"""A plan in a loop of one's own: chosen for its step, put in force, and left for a leaner one where memory runs out."""
+"""A plan in a loop of one's own: chosen for its step, put in force, and left for a leaner one where memory runs out.
+
+A closure holds the whole window of a step: gradients set to None, and forward and backward of each micro-batch. It is
+undone as a whole and runs again as a whole.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_ckpt.auto.largest_batch_in_data import batch_of
 from hf_ckpt.distributed import fsdp, store
 from hf_ckpt.errors import PlanMismatchError, PolicyError
 from hf_ckpt.patch import apply as patch
@@ -28,11 +34,19 @@ from hf_ckpt.policy.options import (
 )
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
-from hf_ckpt.recovery.closure_step import ClosureSteps
-from hf_ckpt.recovery.escalation import Escalation, rung_after
-from hf_ckpt.recovery.ladder import Ladder, Rung
+from hf_ckpt.recovery.accumulation_window import (
+    Buffers,
+    Gradients,
+    Randomness,
+    SavedBuffers,
+    describe_tensors,
+    one_of_each_device,
+    tensors_in,
+)
+from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.units import parse_budget
@@ -66,13 +80,12 @@ class AppliedInLoop(Applied):
         self._is_exact = options["exact"] is not False
         self._quiet_steps = options["quiet_steps"]
         self._proven: list[Plan] = []
-        self._escalation: Escalation | None = None
-        self._steps: ClosureSteps | None = None
+        self._steps: _ClosureSteps | None = None
 
     @property
     def num_recovered(self) -> int:
         """How many steps went on after they had run out of memory."""
-        return 0 if self._escalation is None else self._escalation.num_recovered
+        return 0 if self._steps is None else self._steps.escalation.num_recovered
 
     def step(self, closure: Callable[[], Returned], batch: object = None, *, undo: Sequence[object] = ()) -> Returned:
         """Run the forwards and backwards of a step; if memory runs out, again, under a leaner plan, to the same result.
@@ -116,8 +129,8 @@ class AppliedInLoop(Applied):
                 logger.warning("applied.step() calls its closure once: %s. Running out of memory is an error.", why)
             room = Room(self._planning, DevicePeak(next(self._model.parameters()).device))
             ladder = Ladder(self.plan, self._quiet_steps, room)
-            self._escalation = Escalation(ladder, self._next_rung, self._put_in_force)
-            self._steps = ClosureSteps(self._model, self._escalation, is_undone=why is None)
+            escalation = Escalation(ladder, self._next_rung, self._put_in_force)
+            self._steps = _ClosureSteps(self._model, escalation, is_undone=why is None)
         returned: Returned = self._steps.run(closure, batch, undo)
         if self.plan not in self._proven:
             self._proven.append(self.plan)
@@ -252,3 +265,104 @@ def _why_not(model: nn.Module) -> str | None:
     if any(map(is_compiled, modules)):
         return "the model is compiled, and a plan is not changed inside of it"
     return None
+
+
+# --- Steps that go on after they have run out of memory. ---
+
+
+class _ClosureSteps:
+    """Runs the steps of one loop.
+
+    Args:
+        model: that the closures train.
+        escalation: puts leaner plans in force.
+        is_undone: whether steps can be; else each runs once.
+    """
+
+    def __init__(self, model: nn.Module, escalation: Escalation, *, is_undone: bool) -> None:
+        self.escalation = escalation
+        self._is_undone = is_undone
+        self._model = model
+        self._num_steps = 0
+        self._buffers = Buffers(model)
+        self._on_devices = one_of_each_device(model)
+
+    def run(self, closure: Callable[[], Any], batch: Any, undo: Sequence[object]) -> Any:
+        """Return what a closure returns, under a leaner plan where need be. See `AppliedInLoop.step`.
+
+        Raises:
+            OutOfMemoryError: there is no leaner plan, or the closure cannot be undone.
+        """
+        if not self._is_undone:
+            return closure()
+        escalation, ladder = self.escalation, self.escalation.ladder
+        escalation.begin_step()
+        self._num_steps += 1
+        inputs = list(tensors_in(batch))
+        size = sum(tensor.nbytes for _, tensor in inputs)
+        shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
+        # The planner of a loop sees no forward.
+        planned = batch_of((), batch) if isinstance(batch, Mapping) else None
+        window = _ClosureWindow(self._model, inputs, undo, Randomness.now(self._on_devices), self._buffers.now())
+        if inputs:
+            escalation.stand_on(ladder.level_for(size))
+
+        def attempt() -> tuple[Any, Failed | None]:
+            returned, failure = escalation.attempt(closure)
+            return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes, planned)
+
+        def run_again() -> tuple[Any, Failed | None]:
+            window.undo()
+            return attempt()
+
+        returned, failed = attempt()
+        if failed is not None:
+            returned = escalation.recover(failed, window.fault, run_again)
+        self._buffers.learn(window.buffers)
+        ladder.passed(size, planned)
+        ladder.end_step()
+        return returned
+
+
+class _ClosureWindow:
+    """What things were like before a closure, and what brings that back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[tuple[str, Tensor]],
+        undo: Sequence[object],
+        randomness: Randomness,
+        buffers: SavedBuffers,
+    ) -> None:
+        self.buffers = buffers
+        self._parameters = list(model.parameters())
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._gradients = Gradients(self._parameters)
+        self._inputs = [(name, tensor, tensor._version) for name, tensor in inputs]
+        self._randomness = randomness
+        self._attributes = Attributes(*undo)
+
+    def fault(self) -> str | None:
+        """Return why the closure cannot be undone; None if it can."""
+        if [parameter._version for parameter in self._parameters] != self._versions:
+            return "weights have changed since it began: the optimizer's step belongs behind applied.step()"
+        if self._gradients.are_written():
+            return (
+                "it has added to gradients that were there before, or set them to zero in place. Let it begin with "
+                "optimizer.zero_grad(), which sets them to None"
+            )
+        if written := [name for name, tensor, version in self._inputs if tensor._version != version]:
+            return f"it has written to its batch: {', '.join(written)}"
+        if changed := self._attributes.lost():
+            return f"it has written to large tensors among what it is to undo: {', '.join(changed)}"
+        return self.buffers.describe_lost()
+
+    def undo(self) -> None:
+        """Bring everything back; gradients that are new are dropped."""
+        self._gradients.drop_new()
+        # Casts of weights that the failed forward has left hold its graph.
+        torch.clear_autocast_cache()
+        self._attributes.restore()
+        self.buffers.restore()
+        self._randomness.restore()

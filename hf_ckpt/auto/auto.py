@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from hf_ckpt.auto.budgets import budget_bytes, free_host_bytes, unknown_bytes
 from hf_ckpt.auto.largest_batch_in_data import (
     Batch,
     is_packing,
-    largest_batch,
+    largest_text_batch,
     reads_text,
     with_inputs,
     without_adapter,
 )
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
-from hf_ckpt.auto.live_step import given_optimizer, sharding_of, step_of
+from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.simulation_coverage import (
     Coverage,
@@ -138,7 +138,7 @@ class Auto:
         """
         made, trainer = innermost_optimizer(optimizer), running_trainer()
         collator, dataset = getattr(dataloader, "collate_fn", None), getattr(dataloader, "dataset", None)
-        sharding = sharding_of(args, model)
+        sharding = live_sharding(args, model)
         loss = trl_loss(trainer, args, model, sharding, dataset, collator) or users_loss(trainer, model, sharding)
         optimizer_name = args.optim if made is None else type(made).__name__
         coverage = check_run(trainer, args, model, optimizer_name, loss)
@@ -155,10 +155,9 @@ class Auto:
                 batches = [] if batch is None else [with_inputs(batch, dataset, collator, shape)]
             free = free_host_bytes(self._allowed.offload)
             budget = budget_bytes(self._memory_budget, device, model, optimizer, coverage.counted_bytes)
-            return _RunLimits(budget, batches, free)
+            return budget, batches, free
 
-        limits = _agreed(read_limits)
-        batches = limits.batches
+        budget_limit, batches, host_bytes = _agreed(read_limits)
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
         if is_on is not None:
             # They stay on the copy, and so are part of each simulated step.
@@ -169,7 +168,7 @@ class Auto:
 
         def simulator(batch: Batch) -> StepSimulator:
             own = None if loss is None else loss.of(batch)
-            step = step_of(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
+            step = live_step(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
             return any_step.anew(replace(step, beside_bytes=coverage.beside_bytes))
 
         if isinstance(loss, UsersLoss):
@@ -183,14 +182,14 @@ class Auto:
         # Without a budget it is off what is free. Engines of several processes have buffers of their own by then.
         if self._memory_budget is not None and args.world_size == 1:
             unknown = unknown_bytes(device, model, optimizer, coverage.counted_bytes)
-            coverage = coverage.without_unknown(unknown, limits.budget_bytes)
+            coverage = coverage.without_unknown(unknown, budget_limit)
         planning = RunPlanner(
             make_plan(shape, Policy.parse("none"), **self._structure),
             simulator,
-            limits.budget_bytes,
+            budget_limit,
             coverage=coverage,
             allowed=self._allowed,
-            host_bytes=limits.host_bytes,
+            host_bytes=host_bytes,
             place=args.device,
             timeout_s=args.ddp_timeout,
             is_bounded=bool(batches),
@@ -224,16 +223,9 @@ def _is_refused(error: Exception) -> bool:
     return is_refusal if store.num_processes() == 1 else any(store.all_gather(is_refusal, "falling back"))
 
 
-@dataclass(frozen=True)
-class _RunLimits:
-    """What one rank finds, or the bounds for all of them."""
-
-    budget_bytes: int
-    """That a step may use."""
-    batches: list[Batch]
-    """The largest ones; empty where no bound is known."""
-    host_bytes: int | None
-    """Of host memory that are free; None where that is not known."""
+_RunLimits = tuple[int, list[Batch], int | None]
+"""What one rank finds, or the bounds for all of them: the bytes that a step may use, the largest batches (empty where
+no bound is known), and the bytes of host memory that are free (None where that is not known)."""
 
 
 def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, timeout_s: float) -> str:
@@ -266,7 +258,7 @@ def _largest_batches(
         )
     if found or not reads_text(model):
         return found
-    batch = largest_batch(dataset, collator, num_rows, max_length)
+    batch = largest_text_batch(dataset, collator, num_rows, max_length)
     return [] if batch is None else [with_inputs(batch, dataset, collator, model)]
 
 
@@ -277,17 +269,17 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
     """
 
     def sizes() -> tuple[int, list[Any], int | None]:
-        limits = read_limits()
-        return limits.budget_bytes, [each.to_json() for each in limits.batches], limits.host_bytes
+        budget, batches, host = read_limits()
+        return budget, [each.to_json() for each in batches], host
 
     found = store.gather_results(sizes, "looking at the data")
     budget = min(budget for budget, _, _ in found)
     host = min((host for _, _, host in found if host is not None), default=None)
     batches = [Batch.from_json(each) for _, of_rank, _ in found for each in of_rank]
     if not all(of_rank for _, of_rank, _ in found):
-        return _RunLimits(budget, [], host)
+        return budget, [], host
     if any(each.tensors for each in batches):
-        return _RunLimits(budget, sorted(dict.fromkeys(batches), key=lambda each: -each.num_bytes), host)
+        return budget, sorted(dict.fromkeys(batches), key=lambda each: -each.num_bytes), host
     largest = Batch(
         max(batch.rows for batch in batches),
         max(batch.length for batch in batches),
@@ -295,7 +287,7 @@ def _agreed(read_limits: Callable[[], _RunLimits]) -> _RunLimits:
         any(batch.is_packed for batch in batches),
         tuple(sorted({name for batch in batches for name in batch.more})),
     )
-    return _RunLimits(budget, [largest], host)
+    return budget, [largest], host
 
 
 def _of_evaluation(batch: Batch, num_rows: int, eval_rows: int, collator: Any, rows_per_example: int) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +52,7 @@ def budget_bytes(
     check_budget(budget, device)
     if budget is not None:
         return budget.bytes_on(device.memory_bytes or None, device=device.title)
-    of_step = sum(tensor.nbytes for tensor in _tensors_of_step(model, optimizer)) + counted_bytes
-    return _usable(_free_on_cuda(), device, of_step)
+    return _usable(_free_on_cuda(), device, _step_bytes(model, optimizer) + counted_bytes)
 
 
 def unknown_bytes(device: Device, model: nn.Module, optimizer: Any, counted_bytes: int) -> int:
@@ -64,8 +62,7 @@ def unknown_bytes(device: Device, model: nn.Module, optimizer: Any, counted_byte
     """
     if not device.is_cuda:
         return 0
-    of_step = sum(tensor.nbytes for tensor in _tensors_of_step(model, optimizer)) + counted_bytes
-    return _of_others(_free_on_cuda(), device, of_step)
+    return _of_others(_free_on_cuda(), device, _step_bytes(model, optimizer) + counted_bytes)
 
 
 def free_host_bytes(offload: Offload | None) -> int | None:
@@ -112,10 +109,10 @@ def _free_on_cuda() -> AllocatorState:
     return AllocatorState(free, torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
 
 
-def _tensors_of_step(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+def _step_bytes(model: nn.Module, optimizer: Any) -> int:
     held: list[Any] = [*model.parameters(), *model.buffers(), *quantized.constants(model)]
     held += [parameter.grad for parameter in model.parameters()]
     # accelerate's wrapper hands on the state.
     held += [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
     seen = {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}
-    yield from (tensor for tensor in seen.values() if tensor.device.type == "cuda")
+    return sum(tensor.nbytes for tensor in seen.values() if tensor.device.type == "cuda")

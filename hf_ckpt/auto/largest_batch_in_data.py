@@ -65,11 +65,8 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of everything that the forward gets."""
-        if self.tensors:
-            return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
-        rest = [(_MASK, self.is_padded), (_POSITIONS, self.is_packed)]
-        return (*dict.fromkeys((_TOKENS, _LABELS, *self.more, *(name for name, is_there in rest if is_there))),)
+        """The names of everything that the forward gets, where it is more than text."""
+        return (*(each.name for each in self.tensors), *(name for name, _ in self.settings))
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +108,7 @@ def batch_of(args: Any, kwargs: Mapping[str, Any]) -> Batch | None:
     return Batch(ids.shape[0], ids.shape[1], has_mask, is_packed, tuple(sorted(more)))
 
 
-def describe_batch(
+def batch_of_forward(
     model: nn.Module,
     args: Any,
     kwargs: Mapping[str, Any],
@@ -205,7 +202,7 @@ def is_like_tokens(value: Any, ids: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
 
 
-def largest_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | None = None) -> Batch | None:
+def largest_text_batch(dataset: Any, collator: Any, num_rows: int, max_length: int | None = None) -> Batch | None:
     """Return the largest micro-batch that can come, or None where no bound is known.
 
     Args:
@@ -226,9 +223,11 @@ def _collated(lengths: Lengths, collator: Any, num_rows: int) -> Batch:
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
     if is_packing(collator):
         return Batch(1, rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1)
-    length = rounded(_padded(lengths.largest[0], collator), multiple)
-    varies = num_rows > 1 and lengths.shortest != lengths.largest[0]
-    return Batch(num_rows, length, is_padded=lengths.has_padding or varies or length > lengths.largest[0])
+    longest, padding = lengths.largest[0], getattr(collator, "padding", None)
+    is_to_limit = str(getattr(padding, "value", padding)) == "max_length"
+    length = rounded(max(longest, getattr(collator, "max_length", None) or 0) if is_to_limit else longest, multiple)
+    varies = num_rows > 1 and lengths.shortest != longest
+    return Batch(num_rows, length, is_padded=lengths.has_padding or varies or length > longest)
 
 
 def is_packing(collator: Any) -> bool:
@@ -246,13 +245,6 @@ def _innermost(collator: Any) -> Any:
     return collator
 
 
-def _padded(length: int, collator: Any) -> int:
-    wanted = getattr(collator, "padding", None)
-    if str(getattr(wanted, "value", wanted)) == "max_length":
-        return max(length, getattr(collator, "max_length", None) or 0)
-    return length
-
-
 def rounded(length: int, multiple: int) -> int:
     """Return the least multiple of a number that is no less than a length."""
     return -(-length // multiple) * multiple
@@ -263,16 +255,33 @@ def rounded(length: int, multiple: int) -> int:
 
 def read_lengths(dataset: Any, num_rows: int) -> Lengths | None:
     """Return what is known of a data set's rows, with so many of the longest ones; None where that is nothing."""
+    parts = [_lengths_of(part, num_rows) for part in _parts(dataset)]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    largest = heapq.nlargest(num_rows, (length for part in known for length in part.largest))
+    return Lengths(tuple(largest), min(part.shortest for part in known), any(part.has_padding for part in known))
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """Return the data sets that one is made of. What is in the whole of one bounds what is in a part of it."""
     if isinstance(dataset, Subset):
-        # A bound for the whole data set is one for a part of it.
-        return read_lengths(dataset.dataset, num_rows)
+        return _parts(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        return _concatenated([read_lengths(part, num_rows) for part in dataset.datasets], num_rows)
-    if hasattr(dataset, "column_names") and hasattr(dataset, "with_format") and hasattr(dataset, "__len__"):
-        return _of_columns(dataset, num_rows)
-    if isinstance(dataset, list | tuple) and dataset:
-        return _of_examples(dataset, num_rows)
-    return None
+        return [part for each in dataset.datasets for part in _parts(each)]
+    return [dataset]
+
+
+def _lengths_of(part: Any, num_rows: int) -> Lengths | None:
+    if isinstance(part, list | tuple) and part:
+        return _of_examples(part, num_rows)
+    return _of_columns(part, num_rows)
+
+
+def stored_columns(dataset: Any) -> Sequence[str]:
+    """Return the columns of a data set of `datasets`; none of one without end, or whose transform computes its rows."""
+    is_finite = all(hasattr(dataset, name) for name in ("column_names", "with_format", "__len__"))
+    return dataset.column_names if is_finite and len(dataset) and dataset.format["type"] != "custom" else ()
 
 
 def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
@@ -280,24 +289,24 @@ def further_inputs(dataset: Any, names: Container[str]) -> tuple[str, ...]:
 
     A mask is one: models compute with it where nothing is padded too.
     """
-    if isinstance(dataset, Subset):
-        return further_inputs(dataset.dataset, names)
-    if isinstance(dataset, ConcatDataset):
-        return tuple(sorted({name for part in dataset.datasets for name in further_inputs(part, names)}))
-    if hasattr(dataset, "column_names"):
-        columns = [name for name in dataset.column_names if name in names]
+    return tuple(sorted({name for part in _parts(dataset) for name in _further_inputs(part, names)}))
+
+
+def _further_inputs(part: Any, names: Container[str]) -> Iterator[str]:
+    if hasattr(part, "column_names"):
+        columns = [name for name in part.column_names if name in names]
         if _TOKENS not in columns:
-            return ()
-        first = next(iter(dataset.select_columns(columns).with_format(None).iter(batch_size=1)))
+            return
+        first = next(iter(part.select_columns(columns).with_format(None).iter(batch_size=1)))
         example = {name: values[0] for name, values in first.items()}
-    elif isinstance(dataset, list | tuple) and isinstance(dataset[0], Mapping):
-        example = {name: value for name, value in dataset[0].items() if name in names}
+    elif isinstance(part, list | tuple) and isinstance(part[0], Mapping):
+        example = {name: value for name, value in part[0].items() if name in names}
     else:
-        return ()
+        return
     ids = torch.as_tensor(example.get(_TOKENS, ()))
-    known = (_TOKENS, _LABELS)
-    rest = {name: torch.as_tensor(value) for name, value in example.items() if name not in known and _is_row(value)}
-    return tuple(sorted(name for name, value in rest.items() if is_like_tokens(value, ids)))
+    for name, value in example.items():
+        if name not in (_TOKENS, _LABELS) and _is_row(value) and is_like_tokens(torch.as_tensor(value), ids):
+            yield name
 
 
 def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> Batch:
@@ -318,14 +327,6 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(each, int) for each in value))
 
 
-def _concatenated(parts: list[Lengths | None], num_rows: int) -> Lengths | None:
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts):
-        return None
-    largest = heapq.nlargest(num_rows, (length for part in known for length in part.largest))
-    return Lengths(tuple(largest), min(part.shortest for part in known), any(part.has_padding for part in known))
-
-
 def _of_examples(examples: Iterable[Any], num_rows: int) -> Lengths | None:
     if not all(isinstance(example, Mapping) and _TOKENS in example for example in examples):
         return None
@@ -339,10 +340,10 @@ def _num_tokens(ids: Any) -> int:
 
 
 def _of_columns(dataset: Any, num_rows: int) -> Lengths | None:
-    """Read a data set of `datasets`, column by column and without decoding; one with a transform computes its rows."""
-    names = dataset.column_names
+    """Read a data set of `datasets`, column by column and without decoding."""
+    names = stored_columns(dataset)
     column = next((name for name in (_TOKENS, _LENGTH) if name in names), None)
-    if column is None or not len(dataset) or dataset.format["type"] == "custom":
+    if column is None:
         return None
     largest: list[int] = []
     shortest, has_padding = 2**62, False

@@ -12,9 +12,8 @@ import importlib
 import io
 import logging
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch, forward_names, knows_labels, reads_text
+from hf_ckpt.auto.largest_batch_in_data import (
+    Batch,
+    batch_of_forward,
+    forward_names,
+    knows_labels,
+    reads_text,
+    stored_columns,
+)
 from hf_ckpt.auto.simulation_coverage import check_no_tensors_inside
 from hf_ckpt.simulation.random_states import random_states_kept
 
@@ -52,18 +58,18 @@ def collated_batches(model: nn.Module, dataset: Any, collator: Any, num_rows: in
     Returns:
         Nothing where text alone describes the batches, or where no bound is known.
     """
-    rows = _readable(dataset)
+    rows, headers = _readable(dataset), _readable(dataset, as_files=True)
     if rows is None or (
         reads_text(model)
-        and _has_text_alone(rows, {*forward_names(model)} - {"labels"})
-        and (knows_labels(model) or _has_labels_of_tokens(rows))
+        and _has_text_alone(headers, {*forward_names(model)} - {"labels"})
+        and (knows_labels(model) or _has_labels_of_tokens(headers))
     ):
         return []
-    sizes = _read_sizes(rows)
+    sizes = _read_sizes(headers)
     may_pad = num_rows > 1 and len(set(map(tuple, sizes.values()))) > 1
     found = []
     for places in _choices(sizes, num_rows):
-        batch = _collated(model, [rows.example(place) for place in places], collator, may_pad=may_pad)
+        batch = _collated(model, [rows[place] for place in places], collator, may_pad=may_pad)
         if batch is None:
             return []
         found.append(batch)
@@ -82,7 +88,7 @@ def _collated(model: nn.Module, examples: list[Any], collator: Any, *, may_pad: 
         return None
     for name in forward_names(model):
         check_no_tensors_inside(name, made.get(name))
-    return describe_batch(model, (), made, may_pad=may_pad)
+    return batch_of_forward(model, (), made, may_pad=may_pad)
 
 
 # --- Which examples. ---
@@ -104,18 +110,18 @@ def _choices(sizes: Mapping[int, list[int]], num_rows: int) -> list[tuple[int, .
     return list(choices)[:_MAX_BATCHES]
 
 
-def _read_sizes(rows: _Examples) -> dict[int, list[int]]:
+def _read_sizes(headers: Any) -> dict[int, list[int]]:
     """Return the sizes of the columns of examples, by their places."""
     until = time.monotonic() + MAX_SECONDS
     found: dict[int, Mapping[str, int]] = {}
-    for place in range(0, rows.count, -(-rows.count // MAX_EXAMPLES)):
-        found[place] = {str(name): _size(value) for name, value in rows.header(place).items()}
+    for place in range(0, len(headers), -(-len(headers) // MAX_EXAMPLES)):
+        found[place] = {str(name): _size(value) for name, value in _header(headers, place).items()}
         if time.monotonic() > until:
             break
-    if len(found) < rows.count:
+    if len(found) < len(headers):
         logger.info(
             "Looked at %s of %s examples for the largest batch; a larger one is planned for before it runs.",
-            *(f"{len(found):,}", f"{rows.count:,}"),
+            *(f"{len(found):,}", f"{len(headers):,}"),
         )
     names = sorted({name for each in found.values() for name in each})
     return {place: [each.get(name, 0) for name in names] for place, each in found.items()}
@@ -153,63 +159,46 @@ def _file_size(file: Mapping[str, Any]) -> int:
 # --- Data sets. ---
 
 
-@dataclass(frozen=True)
-class _Examples:
-    """The examples of a data set."""
+def _readable(dataset: Any, *, as_files: bool = False) -> Any:
+    """Return a data set to read examples of as the data loader gets them, or with images and sound as files.
 
-    count: int
-    example: Callable[[int], Any]
-    """As the data loader gets it."""
-    header: Callable[[int], Mapping[str, Any]]
-    """The same with images and sound as files, where they are in files."""
-
-
-def _readable(dataset: Any) -> _Examples | None:
-    """Return the examples of a data set, or None where they are computed or without end."""
+    None where they are computed or without end.
+    """
     if isinstance(dataset, Subset):
-        part, places = _readable(dataset.dataset), dataset.indices
-        if part is None or not len(places):
-            return None
-        return _Examples(len(places), lambda at: part.example(places[at]), lambda at: part.header(places[at]))
+        part = _readable(dataset.dataset, as_files=as_files)
+        return None if part is None or not len(dataset.indices) else Subset(part, dataset.indices)
     if isinstance(dataset, ConcatDataset):
-        return _concatenated([_readable(part) for part in dataset.datasets])
-    if isinstance(dataset, list | tuple) and dataset and all(isinstance(each, Mapping) for each in dataset):
-        return _Examples(len(dataset), dataset.__getitem__, dataset.__getitem__)
-    if all(hasattr(dataset, name) for name in ("column_names", "with_format", "__len__")):
-        if not len(dataset) or dataset.format["type"] == "custom":
-            return None
-        table = dataset.with_format("arrow")
-        return _Examples(len(dataset), dataset.__getitem__, lambda at: table[at : at + 1].to_pylist()[0])
-    return None
+        parts = [_readable(part, as_files=as_files) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else ConcatDataset(parts)
+    if stored_columns(dataset):
+        return dataset.with_format("arrow") if as_files else dataset
+    is_list = isinstance(dataset, list | tuple) and dataset and all(isinstance(each, Mapping) for each in dataset)
+    return dataset if is_list else None
 
 
-def _concatenated(parts: list[_Examples | None]) -> _Examples | None:
-    known = [part for part in parts if part is not None]
-    if not known or len(known) < len(parts):
-        return None
-    places = [(part, at) for part in known for at in range(part.count)]
-    return _Examples(
-        len(places), lambda at: places[at][0].example(places[at][1]), lambda at: places[at][0].header(places[at][1])
-    )
+def _header(headers: Any, place: int) -> Mapping[str, Any]:
+    found = headers[place]
+    header: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_pylist()[0]
+    return header
 
 
 _FEW = 8
 
 
-def _has_text_alone(rows: _Examples, names: Container[str]) -> bool:
+def _has_text_alone(headers: Any, names: Container[str]) -> bool:
     """Whether a few examples hold token ids, and nothing but what has a place in a text.
 
     A number of an example has none where it is one of the `names` that the forward takes, such as a second label.
     """
-    few = [rows.header(place) for place in range(0, rows.count, -(-rows.count // _FEW))]
+    few = [_header(headers, place) for place in range(0, len(headers), -(-len(headers) // _FEW))]
     return all(
         "input_ids" in each and all(_is_of_text(value, name in names) for name, value in each.items()) for each in few
     )
 
 
-def _has_labels_of_tokens(rows: _Examples) -> bool:
+def _has_labels_of_tokens(headers: Any) -> bool:
     """Whether the first example has a label for each token, where it has labels."""
-    first = rows.header(0)
+    first = _header(headers, 0)
     label = first.get("labels", first.get("label"))
     return label is None or torch.as_tensor(label).shape == torch.as_tensor(first["input_ids"]).shape
 

@@ -46,7 +46,7 @@ _STAGE_3_SIZES = ("max_live_parameters", "max_reuse_distance", "param_persistenc
 _WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD")
 
 
-def step_of(
+def live_step(
     args: TrainingArguments,
     batch: Batch,
     sharding: Sharding,
@@ -172,7 +172,7 @@ def _is_of_arguments(made: Any, args: TrainingArguments, model: nn.Module) -> bo
     return all(found[name] == value for name, value in options.items() if name != "lr" and name in found)
 
 
-def sharding_of(args: TrainingArguments, model: nn.Module) -> Sharding:
+def live_sharding(args: TrainingArguments, model: nn.Module) -> Sharding:
     """Return the engine around a model that is about to be trained.
 
     The model comes as the callback gets it: bare under DDP and DeepSpeed, wrapped under FSDP.

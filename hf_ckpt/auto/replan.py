@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, describe_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
@@ -34,7 +34,7 @@ from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.allowances import Allowed, cap_to_free_memory, restore_user_cap
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Step
+from hf_ckpt.simulation.step import Step, make_inputs
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import format_bytes
 
@@ -43,20 +43,18 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_A_DOUBLING = 8
 """Where no bound is known, lengths are planned for in steps: each is at most an eighth more than what came."""
 
-_SHORTER = "Evaluate shorter rows, or raise the budget."
-
 _PlanMessage = tuple[str, int, str, int, float]
 """A plan as rank 0 broadcasts it: its JSON, its predicted peak in bytes, where that lies, and what it is compared with:
 the bytes of a step without a plan, and its time as a share of that one's; 0 where the plan was there before."""
 
 
-@dataclass(frozen=True)
-class LeanerPlan:
-    """A plan in the place of one that ran out of memory."""
-
-    plan: Plan
-    time_ratio: float | None
-    """Predicted time of a step over that under the other plan; None where none is predicted."""
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
+    # Only where it is on: within it, casts of weights are kept until its end.
+    plain = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    with _disable_current_modes(), plain, torch.enable_grad():
+        yield
 
 
 class RunPlanner:
@@ -163,10 +161,10 @@ class RunPlanner:
             BudgetError: no plan fits.
         """
         logger.info("Planning for %s within %s: simulating steps.", batch.describe(), format_bytes(self.budget_bytes))
-        work = partial(_undisturbed, self._decide, batch)
-        text, peak_bytes, where, *plain = store.broadcast_result(work, self._timeout_s, "planning")
+        found = store.broadcast_result(partial(self._decide, batch), self._timeout_s, "planning")
+        text, peak_bytes, where, plain_bytes, of_plain = found
         self.plan = Plan.from_json(text)
-        self._compare_with_plain(batch, peak_bytes, *plain)
+        self._compare_with_plain(batch, peak_bytes, plain_bytes, of_plain)
         self.predicted_bytes = max(self.predicted_bytes, peak_bytes)
         self.batch = batch
         self._fitting.setdefault(self.plan.digest(), []).append(batch)
@@ -175,7 +173,15 @@ class RunPlanner:
             "Planned for %s: predicted peak %s of %s, %s%s.",
             *(batch.describe(), format_bytes(peak_bytes), format_bytes(self.budget_bytes), where, bound),
         )
-        self._coverage.log(batch)
+        self._coverage.log(self._names_of_inputs(batch))
+
+    @_undisturbed()
+    def _names_of_inputs(self, batch: Batch) -> tuple[str, ...]:
+        """Return the names of everything that a micro-batch of this size is made of."""
+        if batch.tensors:
+            return batch.names
+        simulator = self._simulator(batch)
+        return tuple(make_inputs(replace(simulator.step, batch_size=1), simulator.model))
 
     def start_all(self, batches: Sequence[Batch]) -> None:
         """Plan for the largest of each kind of batch. See `start`."""
@@ -201,16 +207,16 @@ class RunPlanner:
         fitting.extend(batch for batch in dict.fromkeys(known) if batch not in fitting)
         self.plan = plan
 
-    def leaner_plan(self, share: float, *, is_exact: bool) -> LeanerPlan | None:
-        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none."""
+    @_undisturbed()
+    def leaner_plan(self, share: float, *, is_exact: bool) -> tuple[Plan, float | None] | None:
+        """Return the plan for a share less than what the plan in force is predicted to need; None if there is none.
+
+        With it, the predicted time of a step over that under the plan in force; None where none is predicted.
+        """
         if self.batch is None:
             return None
-        found: LeanerPlan | None = _undisturbed(partial(self._leaner_plan, share, is_exact), self.batch)
-        return found
-
-    def _leaner_plan(self, share: float, is_exact: bool, batch: Batch) -> LeanerPlan | None:
         allowed = self._allowed.bitwise if is_exact else self._allowed
-        simulator = self._simulator(batch)
+        simulator = self._simulator(self.batch)
         before = simulator.memory(self.plan)
         planner = StepPlanner(simulator, allowed=cap_to_free_memory(allowed, self._host_bytes))
         try:
@@ -218,13 +224,14 @@ class RunPlanner:
         except BudgetError:
             return None
         plan, seconds = restore_user_cap(found.plan, self._allowed), before.time.total
-        return None if plan == self.plan else LeanerPlan(plan, found.memory.time.total / seconds if seconds else None)
+        return None if plan == self.plan else (plan, found.memory.time.total / seconds if seconds else None)
 
     def peak_of(self, plan: Plan, batch: Batch) -> int:
         """Return the bytes that a step is predicted to need. Raises `UnsupportedError`."""
         key = plan.digest(), batch
         if key not in self._peaks:
-            self._peaks[key] = _undisturbed(lambda each: self._simulator(each).memory(plan).peak_bytes, batch)
+            with _undisturbed():
+                self._peaks[key] = self._simulator(batch).memory(plan).peak_bytes
         return self._peaks[key]
 
     def start_micro_batch_again(self) -> None:
@@ -328,7 +335,9 @@ class RunPlanner:
         self._evaluated.append(batch)
         if store.num_processes() > 1 and dist.get_rank() != 0:
             return
-        _undisturbed(self._check_evaluation, (read and read()) or batch)
+        batch = (read and read()) or batch
+        with _undisturbed():
+            self._check_evaluation(batch)
 
     def _check_evaluation(self, batch: Batch) -> None:
         simulator = self._simulator(batch)
@@ -354,7 +363,7 @@ class RunPlanner:
         examples = batch.rows // self._rows_per_example
         if examples > 1 and not batch.tensors:
             fits = largest(peak, self.budget_bytes, start=examples // 2, most=examples - 1)
-        what = "Evaluate smaller batches, or raise the budget." if batch.tensors else _SHORTER
+        what = f"Evaluate {'smaller batches' if batch.tensors else 'shorter rows'}, or raise the budget."
         if fits is not None and fits.number:
             what = f"Set per_device_eval_batch_size={fits.number} ({format_bytes(fits.peak_bytes)})."
         return (
@@ -377,6 +386,7 @@ class RunPlanner:
                 stacklevel=2,
             )
 
+    @_undisturbed()
     def _decide(self, batch: Batch) -> _PlanMessage:
         # The plan in force may do: what recomputes nothing is the fastest plan there is, and a change costs.
         simulator = self._simulator(batch)
@@ -444,7 +454,7 @@ class _BeforeForward:
         planning = self._planning
         # The loss of the Trainer, where that is simulated, calls the model itself.
         has_settings = planning._coverage.loss is None
-        describe = partial(describe_batch, model, args, kwargs, has_settings=has_settings)
+        describe = partial(batch_of_forward, model, args, kwargs, has_settings=has_settings)
         batch = describe(reads=False)
         if model.training and torch.is_grad_enabled():
             before = planning.plan
@@ -454,14 +464,6 @@ class _BeforeForward:
         elif batch is not None and not model.training and "labels" in kwargs:
             # Without labels it is a generation, one token after the other.
             planning.check_evaluation(batch, describe)
-
-
-def _undisturbed(work: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Simulate as if nothing ran around it: a forward of the Trainer's may, under autocast or without gradients."""
-    # Only where it is on: within it, casts of weights are kept until its end.
-    plain = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
-    with _disable_current_modes(), plain, torch.enable_grad():
-        return work(batch)
 
 
 def _rounded_up(batch: Batch) -> Batch:

@@ -80,11 +80,10 @@ class Coverage:
             return self
         return self.without(f"{format_bytes(num_bytes)} that something else in this process has allocated")
 
-    def log(self, batch: Batch) -> None:
-        """Say both in one line; at the level of a warning where something is left out."""
+    def log(self, names: Iterable[str]) -> None:
+        """Say both in one line, with the names of inputs; at the level of a warning where something is left out."""
         level = logging.WARNING if self.not_counted else logging.INFO
         left_out = "; ".join(self.not_counted) or "nothing that is known"
-        names = batch.names if self.loss is None or batch.tensors else self.loss.names_of(batch)
         counted = "; ".join((", ".join(names), *self.counted))
         logger.log(level, "Counted: %s. Not counted: %s.", counted, left_out)
 
@@ -118,11 +117,8 @@ def check_run(
     _check_engine(trainer, args, model)
     check_not_compiled(model)
     _check_backward(args, model)
-    others = list(other_models(trainer, model, args.device))
-    is_counted = {other.name: _is_counted(other, trainer, loss) for other in others}
-    shown = (other for other in others if is_counted[other.name] and not _is_negligible(other, model))
-    counted = (f"{other.attribute if other.module else other.name} ({_shown(other)})" for other in shown)
-    left_out = list(_small_models(model, (other for other in others if not is_counted[other.name])))
+    others = tuple(other_models(trainer, model, args.device))
+    counted, left_out = _sorted_models(others, trainer, model, loss)
     left_out += _generation(trainer, args, loss)
     left_out += _steps_of_its_own(trainer, loss)
     engine = "one process" if args.world_size == 1 else f"{args.world_size} processes"
@@ -130,7 +126,7 @@ def check_run(
     own = [] if loss is None else [f"{type(trainer).__name__}.compute_loss"]
     own += [loss.prepares] if loss is not None and loss.prepares else []
     known = (type(without_adapter(model)).__name__, *counted, *own, optimizer, engine)
-    return Coverage(known, tuple(left_out), tuple(others), loss)
+    return Coverage(known, tuple(left_out), others, loss)
 
 
 def evaluates(args: TrainingArguments) -> bool:
@@ -241,36 +237,31 @@ def _check_host(args: TrainingArguments, plugin: Any) -> None:
         raise refuse("FSDP's offloading of parameters to the host is not simulated")
 
 
-def _small_models(model: nn.Module, others: Iterable[OtherModel]) -> Iterator[str]:
-    """Yield other models that the Trainer holds and that are too small to matter.
+def _sorted_models(
+    others: Iterable[OtherModel], trainer: Any, model: nn.Module, loss: OwnLoss | None
+) -> tuple[list[str], list[str]]:
+    """Return what else is on the device: what is counted, and the models that are not, but too small to matter.
 
     Raises:
-        UnsupportedError: one of them is not.
+        UnsupportedError: one of those is not small.
     """
     own_bytes = sum(tensor.nbytes for tensor in tensors_of(model))
+    counted, left_out = [], []
     for other in others:
-        what = f"{other.name} ({_shown(other)})"
-        if other.num_bytes > _SMALL * own_bytes:
+        figures = f"({other.kind}, {format_bytes(other.num_bytes)})"
+        what = f"{other.name} {figures}"
+        if other.module is None:
+            # Few tensors are counted all the same.
+            counted += [what] if other.num_bytes >= _TINY * own_bytes else []
+        elif loss and other.attribute in loss.others and getattr(trainer, other.attribute, None) is other.module:
+            counted.append(f"{other.attribute} {figures}")
+        elif other.num_bytes > _SMALL * own_bytes:
             raise refuse(
                 f"{what} is on the device with the model that is trained. Neither it nor what it computes is counted"
             )
-        yield what
-
-
-def _is_counted(other: OtherModel, trainer: Any, loss: OwnLoss | None) -> bool:
-    if other.module is None:
-        return True
-    is_the_loss_s = loss is not None and other.attribute in loss.others
-    return is_the_loss_s and getattr(trainer, other.attribute, None) is other.module
-
-
-def _is_negligible(other: OtherModel, model: nn.Module) -> bool:
-    """Whether tensors on their own are too few to be named; they are counted all the same."""
-    return other.module is None and other.num_bytes < _TINY * sum(tensor.nbytes for tensor in tensors_of(model))
-
-
-def _shown(other: OtherModel) -> str:
-    return f"{other.kind}, {format_bytes(other.num_bytes)}"
+        else:
+            left_out.append(what)
+    return counted, left_out
 
 
 class NewModels:
@@ -383,7 +374,10 @@ class InputCheck:
             if not isinstance(value, Tensor):
                 _check_setting(model, name, value)
             elif batch.tensors:
-                _check_leaf(name, value)
+                if value.requires_grad:
+                    raise refuse(
+                        f"a batch came with {name} that was computed with gradients, outside of the model's forward"
+                    )
             elif value is not ids:
                 self._check_tensor(model, name, value, ids)
         if batch.tensors:
@@ -413,7 +407,11 @@ class InputCheck:
     def _check_tensor(self, model: nn.Module, name: str, value: Tensor, ids: Any) -> None:
         shape = tuple(value.shape)
         if name == "labels":
-            _check_labels(model, shape, tuple(ids.shape))
+            expected = labels_shape(model, *ids.shape)
+            if shape != expected:
+                raise refuse(
+                    f"labels are {[*shape]}, where the loss of {type(model).__name__} was simulated with {[*expected]}"
+                )
             return
         is_mask = name == "attention_mask" and shape == tuple(ids.shape)
         if is_mask or value.numel() <= 1 or is_like_tokens(value, ids):
@@ -441,19 +439,6 @@ def check_no_tensors_inside(name: str, value: Any) -> None:
     """
     if _holds_tensor(value):
         raise refuse(f"a batch came with tensors inside {name}, which the simulated step does not have")
-
-
-def _check_labels(model: nn.Module, shape: tuple[int, ...], ids_shape: tuple[int, ...]) -> None:
-    expected = labels_shape(model, *ids_shape)
-    if shape != expected:
-        raise refuse(
-            f"labels are {[*shape]}, where the loss of {type(model).__name__} was simulated with {[*expected]}"
-        )
-
-
-def _check_leaf(name: str, value: Tensor) -> None:
-    if value.requires_grad:
-        raise refuse(f"a batch came with {name} that was computed with gradients, outside of the model's forward")
 
 
 def _holds_tensor(value: Any) -> bool:

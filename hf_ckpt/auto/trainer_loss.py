@@ -10,15 +10,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.simulation_coverage import losses_of_its_own, refuse
-from hf_ckpt.auto.trl_kernels import use_cuda_kernels
 from hf_ckpt.simulation.constant_folding import has_values
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step, make_inputs
@@ -33,22 +33,16 @@ class ModelInputs:
         """Rows that the model sees of each example."""
         return 1
 
-    @property
-    def takes_more_than_text(self) -> bool:
-        """Whether what is no text may come as well."""
-        return True
+    takes_more_than_text = True
+    """Whether what is no text may come as well."""
 
     def largest(self, dataset: Any, collator: Any, num_examples: int, max_length: int | None) -> Batch | None:
-        """Return the largest micro-batch that can come; None where no bound is known. See `largest_batch`."""
-        return largest_batch(dataset, collator, num_examples, max_length)
+        """Return the largest micro-batch that can come; None where no bound is known. See `largest_text_batch`."""
+        return largest_text_batch(dataset, collator, num_examples, max_length)
 
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         """Return a micro-batch of the step's size, with values. See `hf_ckpt.simulation.step.make_inputs`."""
         return make_inputs(replace(step, loss=None), model)
-
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what a micro-batch of this size is made of. See `Batch.names`."""
-        return batch.names
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +63,6 @@ class TrainerLoss:
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
         return self.batch.rows_per_example
-
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what a micro-batch of this size is made of."""
-        return self.batch.names_of(batch)
 
     @property
     def keeps_predictions(self) -> bool:
@@ -97,7 +87,7 @@ class TrainerLoss:
     def bound_to(self, model: nn.Module, others: Mapping[str, nn.Module], *, is_cuda: bool) -> partial[Any]:
         """Return `compute_loss` on copies of the models."""
         for each in (model, *others.values()) if is_cuda else ():
-            use_cuda_kernels(each)
+            _use_cuda_kernels(each)
         return partial(_compute, _stand_in(self.trainer, model, others), model)
 
     @property
@@ -136,7 +126,9 @@ def users_loss(trainer: Any, model: nn.Module, sharding: Sharding) -> UsersLoss 
 
 def _compute(stand_in: Any, model: nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
     labels = inputs.get("labels")
-    if isinstance(labels, Tensor) and has_values(labels) and _counts_items(stand_in):
+    # Labelled tokens of a step are counted for these alone; trl's losses need no such number.
+    counts_items = any(getattr(stand_in, name, None) is not None for name in ("compute_loss_func", "label_smoother"))
+    if isinstance(labels, Tensor) and has_values(labels) and counts_items:
         options["num_items_in_batch"] = (labels != _IGNORED).sum()
     try:
         with _NumbersUnknown(), warnings.catch_warnings():
@@ -159,19 +151,12 @@ _IGNORED = -100
 """The label of a token that is no item."""
 
 
-def _counts_items(trainer: Any) -> bool:
-    """Whether the Trainer counts the labelled tokens of a step for its loss; trl's losses need no such number."""
-    return (
-        getattr(trainer, "compute_loss_func", None) is not None or getattr(trainer, "label_smoother", None) is not None
-    )
-
-
 def _stand_in(trainer: Any, model: nn.Module, others: Mapping[str, nn.Module]) -> Any:
     made = object.__new__(type(trainer))
     vars(made).update({name: _copied(value) for name, value in vars(trainer).items()})
     vars(made).update({"model": model, "model_wrapped": model, "accelerator": _Alone(trainer.accelerator), **others})
     # A loss may log by itself, which reporters would hear of.
-    vars(made).update({"log": _say_nothing, "args": copy.copy(trainer.args)})
+    vars(made).update({"log": lambda *args, **kwargs: None, "args": copy.copy(trainer.args)})
     made.args.report_to = []
     return made
 
@@ -187,10 +172,6 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in the place of `Trainer.log`."""
-
-
 class _Alone:
     """The accelerator as a loss sees it that runs on fake tensors: on the CPU, and in one process only."""
 
@@ -202,17 +183,11 @@ class _Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what this rank gives: of all ranks, numbers for metrics are gathered."""
         return tensor
 
-    def gather_for_metrics(self, tensor: Any, use_gather_object: bool = False) -> Any:
-        """See `gather`."""
-        return tensor
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See `gather`."""
-        return tensor
+    gather_for_metrics = reduce = gather
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model: nothing is around a copy."""
@@ -249,3 +224,56 @@ class _NumbersUnknown(TorchFunctionMode):
         if function is Tensor.item and not has_values(args[0]):
             return _UnknownNumber()
         return function(*args, **(kwargs or {}))
+
+
+# --- trl's head and loss as they run on CUDA. ---
+
+_LOSS = "_ChunkedLogProbFunction"
+
+
+def _use_cuda_kernels(copied: nn.Module) -> None:
+    """Let a copy of a model run trl's fused head as on CUDA, where a kernel of Triton works in place.
+
+    Elsewhere trl computes the same with operators of torch, and so it does on the tensors of a simulation: with several
+    float32 copies of each tile of logits, of up to 512 MiB, which CUDA never has. Functions are made anew: those of trl
+    stay as they are. Source: `trl/kernels/chunked_logprob.py`.
+    """
+    for module in copied.modules():
+        forward = vars(module).get("forward")
+        function = getattr(forward, "__func__", None)
+        if isinstance(function, FunctionType) and _LOSS in function.__globals__:
+            loss = _in_place(function.__globals__[_LOSS])
+            module.forward = MethodType(with_globals(function, {_LOSS: loss}), module)
+
+
+def _in_place(loss: Any) -> Any:
+    """Return an autograd function like trl's whose steps on a tile take no memory."""
+    steps = {"_forward_tile": _fold, "_backward_tile": _turn_to_gradient, "_addmm_fp32": _add_product}
+    methods = {name: staticmethod(with_globals(getattr(loss, name), steps)) for name in ("forward", "backward")}
+    return type(loss.__name__, (torch.autograd.Function,), methods)
+
+
+def with_globals(function: FunctionType, changes: dict[str, Any]) -> FunctionType:
+    """Return a function made anew that finds other things by these names of its module."""
+    names = {**function.__globals__, **changes}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _fold(tile: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Write into the statistics of each row what depends on its tile."""
+    for each in args:
+        if isinstance(each, Tensor) and each.is_floating_point():
+            each.copy_(tile[:, 0])
+
+
+def _turn_to_gradient(tile: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Put the gradient of the logits in their place."""
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

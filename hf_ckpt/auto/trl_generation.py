@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, without_adapter
+from hf_ckpt.auto.largest_batch_in_data import Batch, rounded, stored_columns, without_adapter
 from hf_ckpt.auto.simulation_coverage import refuse
-from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
-from hf_ckpt.auto.trl_kernels import with_globals
+from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss, with_globals
 from hf_ckpt.simulation.step import Sharding, Step
 
 _TOKEN = 5
@@ -88,10 +87,6 @@ class Completions(ModelInputs):
         scores = [name for name, is_there in (("old", self.asks_policy), ("ref", self.asks_reference)) if is_there]
         return made | {f"{name}_per_token_logps": torch.zeros((rows, completion)) for name in scores}
 
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        """Return the names of what is generated, and kept of it."""
-        return tuple(self.make_rows(Step(batch_size=1, seq_length=batch.length), 1))
-
     @property
     def asks_policy(self) -> bool:
         """Whether completions are scored by the model that is trained before it trains on them."""
@@ -151,18 +146,14 @@ class GenerationLoss(TrainerLoss):
             ids, mask = (torch.cat([made[f"prompt_{of}"], made[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
             # They are scored a micro-batch at a time: this is the last one, and those are the scores of the others.
             scored = torch.zeros((num_rows - step.rows, prompt + completion - 1))
-            for is_asked, scoring in ((batch.asks_policy, model), (batch.asks_reference, _reference(stand_in, model))):
+            # With its adapters disabled, or with another one, a model takes no more.
+            reference = getattr(stand_in, "ref_model", None) or model
+            for is_asked, scoring in ((batch.asks_policy, model), (batch.asks_reference, reference)):
                 if is_asked:
                     stand_in._get_per_token_logps_and_entropies(
                         scoring, ids[-step.rows :], mask[-step.rows :], completion, batch_size=step.rows
                     )
             del scored, made
-
-
-def _reference(stand_in: Any, model: nn.Module) -> nn.Module:
-    # With its adapters disabled, or with another one, a model takes no more.
-    other: nn.Module | None = getattr(stand_in, "ref_model", None)
-    return model if other is None else other
 
 
 def _generated(model: Any, config: Any, mask: Tensor, cache: Any) -> Any:
@@ -254,8 +245,7 @@ _PLAIN_STEP: dict[str, object] = {"top_entropy_quantile": 1.0, "cast_lm_head_to_
 
 def _prompt_lengths(trainer: Any, dataset: Any) -> tuple[int, ...]:
     """Return the tokens of the longest prompt, and of the shortest of those that were looked at, as trl writes them."""
-    names = getattr(dataset, "column_names", None) or ()
-    if "prompt" not in names or not hasattr(dataset, "__len__") or dataset.format["type"] == "custom":
+    if "prompt" not in stored_columns(dataset):
         return ()
     prompts = dataset.select_columns(["prompt"]).with_format(None)["prompt"][:]
     longest = heapq.nlargest(_MAX_PROMPTS, prompts, key=lambda prompt: len(str(prompt)))

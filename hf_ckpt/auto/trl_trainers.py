@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_ckpt.auto.largest_batch_in_data import Batch, lengths_in, rounded, tables
+from hf_ckpt.auto.largest_batch_in_data import Batch, lengths_in, rounded, stored_columns, tables
 from hf_ckpt.auto.simulation_coverage import refuse
 from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_generation import generation_loss
@@ -68,20 +68,16 @@ def trl_loss(
 
 def _why_not(trainer: Any, of_trl: type, sharding: Sharding) -> str:
     """Return why the loss of a trainer is not run; empty where it is."""
-    own = [
-        f"{kind.__name__}.{name}" for kind in _before(of_trl, type(trainer)) for name in _LOSSES if name in vars(kind)
-    ]
+    mro = type(trainer).__mro__
+    derived = mro[: mro.index(of_trl)]
+    own = [f"{kind.__name__}.{name}" for kind in derived for name in _LOSSES if name in vars(kind)]
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        own.append("compute_loss_func")
     if own:
         return f"{own[0]} replaces the loss of {of_trl.__name__}, which alone is"
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        return f"compute_loss_func replaces the loss of {of_trl.__name__}, which alone is"
     if sharding.engine not in ("none", "ddp"):
         return f"the reference of {of_trl.__name__} runs under {sharding.engine} too, which gathers its weights"
     return ""
-
-
-def _before(kind: type, derived: type) -> tuple[type, ...]:
-    return derived.__mro__[: derived.__mro__.index(kind)]
 
 
 def _others(trainer: Any, model: nn.Module) -> dict[str, nn.Module]:
@@ -100,19 +96,11 @@ def _others(trainer: Any, model: nn.Module) -> dict[str, nn.Module]:
 class _Texts(ModelInputs):
     """What SFT trains on: rows as any language model reads them, always with a mask unless they are packed."""
 
-    @classmethod
-    def of(cls, trainer: Any, dataset: Any, collator: Any) -> _Texts:
-        return cls()
-
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         inputs = super().make(step, model)
         if not step.is_packed:
             inputs.setdefault(_MASK, torch.ones_like(inputs["input_ids"]))
         return inputs
-
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        names = super().names_of(batch)
-        return names if batch.is_packed or _MASK in names else (*names, _MASK)
 
 
 _Columns = tuple[str, ...]
@@ -173,11 +161,6 @@ class _Preferences(ModelInputs):
         length = rounded(longest, getattr(collator, "pad_to_multiple_of", None) or 1)
         return Batch(rows, length, is_padded=length > min(lengths, default=0))
 
-    def names_of(self, batch: Batch) -> tuple[str, ...]:
-        of_rows = [_IDS, _MASK, *([_COMPLETION] if self.has_completions else [])]
-        of_kl = [] if self.kl_lengths is None else [f"{_KL}{name}" for name in of_rows]
-        return (*of_rows, *of_kl, *(name for name, _ in self.numbers))
-
     def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
         inputs = self._rows(step, step.seq_length)
         if self.kl_lengths is not None:
@@ -206,12 +189,9 @@ def _reference_columns(trainer: Any, *names: str) -> tuple[tuple[str, torch.dtyp
 
 def _lengths(dataset: Any, collator: Any, columns: tuple[_Columns, ...]) -> list[int]:
     """Return the tokens of each row; nothing where they are not known without computing examples."""
-    names = getattr(dataset, "column_names", None) or ()
     needed = sorted({name for row in columns for name in row})
     is_trls = type(collator).__module__.startswith("trl.trainer.")
-    if not is_trls or not hasattr(dataset, "__len__") or not set(needed) <= set(names):
-        return []
-    if dataset.format["type"] == "custom":
+    if not is_trls or not set(needed) <= set(stored_columns(dataset)):
         return []
     most = getattr(collator, "max_length", None)
     found: list[int] = []
@@ -224,7 +204,7 @@ def _lengths(dataset: Any, collator: Any, columns: tuple[_Columns, ...]) -> list
 
 
 _BATCHES: dict[str, Callable[[Any, Any, Any], ModelInputs]] = {
-    "sft": _Texts.of,
+    "sft": lambda trainer, dataset, collator: _Texts(),
     "dpo": _Preferences.of_dpo,
     "kto": _Preferences.of_kto,
     "reward": _Preferences.of_reward,

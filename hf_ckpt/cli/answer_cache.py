@@ -29,8 +29,7 @@ import yaml
 from huggingface_hub import constants
 
 from hf_ckpt.errors import BudgetError
-from hf_ckpt.loading.config_files import in_hub_cache, shaping_recipes
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import in_hub_cache, known_configs, shaping_recipes
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import may_have_gpu
 

@@ -22,7 +22,6 @@ from hf_ckpt.cli.init import recipe_text
 from hf_ckpt.cli.shared_options import Command, command_parser, count, quiet, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.recipe.for_model import Training
 from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import CPU, DEVICES
@@ -90,6 +89,9 @@ class Answer:
 
 def models() -> list[str]:
     """Return the models whose shapes come with the package."""
+    # Needs YAML, which not every command waits for.
+    from hf_ckpt.loading.config_files import known_configs
+
     return sorted(known_configs(), key=str.lower)
 
 

@@ -17,7 +17,7 @@ from hf_ckpt.cli.shared_options import Command, count, quiet, recipe_parser, say
 from hf_ckpt.errors import HFCkptError, RecipeError
 from hf_ckpt.recipe.optional_packages import require_for
 from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
-from hf_ckpt.verify.processes import PROGRESS, ProcessResult, run_in_processes, write_result
+from hf_ckpt.verify.processes import PROGRESS, run_in_processes, write_result
 
 if TYPE_CHECKING:
     from hf_ckpt.recipe.recipe import Recipe
@@ -71,12 +71,10 @@ def _run(options: argparse.Namespace) -> int:
         return _show(_verified(recipe, options, setup, say), options)
     if not recipe.path.is_file():
         raise RecipeError(f"--processes {options.processes}: {recipe.path} can be read once. Write it to a file.")
-    answer = run_in_processes(_for_others(options), num_processes=options.processes, say=say)
-    if answer.refusal:
-        raise RecipeError(answer.refusal)
-    from hf_ckpt.verify.report import from_json
+    found = run_in_processes(_for_others(options), num_processes=options.processes, say=say)
+    from hf_ckpt.verify.report import Report
 
-    return _show(from_json(answer.report), options)
+    return _show(Report.from_json(found), options)
 
 
 def _verified(
@@ -90,10 +88,8 @@ def _verified(
 
 
 def _show(report: Report, options: argparse.Namespace) -> int:
-    from hf_ckpt.verify.report import table, to_json
-
     width = shutil.get_terminal_size((_COLUMNS, 0)).columns
-    print(to_json(report) if options.json else table(report, width=width))
+    print(report.to_json() if options.json else report.table(width=width))
     return HOLDS if report.holds else FAILS
 
 
@@ -127,12 +123,13 @@ def _for_others(options: argparse.Namespace) -> list[str]:
 
 
 def _run_as_one_of_many(options: argparse.Namespace) -> int:
+    report, refusal, code = None, "", HOLDS
     try:
-        answer, code = ProcessResult(report=_report_of_many(options)), HOLDS
+        report = _report_of_many(options)
     except HFCkptError as error:
         # Not 0, so that torchrun ends the others, which may be waiting for this one.
-        answer, code = ProcessResult(refusal=str(error)), WRONG_INPUT
-    write_result(options.answers, answer)
+        refusal, code = str(error), WRONG_INPUT
+    write_result(options.answers, report, refusal)
     from hf_ckpt.verify.processes import end_process
 
     end_process(code)
@@ -144,7 +141,6 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
     setup = _setup(options.setup)
     with quiet():
         from hf_ckpt.verify.processes import join_processes, with_engine
-        from hf_ckpt.verify.report import as_json
 
         is_first = join_processes()
 
@@ -152,7 +148,7 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
             if is_first:
                 say(f"{PROGRESS}{text}")
 
-        return as_json(_verified(with_engine(recipe, options.engine), options, setup, tell))
+        return _verified(with_engine(recipe, options.engine), options, setup, tell).as_json()
 
 
 VERIFY = Command(_parser, _run, "run a recipe a few steps with and without its plan, and compare everything")

@@ -15,20 +15,20 @@ from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.loading.log_level import log_level
 from hf_ckpt.measure.track_real_step import follow_trainer
+from hf_ckpt.recipe.checkpointing import Checkpointing
 
 _STEPS = 2  # In the first one the optimizer makes its state.
 
 
-def measured_peak(trainer: Trainer, callback: HFCkptCallback | None, options: Mapping[str, Any]) -> int | None:
+def measured_peak(trainer: Trainer, callback: HFCkptCallback | None, checkpointing: Checkpointing) -> int | None:
     """Return the bytes that a step of the batch that was planned for really takes, all of them for tensors.
 
     Trains the model on, so what it has learned must be saved by now. None where a device counts by itself, or where
-    such a batch cannot be made of the data. `options`: those of the callback.
+    such a batch cannot be made of the data.
     """
     if callback is None or callback.planned_for is None or not _can_be_followed(trainer, callback.planned_for):
         return None
-    structure = {name: options[name] for name in ("layers", "attention", "ffn") if name in options}
-    same = {name: options[name] for name in ("input_require_grads",) if name in options}
+    structure, is_on = checkpointing.structure, checkpointing.input_require_grads
     # This package does not say once more under which plan a run begins.
     quiet = log_level("hf_ckpt", logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="hf_ckpt-measured-") as folder, quiet:
@@ -42,7 +42,7 @@ def measured_peak(trainer: Trainer, callback: HFCkptCallback | None, options: Ma
             # An example is a whole batch: in whatever order they come, each has all of its rows.
             train_dataset=[rows] * (_STEPS * args.gradient_accumulation_steps),
             data_collator=lambda batches: collator(batches[0]),
-            callbacks=[HFCkptCallback(callback.plan, prove="off", quiet=True, **structure, **same)],
+            callbacks=[HFCkptCallback(callback.plan, prove="off", quiet=True, input_require_grads=is_on, **structure)],
         )
         # It would print the figures of these steps.
         follower.remove_callback(PrinterCallback)

@@ -6,6 +6,7 @@ recomputation to fit: which one is faster is simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_ckpt.auto.budgets import budget_bytes, check_budget
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.launch_config import Launch
@@ -37,7 +38,7 @@ def choose_micro_batch(
     plan; raises `BudgetError` where no plan fits.
     """
     found: dict[int, float] = {}
-    for rows in _divisors(rows_of_step):
+    for rows in (each for each in range(1, rows_of_step + 1) if rows_of_step % each == 0):
         times = rows_of_step // rows
         try:
             found[rows] = price(rows, times)
@@ -51,10 +52,6 @@ def choose_micro_batch(
     return min(found, key=found.__getitem__)
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 # --- Recipes. ---
 
 
@@ -63,15 +60,16 @@ def device_of(args: TrainingArguments) -> Device:
     return this_device() if args.device.type == "cuda" else CPU
 
 
-def launch_of(args: TrainingArguments) -> Launch:
+def launch_of_run(args: TrainingArguments) -> Launch:
     """Return how this run was started, as what is simulated on `meta` wants it."""
     if args.world_size == 1:
         return Launch()
     engine = asked_engine(args)
+    name = engine.name.lower()
     if engine is Engine.DEEPSPEED:
         plugin: Any = args.deepspeed_plugin
-        return Launch(engine=f"zero{plugin.zero_stage}" if plugin.zero_stage else "ddp", num_processes=args.world_size)
-    return Launch(engine=engine.name.lower(), num_processes=args.world_size)
+        name = f"zero{plugin.zero_stage}" if plugin.zero_stage else "ddp"
+    return Launch(engine=name, num_processes=args.world_size)
 
 
 def step_of_batch(step: Step, batch: Batch, times: int) -> Step:
@@ -103,7 +101,7 @@ def with_micro_batch(recipe: Recipe, args: TrainingArguments, data: PreparedData
 
 
 def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], float]:
-    subject, device = subject_of(recipe, launch_of(args)), device_of(args)
+    subject, device = subject_of(recipe, launch_of_run(args)), device_of(args)
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     is_on = choose_input_gradients(subject.model, subject.stacks, checkpointing.input_require_grads)
     if is_on is not None:
@@ -111,7 +109,7 @@ def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Calla
     budget = budget_bytes(checkpointing.budget, device, subject.model, None)
 
     def price(rows: int, times: int) -> float:
-        batch = largest_batch(data.train, data.collator, rows, checkpointing.max_length)
+        batch = largest_text_batch(data.train, data.collator, rows, checkpointing.max_length)
         assert batch is not None, "a recipe's data is tokenised"
         step = step_of_batch(subject.step, batch, times)
         simulator = subject.simulator(device).with_step(step)
@@ -140,17 +138,10 @@ def check_auto(recipe: Recipe, args: TrainingArguments) -> None:
         check_budget(budget, device)
 
 
-def describe_batch(args: TrainingArguments) -> str:
+def effective_batch(args: TrainingArguments) -> str:
     """Return the effective batch over all processes, in words."""
-    rows, times, processes = args.train_batch_size, args.gradient_accumulation_steps, args.world_size
-    total = f"{rows * times * processes} {_counted(rows * times * processes, 'row')} in each optimizer step"
-    parts = (
-        f"{rows} {_counted(rows, 'row')}",
-        f"{times} {_counted(times, 'micro-batch')}",
-        f"{processes} {_counted(processes, 'process')}",
-    )
-    return f"{' x '.join(parts)} = {total}"
-
-
-def _counted(number: int, what: str) -> str:
-    return what if number == 1 else f"{what}{'s' if what == 'row' else 'es'}"
+    numbers = (args.train_batch_size, args.gradient_accumulation_steps, args.world_size)
+    names = (("row", "rows"), ("micro-batch", "micro-batches"), ("process", "processes"))
+    parts = (f"{number} {one if number == 1 else many}" for number, (one, many) in zip(numbers, names, strict=True))
+    total = math.prod(numbers)
+    return f"{' x '.join(parts)} = {total} {'row' if total == 1 else 'rows'} in each optimizer step"

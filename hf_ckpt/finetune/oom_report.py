@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from hf_ckpt.callback import HFCkptCallback
 from hf_ckpt.errors import BudgetError, HFCkptError, OutOfMemoryError
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
-from hf_ckpt.finetune.micro_batch import device_of, launch_of, step_of_batch
+from hf_ckpt.finetune.micro_batch import device_of, launch_of_run, step_of_batch
 from hf_ckpt.planner.integer_search import largest
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recipe.recipe import Recipe
-from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, part_of
+from hf_ckpt.recovery.out_of_memory import MUCH, Figures, Part, allocated_bytes, part_of
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.reserve import reserve
 from hf_ckpt.simulation.step import Step
@@ -29,11 +28,6 @@ from hf_ckpt.simulation.step_memory import Category, StepMemory
 from hf_ckpt.units import format_bytes
 
 # --- What a run tells of itself. ---
-
-
-def allocated_bytes() -> int | None:
-    """Return what tensors have on the device; None where nothing counts it."""
-    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
 
 
 @dataclass(eq=False)
@@ -49,11 +43,15 @@ class RunWatch(TrainerCallback):
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
         """Look at the inputs of a model while this is entered."""
-        handle = model.register_forward_pre_hook(partial(_note_batch, self), with_kwargs=True)
+        handle = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
+
+    def _note_batch(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self.batch = batch_of(args, kwargs) or self.batch
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -71,12 +69,6 @@ class RunWatch(TrainerCallback):
     def grown_bytes(self) -> int:
         """What stays allocated after a step more than it did at first."""
         return self.after_steps[-1] - self.after_steps[0] if self.after_steps else 0
-
-
-def _note_batch(watch: RunWatch, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    watch.batch = batch_of(args, kwargs) or watch.batch
 
 
 # --- What to say. ---
@@ -119,15 +111,11 @@ class OutOfMemoryRun:
                 f"{self.watch.num_steps - 1} than after step 2. Look for what is collected on the device, such as "
                 "losses or outputs that are kept with their graph"
             )
-        elif predicted is not None and _is_beyond(figures, predicted):
+        elif predicted is not None and (figures.allocated or 0) > (1 + MUCH) * predicted.peak_bytes:
             yield (
                 f"something else than the step, which is predicted to need {format_bytes(predicted.peak_bytes)}. See "
                 "what else this process holds on the device"
             )
-
-
-def _is_beyond(figures: Figures, predicted: StepMemory) -> bool:
-    return figures.allocated is not None and figures.allocated > (1 + MUCH) * predicted.peak_bytes
 
 
 _STATES = (Category.PARAMETERS, Category.GATHERED, Category.GRADIENTS, Category.OPTIMIZER, Category.WORKSPACES)
@@ -171,14 +159,14 @@ def explanation(
 def _simulated(
     failure: OutOfMemoryRun, recipe: Recipe, args: TrainingArguments, plan: Plan | None, device: Device
 ) -> Iterator[str]:
-    subject = subject_of(recipe, launch_of(args))
+    subject = subject_of(recipe, launch_of_run(args))
     usable = (failure.figures.capacity or device.memory_bytes) - reserve(device).high_bytes
     step = subject.step
     if (batch := failure.watch.batch) is not None:
         step = step_of_batch(step, batch, step.gradient_accumulation_steps)
     if failure.part is Part.EVALUATION:
         yield from _because(failure.causes(None))
-        yield _evaluation_that_fits(partial(_evaluation_peak, subject, device, step), step.batch_size, usable)
+        yield _evaluation_that_fits(subject, device, step, usable)
         return
     predictor = Predictor(replace(subject, step=step), device)
     predicted = predictor.memory(plan)
@@ -215,13 +203,13 @@ def _auto(predictor: Predictor, budget: int) -> str:
     return f"checkpointing.policy=auto checkpointing.memory_budget={amount}, predicted peak {format_bytes(peak)}"
 
 
-def _evaluation_peak(subject: Subject, device: Device, step: Step, rows: int) -> int:
-    batch = replace(step, batch_size=rows)
-    batch = replace(batch, is_padded=step.is_padded and batch.rows > 1)
-    return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
+def _evaluation_that_fits(subject: Subject, device: Device, step: Step, usable: int) -> str:
+    def peak(rows: int) -> int:
+        batch = replace(step, batch_size=rows)
+        batch = replace(batch, is_padded=step.is_padded and batch.rows > 1)
+        return subject.simulator(device).with_step(batch).evaluate().memory.peak_bytes
 
-
-def _evaluation_that_fits(peak: Callable[[int], int], rows: int, usable: int) -> str:
+    rows = step.batch_size
     needed = peak(rows)
     kept = "with compute_metrics, predictions stay on the device until training.eval_accumulation_steps moves them"
     if needed <= usable:

@@ -67,7 +67,7 @@ _NEXT_TO_NOTHING = 16 * 2**20
 
 
 @contextmanager
-def named(folder: Path) -> Iterator[None]:
+def full_disk_named(folder: Path) -> Iterator[None]:
     """Raise errors of a full disk as what they are.
 
     `folder`: of the run; named where the error does not say which file could not be written.

@@ -22,7 +22,7 @@ from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.finetune import termination
 from hf_ckpt.finetune.measured_step import measured_peak
-from hf_ckpt.finetune.micro_batch import check_auto, describe_batch, is_asked, with_micro_batch
+from hf_ckpt.finetune.micro_batch import check_auto, effective_batch, is_asked, with_micro_batch
 from hf_ckpt.finetune.oom_report import explained
 from hf_ckpt.finetune.summary import RunSummary
 from hf_ckpt.loading.columns import (
@@ -42,7 +42,7 @@ from hf_ckpt.loading.rewards import reward_functions
 from hf_ckpt.loading.sharding_engine import (
     check_engine_runs,
     check_engine_suits,
-    describe,
+    describe_engine,
     gathers_in_forward,
     num_parameters,
     on_one_process,
@@ -53,6 +53,7 @@ from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
 from hf_ckpt.patch.checks import check_compiler, check_engine
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
 from hf_ckpt.recipe.shipped import shown
@@ -92,27 +93,28 @@ def finetune(
         with processes.stage("choosing the micro-batch"):
             recipe = with_micro_batch(recipe, args, data, lambda text: _say(args, f"  {text}"))
             args = training_arguments(recipe)
-    _say(args, f"Batch: {describe_batch(args)}")
-    with processes.stage("building the model"), termination.named(Path(HF_HOME)):
+    _say(args, f"Batch: {effective_batch(args)}")
+    with processes.stage("building the model"), termination.full_disk_named(Path(HF_HOME)):
         trainer, callback, expected = _trainer(recipe, args, tokenizer, data)
     # Not a stage: a process that fails here must end at once, for the others wait for it in a collective.
     explaining = explained(trainer, recipe, callback, partial(_say, args))
-    with _failing_gracefully(args), explaining, termination.named(_output_dir(args)):
+    with _failing_gracefully(args), explaining, termination.full_disk_named(_output_dir(args)):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    with processes.stage("saving the model"), termination.named(_output_dir(args)):
+    with processes.stage("saving the model"), termination.full_disk_named(_output_dir(args)):
         _save(trainer, expected)
-    with processes.stage("merging the adapter"), termination.named(_output_dir(args)):
+    with processes.stage("merging the adapter"), termination.full_disk_named(_output_dir(args)):
         merged = _merge(recipe, args, tokenizer) if is_merged else None
     # Generation leaves FSDP2's outermost weights gathered.
-    engine = describe(trainer)
+    engine = describe_engine(trainer)
     with processes.stage("writing a sample"):
-        prompt = _prompt(trainer, tokenizer, data) if _takes_part(trainer) else None
+        # A forward that the first process wants may need all of them.
+        takes_part = _is_main(args) or gathers_in_forward(trainer)
+        prompt = _prompt(trainer, tokenizer, data) if takes_part else None
         sample = _sample(trainer, tokenizer, prompt) if prompt is not None else ""
     figures, log_history = ({} if callback is None else callback.report()), list(trainer.state.log_history)
     with processes.stage("measuring a step"):
         # Trains on: what was learned is saved.
-        options = {} if recipe.checkpointing is None else recipe.checkpointing.callback_options
-        measured_bytes = measured_peak(trainer, callback, options)
+        measured_bytes = measured_peak(trainer, callback, recipe.checkpointing or NO_CHECKPOINTING)
     summary = RunSummary(
         title=shown(recipe.path),
         plan=None if callback is None else callback.plan,
@@ -124,7 +126,7 @@ def finetune(
         merged=merged,
         engine=engine,
         verdict=expected.verdict(),
-        batch=describe_batch(args),
+        batch=effective_batch(args),
         measured_bytes=measured_bytes,
     )
     if _is_main(args):
@@ -229,7 +231,7 @@ def _section_with_shape(recipe: Recipe) -> Values:
 
 def _make_base(recipe: Recipe, args: TrainingArguments, processes: LaunchedProcesses) -> None:
     """Carry out the base recipe where its weights are missing. With several processes, all of them do so together."""
-    with processes.stage("looking for the base model"), termination.named(Path(HF_HOME)):
+    with processes.stage("looking for the base model"), termination.full_disk_named(Path(HF_HOME)):
         base = _missing_base(recipe)
         if base is not None:
             # Data that cannot be had is reported now, not when the base is done.
@@ -255,7 +257,7 @@ def _prepare(
     prepared: tuple[PreTrainedTokenizerBase, _Data] | None = None
     # One process of each machine fills the caches, the others read them.
     for is_turn in (is_first, not is_first):
-        with processes.stage("preparing the data"), termination.named(Path(HF_HOME)):
+        with processes.stage("preparing the data"), termination.full_disk_named(Path(HF_HOME)):
             if is_turn:
                 prepared = _tokenizer_and_data(recipe)
     assert prepared is not None, "it is every process's turn once"
@@ -298,7 +300,9 @@ def _trainer(
     use_one_thread_if_tiny(model)
     if recipe.data.get("packing", False):
         check_packing(model)
-    callback = _callback(recipe)
+    # What it would show is in the log, which this command prints, and in the summary.
+    section = recipe.checkpointing
+    callback = None if section is None else HFCkptCallback(**section.callback_options, quiet=True)
     rewards = reward_functions(recipe.reward_funcs, recipe.path.parent)
     callbacks: list[TrainerCallback] = [] if callback is None else [callback]
     trainer = make_trainer(recipe, model, args, tokenizer, data, callbacks, reward_funcs=rewards)
@@ -313,13 +317,6 @@ def _trainer(
     check_can_be_saved(args.device)
     _say(args, _describe_parameters(model))
     return trainer, callback, expected
-
-
-def _callback(recipe: Recipe) -> HFCkptCallback | None:
-    if recipe.checkpointing is None:
-        return None
-    # What it would show is in the log, which this command prints, and in the summary.
-    return HFCkptCallback(**recipe.checkpointing.callback_options, quiet=True)
 
 
 def _describe_parameters(model: Any) -> str:
@@ -364,11 +361,6 @@ def _merge(recipe: Recipe, args: TrainingArguments, tokenizer: PreTrainedTokeniz
     return folder
 
 
-def _takes_part(trainer: Trainer) -> bool:
-    """Tell whether this process is needed for a forward that the first one wants."""
-    return _is_main(trainer.args) or gathers_in_forward(trainer)
-
-
 def _prompt(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, data: _Data) -> list[int] | None:
     """Return a prompt to try the model on; None for one that writes nothing."""
     if isinstance(data, PreparedData):
@@ -396,11 +388,8 @@ def _sample(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, prompt: list[i
             synced_gpus=trainer.args.world_size > 1 and gathers_in_forward(trainer),
         )
     given, written = (decode(tokenizer, ids) for ids in (prompt, output[0, len(prompt) :].tolist()))
-    return f"Sample, a prompt of the data ==> what the model writes:\n{_indented(f'{given} ==>{written.rstrip()}')}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.split("\n"))
+    lines = f"{given} ==>{written.rstrip()}".split("\n")
+    return "\n  ".join(["Sample, a prompt of the data ==> what the model writes:", *lines])
 
 
 # --- Words. ---

@@ -14,9 +14,9 @@ from typing import Any
 from datasets import Dataset, Image, List
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from hf_ckpt.errors import DataError, did_you_mean
+from hf_ckpt.errors import DataError, did_you_mean, shortened
 from hf_ckpt.loading.built_in_data import NAME
-from hf_ckpt.loading.dataset import check_chat_template
+from hf_ckpt.loading.dataset import NUM_PROMPTS_LOOKED_AT, check_chat_template, shortest_prompt
 from hf_ckpt.loading.images import check_number_of_images
 from hf_ckpt.loading.sources import RawSplits, load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
@@ -25,8 +25,6 @@ from hf_ckpt.recipe.trainer_kinds import Columns, TrainerKind
 
 _LONGEST_SHOWN = 200
 _MANY = 0.5
-_NUM_PROMPTS = 100
-_SHORTEST_PROMPT = 8
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,7 @@ def load_columns(section: Mapping[str, Any], kind: TrainerKind) -> RawSplits:
     Raises:
         DataError: one of them is not there.
     """
-    raw = load_splits(section)
-    rename = partial(_renamed, section=section, kind=kind)
-    return RawSplits(rename(raw.train), None if raw.evaluation is None else rename(raw.evaluation))
+    return load_splits(section).map(partial(_renamed, section=section, kind=kind))
 
 
 def prepare_columns(
@@ -78,22 +74,18 @@ def prepare_columns(
     if not kind.reads_images:
         complete_tokenizer(tokenizer, section)
     raw = load_columns(section, kind)
-    train, evaluation, collator = raw.train, raw.evaluation, None
+    splits, collator = raw, None
     if not kind.of_trl:
         collator = DataCollatorWithPadding(tokenizer)
-        encode = partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels)
-        train, evaluation = encode(train), None if evaluation is None else encode(evaluation)
+        splits = raw.map(partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels))
     if kind.generates:
-        train, evaluation = (
-            None if rows is None else _with_short_prompts(rows, section, tokenizer, max_prompt)
-            for rows in (train, evaluation)
-        )
-        if not train:
+        splits = raw.map(partial(_with_short_prompts, section=section, tokenizer=tokenizer, most=max_prompt))
+        if not splits.train:
             raise DataError(
                 f"None of the {len(raw.train):,} prompts has {max_prompt} tokens or fewer, which is what "
                 "data.max_length leaves before training.max_completion_length. Raise data.max_length."
             )
-    return PreparedColumns(kind, train, evaluation, collator, raw.train[0], len(raw.train))
+    return PreparedColumns(kind, splits.train, splits.evaluation, collator, raw.train[0], len(raw.train))
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -139,8 +131,8 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
 
     `rows`: as the trainer has tokenised them; `num_rows`: how many it was given.
     """
+    left_out = num_rows - len(rows)
     if kind.generates:
-        left_out = num_rows - len(rows)
         more = f"; left out: {left_out:,} that are longer than data.max_length allows" if left_out else ""
         yield f"Training data: {len(rows):,} prompts{more}"
         return
@@ -149,7 +141,6 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
         return
     lengths = tokens_of(rows, kind)
     share = sum(length > max_length for length in lengths) / max(1, len(lengths))
-    left_out = num_rows - len(rows)
     more = f"; examples left out: {left_out:,} longer than data.max_length {max_length}" if left_out else ""
     yield (
         f"Training data: {len(rows):,} examples, {sum(lengths):,} tokens, longest row {max(lengths, default=0):,}, "
@@ -164,12 +155,12 @@ def describe_lengths(rows: Dataset, num_rows: int, kind: TrainerKind, max_length
 
 def prompt_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of a short prompt, to try a model on that has learned to prefer, or for rewards."""
-    few = rows.with_format(None)[:_NUM_PROMPTS]
+    few = rows.with_format(None)[:NUM_PROMPTS_LOOKED_AT]
     if "prompt_ids" in few:
         prompts = [list(ids) for ids in few["prompt_ids"]]
     else:
         prompts = [prompt_ids(prompt, tokenizer) for prompt in few["prompt"]]
-    return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
+    return shortest_prompt(prompts)
 
 
 def _renamed(rows: Dataset, section: Mapping[str, Any], kind: TrainerKind) -> Dataset:
@@ -240,5 +231,4 @@ def _check_labels(labels: Sequence[Any], num_labels: int) -> None:
 def _shown(value: Any) -> str:
     is_images = isinstance(value, list) and all(hasattr(each, "size") for each in value)
     text = ", ".join(f"{each.width} x {each.height} pixels" for each in value) if is_images else str(value)
-    text = text.replace("\n", "\\n")
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return shortened(text.replace("\n", "\\n"), _LONGEST_SHOWN)

@@ -1,7 +1,13 @@
-"""Where the config of a recipe's model lies, found without torch: a folder, the cache of the hub, or the hub."""
+"""Where the config of a recipe's model lies, found without torch: a folder, the cache of the hub, the hub, or here.
+
+`known_models/` holds the shapes of models that people fine-tune, for where the hub cannot be reached or a model is
+gated. Each file says by which ids a model is known, where its shape was read, how many parameters others count and
+where, and its config: `model_type`, and what differs from transformers' defaults.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import urllib.error
 import urllib.request
@@ -12,9 +18,9 @@ from typing import Any
 from huggingface_hub import constants
 
 from hf_ckpt.errors import RecipeError, did_you_mean
-from hf_ckpt.loading.known_models import known_configs
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
 
+KNOWN_MODELS = Path(__file__).with_name("known_models")
 _SECONDS_TO_ANSWER = 5
 
 
@@ -51,6 +57,17 @@ def not_to_be_had(name: str, reason: str) -> str:
         "Check the name, go online, log in with `hf auth login` if it is gated or private, or give the path of a "
         "folder with its config.json; weights are not needed. A recipe may describe the shape instead, in model.config."
     )
+
+
+def documents() -> list[dict[str, Any]]:
+    """Return what every file of `known_models/` says."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(KNOWN_MODELS.glob("*.json"))]
+
+
+@functools.cache
+def known_configs() -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields of every known config, by id on the hub."""
+    return {hub_id: document["config"] for document in documents() for hub_id in document["ids"]}
 
 
 def source_options(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:

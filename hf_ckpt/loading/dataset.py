@@ -40,7 +40,7 @@ _FEATURES = Features(
     }
 )
 _SHOWN_LINES = 24
-_NUM_PROMPTS_LOOKED_AT = 100
+NUM_PROMPTS_LOOKED_AT = 100
 _SHORTEST_PROMPT = 8
 _MANY_TRUNCATED = 0.5
 _NUM_CONVERSATIONS_LOOKED_AT = 20
@@ -152,7 +152,12 @@ def sample_prompt_ids(prepared: PreparedData) -> list[int]:
     to what is learned of it, or its first quarter if all of it is learned.
     """
     rows = prepared.train if prepared.evaluation is None else prepared.evaluation
-    prompts = [_given(row) for row in rows.select(range(min(len(rows), _NUM_PROMPTS_LOOKED_AT)))]
+    prompts = [_given(row) for row in rows.select(range(min(len(rows), NUM_PROMPTS_LOOKED_AT)))]
+    return shortest_prompt(prompts)
+
+
+def shortest_prompt(prompts: Sequence[list[int]]) -> list[int]:
+    """Return the shortest of some prompts that says something; the first one where none does."""
     return min((prompt for prompt in prompts if len(prompt) >= _SHORTEST_PROMPT), key=len, default=prompts[0])
 
 

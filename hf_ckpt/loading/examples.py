@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError, did_you_mean
 
-FIELDS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "messages": ("messages",)}
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -75,7 +74,25 @@ class Layout:
 
     def read(self, row: Row) -> Example:
         """Return the row's example."""
-        return _READERS[self.format](self, row)
+        if self.format == "text":
+            return Text(self._text(row, "text"))
+        return self._conversation(row) if self.format == "messages" else self._prompt_completion(row)
+
+    def _prompt_completion(self, row: Row) -> PromptCompletion:
+        if not self.is_alpaca:
+            return PromptCompletion(self._text(row, "prompt"), self._text(row, "completion"))
+        sections = [("Instruction", self._text(row, "instruction"))]
+        if "input" in self.columns:
+            sections.append(("Input", self._text(row, "input")))
+        prompt = "".join(f"### {title}:\n{text}\n\n" for title, text in sections if text)
+        return PromptCompletion(f"{prompt}### Response:\n", self._text(row, "completion"))
+
+    def _conversation(self, row: Row) -> Conversation:
+        column = self.columns["messages"]
+        messages = row[column] or []
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise DataError(f'column "{column}" does not hold a list of messages. Name another column in data.columns.')
+        return Conversation([_message(message) for message in messages])
 
     def _text(self, row: Row, field: str) -> str:
         value = row[self.columns[field]]
@@ -112,7 +129,7 @@ def _candidates(columns: Sequence[str], mapped: Mapping[str, str]) -> list[Layou
     choices = [
         Layout("messages", {"messages": mapped.get("messages", "messages")}),
         Layout("messages", {"messages": "conversations"}),
-        Layout("prompt_completion", {field: mapped.get(field, field) for field in FIELDS["prompt_completion"]}),
+        Layout("prompt_completion", {field: mapped.get(field, field) for field in ("prompt", "completion")}),
         Layout("prompt_completion", {**alpaca, "input": "input"}, is_alpaca=True),
         Layout("prompt_completion", alpaca, is_alpaca=True),
         Layout("text", {"text": mapped.get("text", "text")}),
@@ -128,28 +145,6 @@ def _unknown_layout(columns: Sequence[str], mapped: Mapping[str, str], wanted: s
         f"The data set's columns are {_listed(columns)}, and they do not say what to train on{asked}. "
         "Map them in data.columns: {text: ...}, or {prompt: ..., completion: ...}, or {messages: ...}."
     )
-
-
-def _read_text(layout: Layout, row: Row) -> Text:
-    return Text(layout._text(row, "text"))
-
-
-def _read_prompt_completion(layout: Layout, row: Row) -> PromptCompletion:
-    if not layout.is_alpaca:
-        return PromptCompletion(layout._text(row, "prompt"), layout._text(row, "completion"))
-    sections = [("Instruction", layout._text(row, "instruction"))]
-    if "input" in layout.columns:
-        sections.append(("Input", layout._text(row, "input")))
-    prompt = "".join(f"### {title}:\n{text}\n\n" for title, text in sections if text)
-    return PromptCompletion(f"{prompt}### Response:\n", layout._text(row, "completion"))
-
-
-def _read_messages(layout: Layout, row: Row) -> Conversation:
-    column = layout.columns["messages"]
-    messages = row[column] or []
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f'column "{column}" does not hold a list of messages. Name another column in data.columns.')
-    return Conversation([_message(message) for message in messages])
 
 
 def _message(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,13 +170,6 @@ def _role(speaker: str) -> str:
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     return ", ".join(f'"{name}"' for name in names) or "none"
-
-
-_READERS: dict[str, Callable[[Layout, Row], Example]] = {
-    "text": _read_text,
-    "prompt_completion": _read_prompt_completion,
-    "messages": _read_messages,
-}
 
 
 IGNORED = -100

@@ -24,8 +24,14 @@ from transformers import (
 )
 
 from hf_ckpt.errors import RecipeError
-from hf_ckpt.loading.config_files import is_path, is_reachable, not_to_be_had, shaping_recipes, source_options
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import (
+    is_path,
+    is_reachable,
+    known_configs,
+    not_to_be_had,
+    shaping_recipes,
+    source_options,
+)
 from hf_ckpt.patch.apply import apply
 from hf_ckpt.policy.options import parse_offload
 from hf_ckpt.policy.policy import Mode
@@ -141,7 +147,8 @@ def base_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     """Build what the recipe's `model` and `quantization` sections describe. See `build_model`."""
     if "name_or_path" in recipe.model:
         return load_base(recipe, is_quantized=True)
-    config = _config(recipe.model["config"], _config_fields(tokenizer))
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    config = _config(recipe.model["config"], {"vocab_size": len(tokenizer), **special})
     vocab_size: int = config.get_text_config().vocab_size
     if vocab_size < len(tokenizer):
         raise RecipeError(
@@ -176,11 +183,6 @@ def _of_images(config: PreTrainedConfig, recipe: Recipe) -> str:
     if recipe.kind.reads_images or not reads_images:
         return ""
     return " It reads images: write trainer: sft with data.format: images, as the recipe qwen3_vl_8b_lora does."
-
-
-def _config_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return {"vocab_size": len(tokenizer), **special}
 
 
 def _config(section: Mapping[str, Any], defaults: Mapping[str, Any]) -> PreTrainedConfig:
@@ -287,26 +289,31 @@ def find_config(recipe: Recipe) -> Found:
     if "config" in section:
         return Found(_config(section["config"], _NO_TOKENS), f"model.config{by}", section, has_weights=False)
     name = section["name_or_path"]
-    if Path(name).expanduser().is_dir():
-        config = _load(section, local_files_only=True)
-        has_weights = holds_weights(Path(name).expanduser())
-        return Found(config, _compared_with_known(f"the folder {name}", name, config), section, has_weights=has_weights)
-    return _of_hub(section)
-
-
-def _of_hub(section: Mapping[str, Any]) -> Found:
-    name, refusals = section["name_or_path"], []
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _loaded(section, f"the folder {name}", is_local=True, has_weights=holds_weights(folder))
+    refusals = []
     for source, is_cached in (("the cache of the hub", True), ("the hub", False)):
         if is_cached or is_reachable():
             try:
-                config = _load(section, local_files_only=is_cached)
-                return Found(config, _compared_with_known(source, name, config), section, has_weights=True)
+                return _loaded(section, source, is_local=is_cached, has_weights=True)
             except RecipeError as error:
                 refusals.append(error)
     if (known := known_config(name)) is not None:
         why = f"{name} is neither cached nor to be had from the hub"
         return Found(known, f"the shapes that hf_ckpt knows ({why})", section, has_weights=False)
     raise refusals[-1]
+
+
+def _loaded(section: Mapping[str, Any], source: str, *, is_local: bool, has_weights: bool) -> Found:
+    name = section["name_or_path"]
+    folder = Path(name).expanduser()
+    options = {**source_options(section, "revision"), "local_files_only": is_local}
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(_advice(name, error)) from error
+    return Found(config, _compared_with_known(source, name, config), section, has_weights=has_weights)
 
 
 def _compared_with_known(source: str, name: str, config: PreTrainedConfig) -> str:
@@ -344,24 +351,10 @@ def known_config(hub_id: str) -> PreTrainedConfig | None:
     return None if fields is None else AutoConfig.for_model(**fields)
 
 
-def _load(section: Mapping[str, Any], *, local_files_only: bool) -> PreTrainedConfig:
-    options = {**source_options(section, "revision"), "local_files_only": local_files_only}
-    name = section["name_or_path"]
-    folder = Path(name).expanduser()
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(_advice(name, error)) from error
-    return config
-
-
 def _advice(name: str, error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0].rstrip(".")
     if "trust_remote_code" in str(error):
-        return (
-            f"model.name_or_path: {name} brings code of its own, which would run here. Read it, and set "
-            "model.trust_remote_code=true if you trust it."
-        )
+        return _loading_advice(name, error)
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
     if Path(name).expanduser().is_dir():
         return f"model.name_or_path: the config in {name} cannot be read: {reason}."
     return not_to_be_had(name, reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.integrations import deepspeed
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.schema import NO_PARALLELISM, PREPARE_FOR_KBIT
+from hf_ckpt.simulation.shared_tensors import has_shared
 
 _FLOAT_STORAGE = ("bfloat16", "float16", "float32")
 
@@ -58,10 +59,15 @@ def asked_engine(args: TrainingArguments) -> Engine:
         return Engine.DEEPSPEED
     if args.fsdp or _is_set("ACCELERATE_USE_FSDP"):
         # accelerate itself takes version 1 where nothing is said.
-        of_recipe: dict[str, object] = getattr(args, "fsdp_plugin_args", None) or {}
-        version = of_recipe.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
-        return Engine.FSDP2 if str(version) == "2" else Engine.FSDP1
+        return Engine.FSDP2 if _fsdp_option(args, "fsdp_version", default="1") == "2" else Engine.FSDP1
     return Engine.DDP if args.world_size > 1 else Engine.NONE
+
+
+def _fsdp_option(args: TrainingArguments, name: str, *, default: str) -> str:
+    """Return what the recipe says of FSDP, else the launcher, which sets a variable of the same name."""
+    of_recipe: dict[str, object] = getattr(args, "fsdp_plugin_args", None) or {}
+    variable = f"FSDP_{name.removeprefix('fsdp_').upper()}"
+    return str(of_recipe.get(name, os.environ.get(variable, default)))
 
 
 def check_engine_suits(recipe: Recipe, args: TrainingArguments) -> None:
@@ -128,9 +134,8 @@ def _check_saving(args: TrainingArguments, engine: Engine) -> None:
 
 def _state_dict_type(args: TrainingArguments, engine: Engine) -> str:
     """Return in what form accelerate saves a sharded model."""
-    of_recipe: dict[str, object] = getattr(args, "fsdp_plugin_args", None) or {}
     default = "SHARDED_STATE_DICT" if engine is Engine.FSDP2 else "FULL_STATE_DICT"
-    return str(of_recipe.get("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", default))).upper()
+    return _fsdp_option(args, "state_dict_type", default=default).upper()
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
@@ -190,33 +195,27 @@ def num_parameters(model: Any, *, only_trainable: bool = False) -> int:
 
 def gathers_in_forward(trainer: Trainer) -> bool:
     """Tell whether a forward needs all processes, because each holds a part of the weights only."""
-    return trainer.is_fsdp_enabled or _zero_stage(trainer) == 3 or any(map(_is_dtensor, _model(trainer).parameters()))
+    model: Any = trainer.model
+    return trainer.is_fsdp_enabled or _zero_stage(trainer) == 3 or has_shared(model)
 
 
 @contextmanager
 def ready_to_generate(trainer: Trainer) -> Iterator[Any]:
     """Give the model for `generate()`, which reaches past the outermost module that gathers weights."""
-    model = _model(trainer)
-    with _root_gathered(model), _autocast(trainer.args):
-        yield model.module if isinstance(model, FullyShardedDataParallel) else model
-
-
-def _root_gathered(model: nn.Module) -> AbstractContextManager[None]:
-    if not isinstance(model, FullyShardedDataParallel):
-        # FSDP2 gathers where `generate` begins (the Trainer sees to it), ZeRO-3 in each module.
-        return nullcontext()
-    whole: AbstractContextManager[None] = FullyShardedDataParallel.summon_full_params(
-        model, recurse=False, writeback=False
-    )
-    return whole
-
-
-def _autocast(args: TrainingArguments) -> AbstractContextManager[None]:
+    # Under FSDP the Trainer's model is the sharded one; under DDP and DeepSpeed it is the one inside.
+    model, args = trainer.model, trainer.args
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    return torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+    autocast = torch.autocast(args.device.type, dtype, enabled=dtype is not None)
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False), autocast:
+            yield model.module
+    else:
+        # FSDP2 gathers where `generate` begins (the Trainer sees to it), ZeRO-3 in each module.
+        with autocast:
+            yield model
 
 
-def describe(trainer: Trainer) -> str:
+def describe_engine(trainer: Trainer) -> str:
     """Return which engine ran on how many processes, and what it sharded."""
     num, model = trainer.args.world_size, trainer.model_wrapped
     if num == 1 and not gathers_in_forward(trainer):
@@ -227,7 +226,7 @@ def describe(trainer: Trainer) -> str:
         return f"DeepSpeed ZeRO-{stage} on {num} processes; sharded: {parts[stage]}"
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return f"FSDP1 on {num} processes; {_units(model, FullyShardedDataParallel)}"
-    if any(map(_is_dtensor, model.parameters())):
+    if has_shared(model):
         return f"FSDP2 on {num} processes; {_units(model, FSDPModule)}, {_share_sharded(model):.0%} of the weights"
     return f"DDP on {num} processes; sharded: nothing, each holds the whole model"
 
@@ -237,12 +236,8 @@ def _units(model: nn.Module, kind: type[object]) -> str:
 
 
 def _share_sharded(model: nn.Module) -> float:
-    sizes = [(parameter.numel(), _is_dtensor(parameter)) for parameter in model.parameters()]
+    sizes = [(parameter.numel(), isinstance(parameter, DTensor)) for parameter in model.parameters()]
     return sum(size for size, is_sharded in sizes if is_sharded) / sum(size for size, _ in sizes)
-
-
-def _is_dtensor(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def _zero_stage(trainer: Trainer) -> int | None:
@@ -250,11 +245,6 @@ def _zero_stage(trainer: Trainer) -> int | None:
         return None
     stage: int = trainer.accelerator.state.deepspeed_plugin.zero_stage
     return stage
-
-
-def _model(trainer: Trainer) -> Any:
-    # Under FSDP the Trainer's model is the sharded one; under DDP and DeepSpeed it is the one inside.
-    return trainer.model
 
 
 def _is_set(name: str) -> bool:

@@ -6,7 +6,7 @@ Gives back `datasets.Dataset` objects as they were stored; knows nothing of toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ BUILDERS = {
 }
 DEFAULT_SEED = 42
 
-Location = str | list[str]
+Paths = str | list[str]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class RawSplits:
 
     train: Dataset
     evaluation: Dataset | None
+
+    def map(self, change: Callable[[Dataset], Dataset]) -> RawSplits:
+        """Return what `change` makes of each."""
+        return RawSplits(change(self.train), None if self.evaluation is None else change(self.evaluation))
 
 
 def load_splits(section: Mapping[str, Any]) -> RawSplits:
@@ -70,7 +74,7 @@ def _hold_out(rows: Dataset, fraction: float, seed: int) -> RawSplits:
     return RawSplits(halves["train"], halves["test"])
 
 
-def _load(key: str, path: Location, name: str | None, split: str) -> Dataset:
+def _load(key: str, path: Paths, name: str | None, split: str) -> Dataset:
     rows = _load_built_in(split) if path == NAME else _load_stored(key, path, name, split)
     if len(rows) == 0:
         raise DataError(f'data.{key}: split "{split}" of {_shown(path)} has no rows. Choose another split or file.')
@@ -90,7 +94,7 @@ def _load_built_in(split: str) -> Dataset:
     return Dataset.from_list(rows[wanted.splitname][wanted.from_ : wanted.to])
 
 
-def _load_stored(key: str, path: Location, name: str | None, split: str) -> Dataset:
+def _load_stored(key: str, path: Paths, name: str | None, split: str) -> Dataset:
     arguments = _builder_arguments(key, path, name)
     try:
         # The readers of files log nothing: what they raise says the same once more.
@@ -103,7 +107,7 @@ def _load_stored(key: str, path: Location, name: str | None, split: str) -> Data
         raise DataError(_loading_failed(key, path, split, error, is_local=is_local)) from error
 
 
-def _builder_arguments(key: str, path: Location, name: str | None) -> dict[str, Any]:
+def _builder_arguments(key: str, path: Paths, name: str | None) -> dict[str, Any]:
     files = [Path(item).expanduser() for item in ([path] if isinstance(path, str) else path)]
     is_local = isinstance(path, list) or files[0].suffix in BUILDERS or path.startswith((".", "/", "~"))
     if not is_local and not files[0].exists():
@@ -124,7 +128,7 @@ def _builder(key: str, files: list[Path]) -> str:
     return builder
 
 
-def _loading_failed(key: str, path: Location, split: str, error: Exception, *, is_local: bool) -> str:
+def _loading_failed(key: str, path: Paths, split: str, error: Exception, *, is_local: bool) -> str:
     # The builder wraps the error that says what is wrong with the file.
     reason = str(error.__cause__ or error).strip().split("\n")[0] or "there are no rows"
     asked = f'data.{key}: {_shown(path)} (split "{split}") cannot be loaded: {reason.rstrip(".!")}.'
@@ -136,5 +140,5 @@ def _loading_failed(key: str, path: Location, split: str, error: Exception, *, i
     )
 
 
-def _shown(path: Location) -> str:
+def _shown(path: Paths) -> str:
     return f'"{path}"' if isinstance(path, str) else ", ".join(f'"{item}"' for item in path)

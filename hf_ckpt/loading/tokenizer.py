@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hf_ckpt.errors import DataError
 from hf_ckpt.loading.config_files import source_options
-from hf_ckpt.loading.examples import Conversation, Example, PromptCompletion, Text, find_layout
+from hf_ckpt.loading.examples import Conversation, PromptCompletion, Text, find_layout
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 # 256 bytes and the three special tokens.
@@ -123,17 +123,13 @@ def _texts(section: Mapping[str, Any]) -> Iterator[str]:
     rows = load_splits(section).train
     layout = find_layout(rows.column_names, section)
     for row in rows:
-        yield _plain_text(layout.read(row))
-
-
-def _plain_text(example: Example) -> str:
-    match example:
-        case Text(text):
-            return text
-        case PromptCompletion(prompt, completion):
-            return prompt + completion
-        case Conversation(messages):
-            return "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
+        match layout.read(row):
+            case Text(text):
+                yield text
+            case PromptCompletion(prompt, completion):
+                yield prompt + completion
+            case Conversation(messages):
+                yield "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
 
 
 def _key(texts: list[str], vocab_size: int) -> str:

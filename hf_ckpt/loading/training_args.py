@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +116,9 @@ def _check_precision(recipe: Recipe) -> None:
             f"training.use_cpu=true. On a GPU without bfloat16 use float16: {_float16_overrides(recipe)}"
         )
     if not _has_bfloat16():
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
         raise RecipeError(
-            f"training.bf16 is true, but {_device_name()} has no bfloat16. Use float16: {_float16_overrides(recipe)}"
+            f"training.bf16 is true, but {device} has no bfloat16. Use float16: {_float16_overrides(recipe)}"
         )
 
 
@@ -129,22 +129,15 @@ def _has_bfloat16() -> bool:
     return bool(is_torch_bf16_gpu_available())
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "this device"
-
-
 def _float16_overrides(recipe: Recipe) -> str:
     """Return the overrides that turn a bfloat16 recipe into a float16 one."""
-
-    def overrides() -> Iterator[str]:
-        yield "training.bf16=false training.fp16=true"
-        if recipe.model.get("dtype") == "bfloat16":
-            # Gradients are scaled for float32 weights: adapters are in float32, other weights are as loaded.
-            yield f"model.dtype={'float32' if recipe.adapter_section is None else 'float16'}"
-        if recipe.quantization is not None and recipe.quantization.get("bnb_4bit_compute_dtype") == "bfloat16":
-            yield "quantization.bnb_4bit_compute_dtype=float16"
-
-    return " ".join(overrides())
+    found = ["training.bf16=false training.fp16=true"]
+    if recipe.model.get("dtype") == "bfloat16":
+        # Gradients are scaled for float32 weights: adapters are in float32, other weights are as loaded.
+        found.append(f"model.dtype={'float32' if recipe.adapter_section is None else 'float16'}")
+    if (recipe.quantization or {}).get("bnb_4bit_compute_dtype") == "bfloat16":
+        found.append("quantization.bnb_4bit_compute_dtype=float16")
+    return " ".join(found)
 
 
 def _check_reporters(args: TrainingArguments) -> None:

@@ -254,7 +254,7 @@ def _summarize(measured: list[_Measured], device: torch.device, trace_path: str 
         for stack, layer_idx in measured[0].forward
     )
     return Profile(
-        device=_device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         is_resident=device.type == "cpu",
         num_steps=len(measured),
         phases=phases,
@@ -262,10 +262,6 @@ def _summarize(measured: list[_Measured], device: torch.device, trace_path: str 
         peak_bytes=max(phase.peak_bytes for phase in phases.values()),
         trace_path=trace_path,
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 # --- Layers. ---
@@ -360,22 +356,19 @@ class LayerRanges:
         found = self._open.get(is_recomputation)
         if found is not None and (found[0].stack, found[0].layer_idx) == (stack.path, layer.layer_idx):
             return
-        if found is not None:
-            self._end(is_recomputation)
-        name = None
-        if self._is_named:
-            where = "" if len(self._stacks) == 1 else f"{stack.path} "
-            name = record_function(f"{'recompute' if is_recomputation else 'hf_ckpt'} {where}layer {layer.layer_idx}")
-            name.__enter__()  # type: ignore[no-untyped-call]
+        self._end(is_recomputation)
+        where = "" if len(self._stacks) == 1 else f"{stack.path} "
+        title = f"{'recompute' if is_recomputation else 'hf_ckpt'} {where}layer {layer.layer_idx}"
+        name: Any = record_function(title) if self._is_named else nullcontext()
+        name.__enter__()
         self._open[is_recomputation] = (LayerRange(stack.path, layer.layer_idx, self._stamp()), name)
 
     def _end(self, is_recomputation: bool) -> None:
-        found, name = self._open.pop(is_recomputation, (None, None))
-        if found is None:
+        if is_recomputation not in self._open:
             return
+        found, name = self._open.pop(is_recomputation)
         found.end, found.bytes_after = self._stamp(), self._measure()
-        if name is not None:
-            name.__exit__(None, None, None)
+        name.__exit__(None, None, None)
         (self.recomputation if is_recomputation else self.forward).append(found)
 
 

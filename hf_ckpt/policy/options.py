@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, cast
 
 from hf_ckpt.errors import PolicyError, as_written, did_you_mean
 from hf_ckpt.units import ADDRESSABLE_BYTES, parse_budget
@@ -280,6 +280,11 @@ def check_keys(what: str, value: Mapping[Any, Any], known: Sequence[str]) -> Non
             )
 
 
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Whether a value is a whole number of at least so much; `true`, an `int` to Python, is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def parse_tiles(value: object) -> Tiles | None:
     """Read what a user writes for `tiles`: a whole number of 1 or more, or `auto`.
 
@@ -295,7 +300,7 @@ def parse_count(key: str, value: object, *words: str) -> Any:
     Raises:
         PolicyError: it is something else; names the key.
     """
-    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+    if value in words or is_whole(value, 1):
         return value
     instead = "".join(f', or "{word}"' for word in words)
     raise PolicyError(
@@ -324,7 +329,7 @@ def parse_prove(value: Prove) -> Prove:
     Raises:
         PolicyError: it is something else.
     """
-    if value in ("first_step", "off") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    if value in ("first_step", "off") or is_whole(value, 1):
         return value
     raise PolicyError(
         f'prove is {value!r}. Use "first_step", "off", or a number n for steps 1, 1 + n, 1 + 2n and so on.'
@@ -362,6 +367,15 @@ def parse_head(value: object) -> HeadMode | None:
         return HeadMode(value)
     names = ", ".join(f'"{mode}"' for mode in HeadMode)
     raise PolicyError(f"head is {as_written(value)}. Use one of {names}.{did_you_mean(value, HeadMode)}")
+
+
+READERS: Mapping[str, Callable[[Any], Any]] = {
+    "save": parse_save,
+    "offload": parse_offload,
+    "tiles": parse_tiles,
+    "head": parse_head,
+}
+"""What reads the options whose values have a form of their own."""
 
 
 def _parse_to(value: object) -> str:
@@ -412,7 +426,7 @@ def _parse_trust(value: object) -> bool:
 
 
 def _parse_amount(key: str, value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= ADDRESSABLE_BYTES):
+    if value is None or (is_whole(value, 0) and value <= ADDRESSABLE_BYTES):
         return value
     is_too_much = isinstance(value, int) and value > ADDRESSABLE_BYTES
     amount = None if isinstance(value, float) or is_too_much else parse_budget(value, key=key).num_bytes

@@ -1,4 +1,9 @@
-"""A policy resolved for one model: one entry per layer. Pure data, JSON both ways."""
+"""A policy resolved for one model: one entry per layer. Pure data, JSON both ways.
+
+Files of plans are edited by hand, copied and cut short: a value that nobody checked would be ignored without a word,
+or end the run somewhere else. So each field's type and range is checked, and that each is given once, and no other. The
+values of options have readers of their own (`options`).
+"""
 
 from __future__ import annotations
 
@@ -12,25 +17,26 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from hf_ckpt import html_svg
-from hf_ckpt.errors import PolicyError
+from hf_ckpt.errors import PolicyError, did_you_mean, shortened
 from hf_ckpt.policy.options import (
+    READERS,
     HeadMode,
     Offload,
     PolicyOptions,
     Tiles,
+    is_whole,
     parse_head,
-    parse_offload,
-    parse_save,
-    parse_tiles,
     to_json_types,
 )
-from hf_ckpt.policy.plan_json import PLAN_FORMAT, not_a_plan, read_document
 from hf_ckpt.policy.policy import Mode, Policy, Rule, check_combination
 from hf_ckpt.policy.text_file import read_text
 
+PLAN_FORMAT = 2
+"""Version of the JSON layout; raised when a reader of the old one would misread the new one."""
 PLAN_SUFFIX = ".json"
 """What the name of a plan's file ends with; a policy that is such text is the plan in that file."""
 _LONGEST_MESSAGE = 1000
+_LONGEST_SHOWN = 80
 
 MODE_COLOURS: Mapping[Mode, str] = {
     Mode.NONE: "#999999",
@@ -136,19 +142,20 @@ class Plan:
             PolicyError: when the text is not a plan of this format.
         """
         try:
-            document = read_document(text)
+            document = json.loads(text, object_pairs_hook=_each_once)
+            _check_document(document)
             stacks = tuple(
                 StackPlan(stack["path"], _layer_plans(f"stacks.{number}.layers", stack["layers"]))
                 for number, stack in enumerate(document["stacks"])
             )
             return cls(document["model_class"], stacks, parse_head(document.get("head")) or HeadMode.PLAIN)
         except RecursionError:
-            raise not_a_plan("it is nested too deeply") from None
+            raise _not_a_plan("it is nested too deeply") from None
         except PolicyError as error:
-            raise PolicyError(_shortened(str(error))) from None
+            raise PolicyError(shortened(str(error), _LONGEST_MESSAGE)) from None
         # No JSON, or a number of thousands of digits.
         except ValueError as error:
-            raise not_a_plan(_shortened(str(error))) from error
+            raise _not_a_plan(shortened(str(error), _LONGEST_MESSAGE)) from error
 
     @classmethod
     def from_file(cls, path: Path) -> Plan:
@@ -248,25 +255,13 @@ def _layer_plans(where: str, entries: list[dict[str, Any]]) -> tuple[LayerPlan, 
 
 
 def _layer_plan(entry: dict[str, Any]) -> LayerPlan:
-    layer = LayerPlan(
-        Mode(entry["mode"]),
-        entry.get("segment"),
-        entry.get("nested", False),
-        entry.get("why", ""),
-        parse_save(entry["save"]) if "save" in entry else (),
-        parse_offload(entry.get("offload")),
-        parse_tiles(entry.get("tiles")),
-        entry.get("snapshots"),
-    )
-    # Files of plans are edited by hand; a modifier that its mode does not know would be ignored without a word.
+    readers = {"mode": Mode, **READERS}
+    layer = LayerPlan(**{**entry, **{name: read(entry[name]) for name, read in readers.items() if name in entry}})
+    # A modifier that its mode does not know would be ignored without a word.
     size = None if layer.segment is None else 1
     rule = Rule(mode=layer.mode, segment_size=size, nested=layer.nested)
     check_combination(replace(rule, save=layer.save, offload=layer.offload, tiles=layer.tiles))
     return layer
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
 def _grouped(layers: Sequence[LayerPlan]) -> Iterator[tuple[str, str]]:
@@ -281,3 +276,131 @@ def _grouped(layers: Sequence[LayerPlan]) -> Iterator[tuple[str, str]]:
     for what, run in itertools.groupby(enumerate(layers), key=lambda pair: describe(pair[1])):
         numbers = [idx for idx, _ in run]
         yield (str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"), what
+
+
+# --- The JSON of a plan. ---
+
+
+@dataclass(frozen=True)
+class _Field:
+    allows: Callable[[Any], bool]
+    allowed: str
+    is_required: bool = False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+_TEXT = "text without control characters"
+_MODES = "one of " + ", ".join(f'"{mode}"' for mode in Mode)
+_FORMAT = _Field(lambda value: is_whole(value, 1), f"a whole number, 1 to {PLAN_FORMAT}", is_required=True)
+_READ_BY_OPTIONS = _Field(lambda value: True, "")
+_PLAN = {
+    "format": _FORMAT,
+    "model_class": _Field(_is_text, _TEXT, is_required=True),
+    "stacks": _Field(lambda value: isinstance(value, list), "a list", is_required=True),
+    "head": _READ_BY_OPTIONS,
+}
+_STACK = {
+    "path": _Field(_is_text, _TEXT, is_required=True),
+    "layers": _Field(lambda value: isinstance(value, list), "a list", is_required=True),
+}
+_LAYER = {
+    "mode": _Field(lambda value: isinstance(value, str) and value in set(Mode), _MODES, is_required=True),
+    "segment": _Field(
+        lambda value: value is None or is_whole(value, 0), "a whole number of 0 or more, or leave it out"
+    ),
+    "nested": _Field(lambda value: isinstance(value, bool), "true or false"),
+    "snapshots": _Field(lambda value: value is None or is_whole(value, 0), "a whole number of 0 or more"),
+    "why": _Field(_is_text, _TEXT),
+    **dict.fromkeys(("save", "offload", "tiles"), _READ_BY_OPTIONS),
+}
+
+
+def _not_a_plan(problem: str) -> PolicyError:
+    """Return the error for a text that is no plan."""
+    return PolicyError(f"This is not a plan: {problem}. Write one with Plan.to_json().")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise _not_a_plan(f"{json.dumps(twice)} is given twice. Keep one")
+    return given
+
+
+def _check_document(read: object) -> None:
+    plan = _mapping("", read)
+    _check_field("", "format", _FORMAT, plan)
+    if plan["format"] > PLAN_FORMAT:
+        # Only a later version knows its fields.
+        raise PolicyError(f"The plan has format {plan['format']}, this version reads up to {PLAN_FORMAT}.")
+    _check(_PLAN, "", plan)
+    for number, stack in enumerate(plan["stacks"]):
+        where = f"stacks.{number}"
+        _check(_STACK, where, stack)
+        for layer_idx, layer in enumerate(stack["layers"]):
+            _check(_LAYER, f"{where}.layers.{layer_idx}", layer)
+        _check_segments(f"{where}.layers", stack["layers"])
+
+
+def _check(fields: Mapping[str, _Field], where: str, read: object) -> None:
+    given = _mapping(where, read)
+    for name in given:
+        if name not in fields:
+            path = json.dumps(f"{where}.{name}".lstrip("."))[:_LONGEST_SHOWN]
+            raise _not_a_plan(f"{path} is unknown.{did_you_mean(name, fields)} Fields are {', '.join(fields)}")
+    for name, field in fields.items():
+        _check_field(where, name, field, given)
+
+
+def _check_field(where: str, name: str, field: _Field, given: Mapping[str, Any]) -> None:
+    path = f"{where}.{name}".lstrip(".")
+    if name not in given:
+        if field.is_required:
+            raise _not_a_plan(f"{path} is missing. Use {field.allowed}")
+        return
+    if not field.allows(given[name]):
+        raise _not_a_plan(f"{path} is {_shown(given[name])}. Use {field.allowed}")
+
+
+def _mapping(where: str, read: object) -> Mapping[str, Any]:
+    if not isinstance(read, Mapping):
+        raise _not_a_plan(f"{where or 'it'} is {_shown(read)}. Use a mapping")
+    return read
+
+
+def _check_segments(where: str, layers: list[Mapping[str, Any]]) -> None:
+    """Refuse a segment whose layers do not follow each other: each run of them would be one of its own."""
+    numbers = [layer.get("segment") for layer in layers]
+    _check_snapshots(where, layers)
+    seen: set[int] = set()
+    for position, (before, number) in enumerate(itertools.pairwise([None, *numbers])):
+        if number is None or number == before:
+            continue
+        if number in seen or number >= len(layers):
+            raise _not_a_plan(
+                f"{where}.{position}.segment is {_shown(number)}. Use a number below {len(layers)}, the layers of the "
+                "stack, and one number for layers that follow each other"
+            )
+        seen.add(number)
+
+
+def _check_snapshots(where: str, layers: list[Mapping[str, Any]]) -> None:
+    """Refuse snapshots that are not those of a whole nested segment."""
+    saved: dict[int, int | None] = {}
+    for position, layer in enumerate(layers):
+        segment, snapshots = layer.get("segment"), layer.get("snapshots")
+        if snapshots is not None and not layer.get("nested"):
+            raise _not_a_plan(f"{where}.{position}.snapshots is for nested segments. Leave it out")
+        if segment is not None and saved.setdefault(segment, snapshots) != snapshots:
+            raise _not_a_plan(
+                f"{where}.{position}.snapshots is {_shown(snapshots)}. Use that of the segment's first layer, "
+                f"{_shown(saved[segment])}"
+            )
+
+
+def _shown(value: object) -> str:
+    return shortened(json.dumps(value), _LONGEST_SHOWN)

@@ -200,15 +200,16 @@ def _parse_rule(rule: object) -> Rule:
     check_keys("rule", rule, [field.name for field in fields(Rule)])
     if "mode" not in rule:
         raise PolicyError(f"Rule {as_written(rule)} has no mode. Modes are {_mode_names()}.")
+    size, snapshots = rule.get("segment_size"), rule.get("snapshots")
     parsed = Rule(
         mode=_parse_mode(rule["mode"]),
         layers=_parse_layers(rule.get("layers")),
         stack=_parse_name("stack", rule.get("stack")),
         layer_type=_parse_name("layer_type", rule.get("layer_type")),
         every_n_layers=parse_count("every_n_layers", rule.get("every_n_layers", 1)),
-        segment_size=_parse_segment_size(rule.get("segment_size")),
+        segment_size=None if size is None else parse_count("segment_size", size, "sqrt"),
         nested=_parse_nested(rule.get("nested", False)),
-        snapshots=None if rule.get("snapshots") is None else parse_count("snapshots", rule["snapshots"]),
+        snapshots=None if snapshots is None else parse_count("snapshots", snapshots),
         save=() if rule.get("save") is None else parse_save(rule["save"]),
         offload=parse_offload(rule.get("offload")),
         tiles=parse_tiles(rule.get("tiles")),
@@ -314,19 +315,15 @@ def _parse_layers(value: object) -> LayerSelection | None:
     if isinstance(value, str) and _INDEX.match(value):
         return int(value)
     if isinstance(value, str) and _SLICE.match(value):
-        return _checked_slice(value)
+        if slice_of(value).step == 0:
+            raise PolicyError(f'layers is "{value}": a step of 0 reaches nothing. Use a step of 1 or more.')
+        return value.replace(" ", "")
     if isinstance(value, list | tuple) and value and all(type(index) is int for index in value):
         return tuple(value)
     raise PolicyError(
         f'layers is {as_written(value)}. Use a Python slice as text ("0:24", "-4:", "::2"), one index, or a list of '
         "indices."
     )
-
-
-def _checked_slice(text: str) -> str:
-    if slice_of(text).step == 0:
-        raise PolicyError(f'layers is "{text}": a step of 0 reaches nothing. Use a step of 1 or more.')
-    return text.replace(" ", "")
 
 
 def slice_of(text: str) -> slice:
@@ -338,10 +335,6 @@ def _parse_name(key: str, value: object) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise PolicyError(f"{key} is {as_written(value)}. Use a name as text.")
-
-
-def _parse_segment_size(value: object) -> SegmentSize | None:
-    return None if value is None else parse_count("segment_size", value, "sqrt")
 
 
 def _parse_nested(value: object) -> Nested:

@@ -67,16 +67,16 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
     """
     chosen: list[dict[int, tuple[Rule, LayerPlan]]] = [{} for _ in stacks]
     for rule in policy.rules:
-        reached = {
-            number: _reached(rule, stack, model_class) for number, stack in _stacks_of(rule, stacks, model_class)
-        }
+        numbers = _stacks_of(rule, stacks, model_class)
+        reached = {number: _reached(rule, stacks[number], model_class) for number in numbers}
         if not any(reached.values()):
             raise PolicyError(
                 f"Rule {rule.describe()} reaches no layer of {model_class}: none fits everything that it asks for. "
                 "every_n_layers takes the layers whose layer_idx is a multiple of it, counted from 0 in each stack."
             )
-        _check_segments(rule, reached, stacks, model_class)
-        _check_snapshots(rule, {stacks[number].path: indices for number, indices in reached.items()}, model_class)
+        by_path = {stacks[number].path: indices for number, indices in reached.items()}
+        _check_segments(rule, by_path, model_class)
+        _check_snapshots(rule, by_path, model_class)
         _check_part(
             rule, [stacks[number].layers[idx] for number, layers in reached.items() for idx in layers], model_class
         )
@@ -91,33 +91,21 @@ def resolve(policy: Policy, stacks: Sequence[StackShape], model_class: str) -> P
     return Plan(model_class, tuple(plans), policy.head)
 
 
-def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> list[tuple[int, StackShape]]:
-    reached = [
-        (number, stack)
-        for number, stack in enumerate(stacks)
-        if rule.stack is None or rule.stack == stack.path or rule.stack in stack.roles
-    ]
-    if not reached:
+def _stacks_of(rule: Rule, stacks: Sequence[StackShape], model_class: str) -> list[int]:
+    """Return the numbers of the stacks that have what the rule asks for."""
+    numbers = [number for number, stack in enumerate(stacks) if rule.stack in (None, stack.path, *stack.roles)]
+    if not numbers:
         known = [name for stack in stacks for name in (*sorted(stack.roles), stack.path)]
         raise PolicyError(
             f'Rule {rule.describe()} asks for stack "{rule.stack}", but {model_class} has '
             f"{', '.join(known)}.{did_you_mean(rule.stack, [*known, *STACK_NAMES])}"
         )
-    if rule.layer_type is not None:
-        return _with_layer_type(rule, reached, model_class)
-    return reached
-
-
-def _with_layer_type(
-    rule: Rule, stacks: list[tuple[int, StackShape]], model_class: str
-) -> list[tuple[int, StackShape]]:
-    having = [
-        (number, stack)
-        for number, stack in stacks
-        if any(layer.layer_type == rule.layer_type for layer in stack.layers)
-    ]
+    if rule.layer_type is None:
+        return numbers
+    types = {number: {layer.layer_type for layer in stacks[number].layers} for number in numbers}
+    having = [number for number in numbers if rule.layer_type in types[number]]
     if not having:
-        known = sorted({layer.layer_type for _, stack in stacks for layer in stack.layers if layer.layer_type})
+        known = sorted(filter(None, set().union(*types.values())))
         raise PolicyError(
             f'Rule {rule.describe()} asks for layer_type "{rule.layer_type}", but the layers of {model_class} have '
             f"{', '.join(known) or 'no types'}.{did_you_mean(rule.layer_type, known)}"
@@ -173,19 +161,17 @@ def _range_advice(rule: Rule, num_layers: int) -> str:
     return f'Name layers between 0 and {num_layers - 1}, or count from the end ("-4:"); with more stacks, add stack.'
 
 
-def _check_segments(
-    rule: Rule, reached: Mapping[int, list[int]], stacks: Sequence[StackShape], model_class: str
-) -> None:
+def _check_segments(rule: Rule, reached: Mapping[str, list[int]], model_class: str) -> None:
     """Refuse segments that are longer than every run of consecutive layers that the rule reaches.
 
     Where several stacks are reached, shorter ones next to one that is long enough are one segment each.
     """
     if not isinstance(rule.segment_size, int):
         return
-    longest = {number: max(map(len, _runs(indices)), default=0) for number, indices in reached.items()}
+    longest = {path: max(map(len, _runs(indices)), default=0) for path, indices in reached.items()}
     if rule.segment_size <= max(longest.values()):
         return
-    rows = ", ".join(f"{num_layers} in {stacks[number].path}" for number, num_layers in longest.items() if num_layers)
+    rows = ", ".join(f"{num_layers} in {path}" for path, num_layers in longest.items() if num_layers)
     raise PolicyError(
         f"Rule {rule.describe()} asks for segments of {rule.segment_size} layers, but of the layers of {model_class} "
         f"that it reaches fewer follow one another: {rows}. Use segment_size: {max(longest.values())} or less, or "

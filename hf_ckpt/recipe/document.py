@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from hf_ckpt.errors import RecipeError, did_you_mean
+from hf_ckpt.errors import RecipeError, did_you_mean, shortened
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.policy.text_file import read_text
 from hf_ckpt.recipe import shipped
@@ -65,6 +65,15 @@ class Entry:
             return [entry.plain() for entry in self.value]
         return self.value
 
+    def find(self, path: str) -> Entry | None:
+        """Return what is written at a dotted path below; None where nothing is."""
+        entry = self
+        for key in path.split(".") if path else ():
+            if not isinstance(entry.value, dict) or key not in entry.value:
+                return None
+            entry = entry.value[key]
+        return entry
+
 
 @dataclass
 class Mistakes:
@@ -78,11 +87,6 @@ class Mistakes:
     def add(self, place: Location, text: str) -> None:
         """Note a mistake."""
         self.extend([_printable(" ".join(f"{place}: {text}".split()))])
-
-    def add_unread(self, place: Location, path: str, text: str) -> None:
-        """Note a value that could not be read."""
-        self.unread.add(path)
-        self.add(place, f"{path or 'top level'}: {text}")
 
     def add_unread_file(self, place: Location, text: str) -> None:
         """Note a file that could not be read."""
@@ -100,10 +104,6 @@ class Mistakes:
 def _printable(text: str) -> str:
     """Return a text as a terminal may be given it: control characters are escaped as they are in values."""
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}..."
 
 
 def _why(error: Exception) -> str:
@@ -215,7 +215,7 @@ def _read_extended(path: Path, extending: tuple[Path, ...], mistakes: Mistakes) 
     except (OSError, ValueError) as error:
         mistakes.add_unread_file(
             base.place,
-            f"extends = {show(_shortened(base.value))}: no file has this name: {_why(error)}.",
+            f"extends = {show(shortened(base.value, _LONGEST_KEY))}: no file has this name: {_why(error)}.",
         )
         return document
     if is_circle:
@@ -236,7 +236,7 @@ def _read_file(path: Path, mistakes: Mistakes) -> Entry:
         is_file = is_pipe = False
     # A name that is too long, or holds a null character.
     except (OSError, ValueError) as error:
-        place = Location(_printable(_shortened(str(path))), Path())
+        place = Location(_printable(shortened(str(path), _LONGEST_KEY)), Path())
         mistakes.add_unread_file(place, f"no file can be read by this name: {_why(error)}.")
         return Entry({}, place)
     # Other recipes are looked for in the folder of a file, but not in that of a pipe, which is /dev.
@@ -383,7 +383,8 @@ class _Walk:
         return None
 
     def _refuse(self, node: yaml.Node, path: str, text: str) -> None:
-        self._mistakes.add_unread(self._place.at(node.start_mark), path, text)
+        self._mistakes.unread.add(path)
+        self._mistakes.add(self._place.at(node.start_mark), f"{path or 'top level'}: {text}")
 
 
 def _laid_on(base: Entry, over: Entry) -> Entry:
@@ -391,19 +392,11 @@ def _laid_on(base: Entry, over: Entry) -> Entry:
 
     What an override said stays, to be refused with that policy, whichever of the two comes first.
     """
-    section, policy = base.value.get("checkpointing"), _policy_of(over)
+    section, policy = base.find("checkpointing"), over.find("checkpointing.policy")
     if policy is not None and policy.value != AUTO and section is not None and isinstance(section.value, dict):
         kept = {key: entry for key, entry in section.value.items() if key not in OF_AUTO or entry.place.is_override}
         base = replace(base, value={**base.value, "checkpointing": replace(section, value=kept)})
     return _merge(base, over)
-
-
-def _policy_of(document: Entry) -> Entry | None:
-    section = document.value.get("checkpointing")
-    found: Entry | None = (
-        section.value.get("policy") if section is not None and isinstance(section.value, dict) else None
-    )
-    return found
 
 
 def _merge(base: Entry, over: Entry) -> Entry:
@@ -417,7 +410,7 @@ def _merge(base: Entry, over: Entry) -> Entry:
 
 
 def _override(document: Entry, override: str, mistakes: Mistakes) -> Entry:
-    shown = show(_shortened(override))
+    shown = show(shortened(override, _LONGEST_KEY))
     place = Location(f"override {shown}", Path(), is_file=False, is_override=True)
     path, equals, text = override.partition("=")
     keys = path.split(".")

@@ -211,14 +211,6 @@ class Key:
 Keys = Mapping[str, Key]
 
 
-@dataclass(frozen=True)
-class ConfigKeys:
-    """The keys of a model's config class, and its name."""
-
-    class_name: str
-    keys: Keys
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 _LOG_LEVELS = ["detail", "debug", "info", "warning", "error", "critical", "passive"]
 
@@ -253,21 +245,17 @@ def version(package: str) -> str:
 
 
 @functools.lru_cache
-def training_keys() -> Keys:
-    """Return the fields of `transformers.TrainingArguments`."""
+def training_keys(of_trl: str = "") -> Keys:
+    """Return the fields of `transformers.TrainingArguments`, or of the arguments of a trainer of trl, such as `DPO`."""
+    if of_trl:
+        node = _class("trl", f"trainer/{of_trl.lower()}_config.py", f"{of_trl}Config")
+        base = _fields(_class("trl", "trainer/base_config.py", "_BaseConfig"))
+        return {**training_keys(), **base, **_fields(node), **_listed_in_help(node)}
     enums: dict[str, Sequence[str]] = {}
     for path in ("trainer_utils.py", "debug_utils.py", "training_args.py"):
         enums |= _enums(_tree("transformers", path))
     found = _fields(_class("transformers", "training_args.py", "TrainingArguments"), enums)
     return _corrected(found, _TRAINING_TYPES)
-
-
-@functools.lru_cache
-def trl_keys(name: str) -> Keys:
-    """Return the fields of the arguments of a trainer of trl, such as `DPO`; its bases' included."""
-    node = _class("trl", f"trainer/{name.lower()}_config.py", f"{name}Config")
-    base = _fields(_class("trl", "trainer/base_config.py", "_BaseConfig"))
-    return {**training_keys(), **base, **_fields(node), **_listed_in_help(node)}
 
 
 def _listed_in_help(node: ast.ClassDef) -> dict[str, Key]:
@@ -349,8 +337,8 @@ def model_types(task: str = "CAUSAL_LM") -> tuple[str, ...]:
 
 
 @functools.lru_cache
-def config_keys(model_type: str) -> ConfigKeys | None:
-    """Return the keys that the config of `model_type` takes, or nothing where its source does not say."""
+def config_keys(model_type: str) -> tuple[str, Keys] | None:
+    """Return the config class of `model_type` and the keys that it takes, or nothing where its source does not say."""
     class_name = _config_class_name(model_type)
     tree = None if class_name is None else _config_tree(model_type, class_name)
     if tree is None or class_name is None:
@@ -359,9 +347,9 @@ def config_keys(model_type: str) -> ConfigKeys | None:
     found: dict[str, Key] = {name: Key(anything) for name in _CONFIG_KEYWORDS}
     for node in (_class("transformers", "configuration_utils.py", "PreTrainedConfig"), *_lineage(tree, class_name)):
         # Upstream holds dataclass fields to their annotations. Those of an `__init__` may be wrong (`int = 1e-6`).
-        found |= {name: Key(anything, key.default) for name, key in _parameters(node).items()}
-        found |= dict.fromkeys((*_aliases(node), *_assigned(node)), Key(anything)) | _fields(node, unknown="any")
-    return ConfigKeys(class_name, found)
+        found |= dict.fromkeys((*_parameters(node), *_aliases(node), *_assigned(node)), Key(anything))
+        found |= _fields(node, unknown="any")
+    return class_name, found
 
 
 # --- Config classes. ---
@@ -499,16 +487,12 @@ def _corrected(found: Keys, types: Mapping[str, str]) -> Keys:
 
 def _enums(tree: ast.Module) -> dict[str, tuple[str, ...]]:
     """Return the values of the enumerations of text in a module."""
-    classes = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and "Enum" in ast.unparse(node).split(":")[0]
-    ]
-    return {node.name: tuple(_enum_values(node)) for node in classes}
-
-
-def _enum_values(node: ast.ClassDef) -> Iterator[str]:
-    for statement in node.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            yield str(statement.value.value)
+    found: dict[str, tuple[str, ...]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and "Enum" in ast.unparse(node).split(":")[0]:
+            values = (statement.value for statement in node.body if isinstance(statement, ast.Assign))
+            found[node.name] = tuple(str(value.value) for value in values if isinstance(value, ast.Constant))
+    return found
 
 
 def _pairs_of_text(statement: ast.stmt) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.document import Entry, Mistakes, document_of, read_document, resolve_path, there_is_no, write_yaml
 from hf_ckpt.recipe.field_types import has_virtual_tokens
 from hf_ckpt.recipe.rules import check_rules
-from hf_ckpt.recipe.schema import TRAINER, Draft, check_keys
+from hf_ckpt.recipe.schema import TRAINER, Draft, check_sections
 from hf_ckpt.recipe.trainer_kinds import REWARDS, TrainerKind, kind_of
 from hf_ckpt.recipe.trainer_rules import written_rewards
 
@@ -127,7 +127,7 @@ def _load(path: Path, overrides: tuple[str, ...], needed_by: tuple[Path, ...]) -
 
 
 def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes: Mistakes) -> Recipe:
-    draft = check_keys(document, mistakes)
+    draft = check_sections(document, mistakes)
     if mistakes.is_whole:
         check_rules(draft)
     _check_base(draft, (*needed_by, path))
@@ -158,12 +158,7 @@ def _check_base(draft: Draft, needed_by: tuple[Path, ...]) -> None:
         draft.refuse("model.base_recipe", there_is_no(path))
     else:
         draft.sections["model"]["base_recipe"] = str(path.resolve())
-        draft.mistakes.extend(_mistakes_of(path, needed_by))
-
-
-def _mistakes_of(path: Path, needed_by: tuple[Path, ...]) -> list[str]:
-    try:
-        _load(path, (), needed_by)
-    except RecipeError as error:
-        return str(error).splitlines()
-    return []
+        try:
+            _load(path, (), needed_by)
+        except RecipeError as error:
+            draft.mistakes.extend(str(error).splitlines())

@@ -7,24 +7,25 @@ the download or the first step.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hf_ckpt.errors import PolicyError, did_you_mean
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
-from hf_ckpt.policy.options import POLICY_OPTIONS, parse_head, parse_offload, parse_prove, parse_save, parse_tiles
+from hf_ckpt.policy.options import POLICY_OPTIONS, READERS, is_whole, parse_prove
 from hf_ckpt.policy.plan import PLAN_SUFFIX, parse
 from hf_ckpt.policy.policy import AUTO, MODES_WITH_TRAINED_CACHE, TRAINED_CACHES, Mode, Policy
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.checkpointing import OF_AUTO
 from hf_ckpt.recipe.document import resolve_path
 from hf_ckpt.recipe.field_types import show
-from hf_ckpt.recipe.schema import Draft, training_keys
+from hf_ckpt.recipe.schema import Draft, Refusal
 from hf_ckpt.recipe.trainer_kinds import TEXT
-from hf_ckpt.recipe.trainer_rules import TRAINER_RULES
+from hf_ckpt.recipe.trainer_rules import check_trainer
 from hf_ckpt.units import parse_budget
 
 
@@ -103,88 +104,88 @@ _MAY_BE_INFINITE = ("training.max_grad_norm",)
 
 def check_rules(draft: Draft) -> None:
     """Check the bounds of values, and the values against each other."""
-    for path, limit in LIMITS.items():
-        _check_limit(draft, path, limit)
     for rule in _RULES:
-        rule(draft)
+        for path, text in rule(draft):
+            draft.refuse(path, text)
 
 
-def _check_limit(draft: Draft, path: str, limit: Bounds) -> None:
+def _values_are_in_bounds(draft: Draft) -> Iterator[Refusal]:
+    for path, limit in LIMITS.items():
+        yield from _check_limit(draft, path, limit)
+
+
+def _check_limit(draft: Draft, path: str, limit: Bounds) -> Iterator[Refusal]:
     value = draft.get(path)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     if not limit.accepts(value) and not (value == math.inf and path in _MAY_BE_INFINITE):
-        draft.refuse(path, f"expected {limit.describe()}.")
+        yield path, f"expected {limit.describe()}."
 
 
-def _names_are_not_empty(draft: Draft) -> None:
+def _names_are_not_empty(draft: Draft) -> Iterator[Refusal]:
     for path in ("model.name_or_path", "model.tokenizer", "data.path", "data.eval_path", "training.output_dir"):
         if draft.get(path) in ("", []):
-            draft.refuse(path, "is empty. Write a name or a path.")
+            yield path, "is empty. Write a name or a path."
 
 
 # --- Model. ---
 
 
-def _model_has_one_source(draft: Draft) -> None:
+def _model_has_one_source(draft: Draft) -> Iterator[Refusal]:
     if draft.has("model.name_or_path") and draft.has("model.config"):
-        draft.refuse(
+        yield (
             "model.config",
             "given with model.name_or_path. Weights are either loaded or made: set one of the two to null.",
         )
     elif "model" in draft.sections and not draft.has("model.name_or_path") and not draft.has("model.config"):
-        draft.refuse("model", "has neither name_or_path (weights to load) nor config (weights to make). Add one.")
+        yield "model", "has neither name_or_path (weights to load) nor config (weights to make). Add one."
 
 
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-def _attention_is_known(draft: Draft) -> None:
+def _attention_is_known(draft: Draft) -> Iterator[Refusal]:
     name = draft.get("model.attn_implementation")
     # With a slash it is a kernel on the hub.
     if isinstance(name, str) and "/" not in name and name not in _ATTENTIONS:
         known = ", ".join(map(show, _ATTENTIONS))
-        draft.refuse(
+        yield (
             "model.attn_implementation",
             f"expected one of {known}, or a kernel's repository.{did_you_mean(name, _ATTENTIONS)}",
         )
 
 
-def _made_weights_stand_alone(draft: Draft) -> None:
+def _made_weights_stand_alone(draft: Draft) -> Iterator[Refusal]:
     if not draft.has("model.config") or draft.has("model.name_or_path"):
         return
     for path in ("model.revision", "model.base_recipe"):
         if draft.has(path):
-            draft.refuse(path, "belongs to model.name_or_path, but the weights are made from model.config. Remove it.")
+            yield path, "belongs to model.name_or_path, but the weights are made from model.config. Remove it."
     if draft.has("quantization"):
-        draft.refuse(
-            "quantization", "weights are quantised as they are loaded, and model.config makes new ones. Remove it."
-        )
+        yield "quantization", "weights are quantised as they are loaded, and model.config makes new ones. Remove it."
     if draft.get("model.dtype") == "auto":
-        draft.refuse("model.dtype", "is the dtype of saved weights, and model.config makes new ones. Write float32.")
+        yield "model.dtype", "is the dtype of saved weights, and model.config makes new ones. Write float32."
     if not draft.has("model.tokenizer"):
-        draft.refuse(
-            "model.tokenizer", "missing, and model.config brings none. Add a hub id or {train: {vocab_size: 4096}}."
-        )
+        yield "model.tokenizer", "missing, and model.config brings none. Add a hub id or {train: {vocab_size: 4096}}."
 
 
-def _loaded_weights_keep_their_tokenizer(draft: Draft) -> None:
+def _loaded_weights_keep_their_tokenizer(draft: Draft) -> Iterator[Refusal]:
     if draft.has("model.name_or_path") and draft.get("model.tokenizer.train") is not None:
-        draft.refuse("model.tokenizer", "a new tokenizer would not fit the weights of model.name_or_path. Remove it.")
+        yield "model.tokenizer", "a new tokenizer would not fit the weights of model.name_or_path. Remove it."
 
 
-def _config_fits_itself(draft: Draft) -> None:
+def _config_fits_itself(draft: Draft) -> Iterator[Refusal]:
     hidden, heads = draft.get("model.config.hidden_size"), draft.get("model.config.num_attention_heads")
     if _are_counts(hidden, heads) and hidden % heads and not draft.has("model.config.head_dim"):
-        draft.refuse("model.config.hidden_size", f"is not a multiple of num_attention_heads = {heads}.")
-    _check_order(draft, "model.tokenizer.train.vocab_size", "model.config.vocab_size")
-    _check_order(draft, "data.max_length", "model.config.max_position_embeddings")
+        yield "model.config.hidden_size", f"is not a multiple of num_attention_heads = {heads}."
+    yield from _check_order(draft, "model.tokenizer.train.vocab_size", "model.config.vocab_size")
+    yield from _check_order(draft, "data.max_length", "model.config.max_position_embeddings")
 
 
-def _check_order(draft: Draft, small: str, large: str) -> None:
+def _check_order(draft: Draft, small: str, large: str) -> Iterator[Refusal]:
     value, bound = draft.get(small), draft.get(large)
     if _are_counts(value, bound) and value > bound:
-        draft.refuse(small, f"is more than {large} = {bound}. Lower it, or raise {large}.")
+        yield small, f"is more than {large} = {bound}. Lower it, or raise {large}."
 
 
 # --- Adapters and quantisation. ---
@@ -202,89 +203,84 @@ _CANNOT_TRAIN = {
 """Kinds of adapters that a recipe cannot train, and why."""
 
 
-def _adapter_is_one(draft: Draft) -> None:
+def _adapter_is_one(draft: Draft) -> Iterator[Refusal]:
     if draft.has("lora") and draft.has("adapter"):
-        draft.refuse(
-            "adapter",
-            "given with a lora section, which is short for adapter: {type: lora}. Set one of them to null.",
-        )
+        yield "adapter", "given with a lora section, which is short for adapter: {type: lora}. Set one of them to null."
 
 
-def _adapter_trains(draft: Draft) -> None:
+def _adapter_trains(draft: Draft) -> Iterator[Refusal]:
     for name in _ADAPTERS:
         kind = draft.get(f"{name}.type", name)
         if kind in _CANNOT_TRAIN:
-            draft.refuse(f"{name}.type", f"{_CANNOT_TRAIN[kind]}.")
+            yield f"{name}.type", f"{_CANNOT_TRAIN[kind]}."
         if kind == "lora":
-            _check_limit(draft, f"{name}.r", _COUNT)
+            yield from _check_limit(draft, f"{name}.r", _COUNT)
         if draft.get(f"{name}.inference_mode"):
-            draft.refuse(f"{name}.inference_mode", "the adapter would be frozen, and nothing trained. Remove it.")
+            yield f"{name}.inference_mode", "the adapter would be frozen, and nothing trained. Remove it."
         kind_of_run = draft.trainer or TEXT
         if draft.get(f"{name}.task_type") not in (None, kind_of_run.task_type):
             what = f"trainer {kind_of_run.name} trains" if kind_of_run.name else "recipes train"
             models = "models that score rows" if kind_of_run.scores_rows else "causal language models"
-            draft.refuse(f"{name}.task_type", f"{what} {models}. Write {kind_of_run.task_type}, or leave it out.")
+            yield f"{name}.task_type", f"{what} {models}. Write {kind_of_run.task_type}, or leave it out."
         if draft.get(f"{name}.peft_type") not in (None, kind.upper()):
             text = "the lora section is a LoraConfig" if name == "lora" else f"adapter.type is {show(kind)}"
-            draft.refuse(f"{name}.peft_type", f"{text}. Leave it out.")
+            yield f"{name}.peft_type", f"{text}. Leave it out."
 
 
-def _adapter_targets_are_named(draft: Draft) -> None:
+def _adapter_targets_are_named(draft: Draft) -> Iterator[Refusal]:
     for path in (f"{name}.target_modules" for name in _ADAPTERS):
         target = draft.get(path)
         if target == [] or (isinstance(target, list) and "all-linear" in target):
-            draft.refuse(path, "expected names of modules, or all-linear by itself (not in a list).")
+            yield path, "expected names of modules, or all-linear by itself (not in a list)."
         elif isinstance(target, str) and target != "all-linear":
             if difflib.SequenceMatcher(None, target.lower(), "all-linear").ratio() > 0.8:
-                draft.refuse(path, 'would be read as a regular expression. Did you mean "all-linear"?')
+                yield path, 'would be read as a regular expression. Did you mean "all-linear"?'
             elif "," in target:
                 names = [name.strip() for name in target.split(",")]
-                draft.refuse(path, f"text is one name or a regular expression. Write {show(names)}.")
+                yield path, f"text is one name or a regular expression. Write {show(names)}."
 
 
-def _virtual_tokens_are_trained(draft: Draft) -> None:
+def _virtual_tokens_are_trained(draft: Draft) -> Iterator[Refusal]:
     """Refuse what PEFT leaves out, without an error, where an adapter has tokens of its own."""
     kind = draft.get("adapter.type")
     if kind is None or not field_types.has_virtual_tokens(kind):
         return
     if not draft.has("adapter.num_virtual_tokens"):
-        draft.refuse("adapter.num_virtual_tokens", "missing. Write how many tokens to train, such as 20.")
+        yield "adapter.num_virtual_tokens", "missing. Write how many tokens to train, such as 20."
     if draft.get("data.packing"):
-        draft.refuse("data.packing", f"with {kind} PEFT drops the positions that keep documents apart. Remove it.")
+        yield "data.packing", f"with {kind} PEFT drops the positions that keep documents apart. Remove it."
     if draft.get("training.load_best_model_at_end"):
-        draft.refuse("training.load_best_model_at_end", f"PEFT cannot go on from {kind} that was saved. Remove it.")
+        yield "training.load_best_model_at_end", f"PEFT cannot go on from {kind} that was saved. Remove it."
     if kind in TRAINED_CACHES:
-        _check_no_recomputation(draft, kind)
+        yield from _check_no_recomputation(draft, kind)
 
 
-def _check_no_recomputation(draft: Draft, kind: str) -> None:
+def _check_no_recomputation(draft: Draft, kind: str) -> Iterator[Refusal]:
     why = f"recomputed layers can neither read nor fill the key/value cache of {kind}"
     # Rules are lists, which no set can look up. They are checked layer by layer when they are resolved.
     if draft.get("checkpointing.policy") in [mode for mode in Mode if mode not in MODES_WITH_TRAINED_CACHE]:
-        draft.refuse("checkpointing.policy", f"{why}. Use none or ffn, or an adapter of type prompt_tuning.")
+        yield "checkpointing.policy", f"{why}. Use none or ffn, or an adapter of type prompt_tuning."
     for path in ("training.activation_checkpointing", "training.gradient_checkpointing"):
         if draft.get(path):
-            draft.refuse(path, f"{why}. Remove it, or use an adapter of type prompt_tuning.")
+            yield path, f"{why}. Remove it, or use an adapter of type prompt_tuning."
 
 
-def _quantization_is_one_kind(draft: Draft) -> None:
+def _quantization_is_one_kind(draft: Draft) -> Iterator[Refusal]:
     kinds = ["quantization.load_in_4bit", "quantization.load_in_8bit"]
     if not draft.has("quantization"):
         return
     if all(draft.get(kind) for kind in kinds):
-        draft.refuse(kinds[1], "load_in_4bit is true as well. Keep one.")
+        yield kinds[1], "load_in_4bit is true as well. Keep one."
     elif all(draft.get(kind) is False or not draft.has(kind) for kind in kinds):
-        draft.refuse("quantization", "quantises nothing. Set load_in_4bit or load_in_8bit to true, or remove it.")
+        yield "quantization", "quantises nothing. Set load_in_4bit or load_in_8bit to true, or remove it."
     if not any(map(draft.has, _ADAPTERS)):
-        draft.refuse(
-            "quantization", "quantised weights cannot be trained by themselves. Add a lora section, or remove it."
-        )
+        yield "quantization", "quantised weights cannot be trained by themselves. Add a lora section, or remove it."
 
 
 # --- Data. ---
 
 
-def _loss_suits_format(draft: Draft) -> None:
+def _loss_suits_format(draft: Draft) -> Iterator[Refusal]:
     loss, form = draft.get("data.loss_on"), draft.get("data.format")
     impossible = {
         ("completion", "text"): "plain text has no completion",
@@ -293,18 +289,16 @@ def _loss_suits_format(draft: Draft) -> None:
         ("completion", "messages"): "messages have turns; use assistant",
     }
     if (loss, form) in impossible:
-        draft.refuse(
-            "data.loss_on", f"with data.format = {show(form)}: {impossible[loss, form]}. Use all for every token."
-        )
+        yield "data.loss_on", f"with data.format = {show(form)}: {impossible[loss, form]}. Use all for every token."
 
 
-def _evaluation_data_has_one_source(draft: Draft) -> None:
+def _evaluation_data_has_one_source(draft: Draft) -> Iterator[Refusal]:
     for path in ("data.eval_path", "data.eval_split"):
         if draft.has("data.eval_fraction") and draft.has(path):
-            draft.refuse("data.eval_fraction", f"given with {path}. Evaluate on one of the two: set the other to null.")
+            yield "data.eval_fraction", f"given with {path}. Evaluate on one of the two: set the other to null."
 
 
-def _evaluation_has_data(draft: Draft) -> None:
+def _evaluation_has_data(draft: Draft) -> Iterator[Refusal]:
     if any(draft.has(f"data.{key}") for key in ("eval_path", "eval_split", "eval_fraction")):
         return
     for path, is_asked in (
@@ -313,141 +307,125 @@ def _evaluation_has_data(draft: Draft) -> None:
         ("training.eval_on_start", draft.get("training.eval_on_start")),
     ):
         if is_asked:
-            draft.refuse(
-                path, "there is nothing to evaluate on. Add data.eval_fraction, data.eval_split or data.eval_path."
-            )
+            yield path, "there is nothing to evaluate on. Add data.eval_fraction, data.eval_split or data.eval_path."
 
 
 # --- Training. ---
 
 
-def _precision_is_one(draft: Draft) -> None:
+def _precision_is_one(draft: Draft) -> Iterator[Refusal]:
     for first, second in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
         if draft.get(f"training.{first}") and draft.get(f"training.{second}"):
-            draft.refuse(f"training.{second}", f"training.{first} is true as well. Keep one.")
+            yield f"training.{second}", f"training.{first} is true as well. Keep one."
     dtype = draft.get("model.dtype")
     if draft.get("training.fp16") and dtype in ("float16", "bfloat16") and not any(map(draft.has, _ADAPTERS)):
-        draft.refuse(
-            "training.fp16", f"needs float32 weights to scale gradients, and model.dtype is {dtype}. Use float32."
-        )
+        yield "training.fp16", f"needs float32 weights to scale gradients, and model.dtype is {dtype}. Use float32."
 
 
-def _steps_are_whole(draft: Draft) -> None:
+def _steps_are_whole(draft: Draft) -> Iterator[Refusal]:
     for path in ("training.logging_steps", "training.eval_steps", "training.save_steps"):
         value = draft.get(path)
         if isinstance(value, float) and value > 1 and not value.is_integer():
-            draft.refuse(path, "expected a whole number of steps, or a share of all steps below 1.")
+            yield path, "expected a whole number of steps, or a share of all steps below 1."
     limit = draft.get("training.max_steps")
     if isinstance(limit, int) and limit < 1 and limit != -1:
-        draft.refuse("training.max_steps", "expected a whole number of at least 1, or -1 for no limit.")
+        yield "training.max_steps", "expected a whole number of at least 1, or -1 for no limit."
 
 
-def _best_model_can_be_known(draft: Draft) -> None:
+def _best_model_can_be_known(draft: Draft) -> Iterator[Refusal]:
     evaluation, saving = (_training(draft, f"{kind}_strategy") for kind in ("eval", "save"))
     is_wanted = draft.get("training.load_best_model_at_end")
     if evaluation == "no":
         if is_wanted:
-            draft.refuse("training.load_best_model_at_end", "needs training.eval_strategy: steps or epoch.")
+            yield "training.load_best_model_at_end", "needs training.eval_strategy: steps or epoch."
         elif saving == "best":
-            draft.refuse("training.save_strategy", "needs training.eval_strategy: steps or epoch.")
+            yield "training.save_strategy", "needs training.eval_strategy: steps or epoch."
         elif _training(draft, "lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy"):
-            draft.refuse("training.lr_scheduler_type", "needs training.eval_strategy: steps or epoch.")
+            yield "training.lr_scheduler_type", "needs training.eval_strategy: steps or epoch."
     elif is_wanted and saving not in (evaluation, "best"):
-        draft.refuse(
+        yield (
             "training.load_best_model_at_end",
             f"needs equal strategies, but eval_strategy is {show(evaluation)} and save_strategy {show(saving)}.",
         )
     elif is_wanted and evaluation == saving == "steps":
-        _check_saved_steps_are_evaluated(draft)
+        yield from _check_saved_steps_are_evaluated(draft)
 
 
-def _check_saved_steps_are_evaluated(draft: Draft) -> None:
+def _check_saved_steps_are_evaluated(draft: Draft) -> Iterator[Refusal]:
     save = _training(draft, "save_steps")
     evaluate = _training(draft, "eval_steps") or _training(draft, "logging_steps")
     if not (0 < save < math.inf and 0 < evaluate < math.inf):
         return
     ratio = save / evaluate
     if (save < 1) != (evaluate < 1) or not math.isclose(ratio, round(ratio), abs_tol=1e-6):
-        draft.refuse(
+        yield (
             "training.load_best_model_at_end",
             f"needs save_steps = {save:g} to be a multiple of eval_steps = {evaluate:g}, in the same unit.",
         )
 
 
-def _prefetching_has_workers(draft: Draft) -> None:
+def _prefetching_has_workers(draft: Draft) -> Iterator[Refusal]:
     if draft.has("training.dataloader_prefetch_factor") and not _training(draft, "dataloader_num_workers"):
-        draft.refuse("training.dataloader_prefetch_factor", "needs training.dataloader_num_workers of at least 1.")
+        yield "training.dataloader_prefetch_factor", "needs training.dataloader_num_workers of at least 1."
 
 
 # --- Engines. What the launcher asks for is held against the recipe when it runs (`sharding_engine`). ---
 
 
-def _one_engine_shards(draft: Draft) -> None:
+def _one_engine_shards(draft: Draft) -> Iterator[Refusal]:
     if draft.get("training.fsdp") and draft.get("training.deepspeed"):
-        draft.refuse("training.deepspeed", "training.fsdp is given as well, and both shard the model. Keep one.")
+        yield "training.deepspeed", "training.fsdp is given as well, and both shard the model. Keep one."
     if draft.get("training.fsdp_config") and not draft.get("training.fsdp"):
-        draft.refuse("training.fsdp_config", "has no effect without training.fsdp=true. Add that, or remove this.")
+        yield "training.fsdp_config", "has no effect without training.fsdp=true. Add that, or remove this."
 
 
 # --- The `checkpointing` section. ---
 
-_READERS: Mapping[str, Callable[[object], object]] = {
-    "save": parse_save,
-    "offload": parse_offload,
-    "tiles": parse_tiles,
-    "head": parse_head,
-}
-"""What reads the options whose values have a form of their own, so that a mistake is reported at its key."""
 
-
-def _policy_can_be_read(draft: Draft) -> None:
+def _policy_can_be_read(draft: Draft) -> Iterator[Refusal]:
     policy = draft.get("checkpointing.policy")
     if policy is None:
         return
     options = {name: value for name in POLICY_OPTIONS if (value := draft.get(f"checkpointing.{name}")) is not None}
-    readable = {
-        name: value
+    # Each by itself, so that a mistake is reported at its key.
+    unreadable = {
+        name: found
         for name, value in options.items()
-        if name not in _READERS or _can_be_read(draft, name, _READERS[name], value)
+        if name in READERS and (found := _unreadable(name, READERS[name], value))
     }
+    yield from itertools.chain(*unreadable.values())
+    readable = {name: value for name, value in options.items() if name not in unreadable}
     if policy == AUTO:
-        _check_auto(draft, [name for name, value in options.items() if name not in ALLOWANCES and value is not False])
-        _check_allowances(draft, readable)
+        yield from _auto_can_be_read(draft, options, readable)
         return
     for name in OF_AUTO:
         if draft.has(f"checkpointing.{name}"):
-            draft.refuse(
-                f"checkpointing.{name}", "belongs to policy: auto, which plans for a budget. Remove it, or use that."
-            )
-    _can_be_read(draft, "policy", partial(parse, **readable), _with_whole_path(draft, policy))
+            yield f"checkpointing.{name}", "belongs to policy: auto, which plans for a budget. Remove it, or use that."
+    yield from _unreadable("policy", partial(parse, **readable), _with_whole_path(draft, policy))
 
 
-def _prove_can_be_read(draft: Draft) -> None:
-    prove = draft.get("checkpointing.prove")
-    _can_be_read(draft, "prove", parse_prove, "first_step" if prove is None else prove)
+def _prove_can_be_read(draft: Draft) -> Iterator[Refusal]:
+    yield from _unreadable("prove", parse_prove, draft.get("checkpointing.prove", "first_step"))
 
 
-def _can_be_read(draft: Draft, name: str, read: Callable[[Any], object], value: object) -> bool:
+def _unreadable(name: str, read: Callable[[Any], object], value: object) -> list[Refusal]:
+    """Return why the value of an option cannot be read, where it cannot."""
     try:
         read(value)
     except PolicyError as error:
-        draft.refuse(f"checkpointing.{name}", str(error))
-        return False
-    return True
+        return [(f"checkpointing.{name}", str(error))]
+    return []
 
 
-def _check_auto(draft: Draft, options: list[str]) -> None:
-    for name in options:
-        draft.refuse(f"checkpointing.{name}", "given with policy: auto, which chooses for each layer. Remove it.")
+def _auto_can_be_read(draft: Draft, options: Mapping[str, object], readable: Mapping[str, object]) -> Iterator[Refusal]:
+    for name, value in options.items():
+        if name not in ALLOWANCES and value is not False:
+            yield f"checkpointing.{name}", "given with policy: auto, which chooses for each layer. Remove it."
     for name, read in (("memory_budget", parse_budget), ("fallback", Policy.parse)):
-        value = draft.get(f"checkpointing.{name}")
-        if value is not None:
-            _can_be_read(draft, name, read, value)
-
-
-def _check_allowances(draft: Draft, readable: Mapping[str, object]) -> None:
+        if (value := draft.get(f"checkpointing.{name}")) is not None:
+            yield from _unreadable(name, read, value)
     for name in ALLOWANCES:
-        _can_be_read(draft, name, allowed_by, {name: readable.get(name)})
+        yield from _unreadable(name, allowed_by, {name: readable.get(name)})
 
 
 def _with_whole_path(draft: Draft, policy: object) -> object:
@@ -459,34 +437,30 @@ def _with_whole_path(draft: Draft, policy: object) -> object:
     return path
 
 
-def _one_plan_governs(draft: Draft) -> None:
+def _one_plan_governs(draft: Draft) -> Iterator[Refusal]:
     if not draft.has("checkpointing"):
         return
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if draft.get(f"training.{name}"):
-            draft.refuse(
-                f"training.{name}", "given with a checkpointing section, which governs. Remove one of the two."
-            )
+            yield f"training.{name}", "given with a checkpointing section, which governs. Remove one of the two."
         if draft.get(f"training.{name}_kwargs"):
-            draft.refuse(f"training.{name}_kwargs", "has no effect with a checkpointing section. Remove it.")
+            yield f"training.{name}_kwargs", "has no effect with a checkpointing section. Remove it."
     for name in ("activation_checkpointing", "fsdp_activation_checkpointing"):
         if draft.get(f"training.fsdp_config.{name}"):
-            draft.refuse(
-                f"training.fsdp_config.{name}",
-                "given with a checkpointing section, which governs. Remove one.",
-            )
+            yield f"training.fsdp_config.{name}", "given with a checkpointing section, which governs. Remove one."
 
 
 def _training(draft: Draft, name: str) -> Any:
     """Return a value of the training section, or its default."""
-    return draft.get(f"training.{name}", training_keys(draft.trainer or TEXT)[name].default)
+    return draft.get(f"training.{name}", field_types.training_keys((draft.trainer or TEXT).of_trl)[name].default)
 
 
 def _are_counts(*values: object) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in values)
+    return all(is_whole(value, 1) for value in values)
 
 
-_RULES: tuple[Callable[[Draft], None], ...] = (
+_RULES: tuple[Callable[[Draft], Iterator[Refusal]], ...] = (
+    _values_are_in_bounds,
     _names_are_not_empty,
     _model_has_one_source,
     _attention_is_known,
@@ -499,7 +473,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _virtual_tokens_are_trained,
     _quantization_is_one_kind,
     _loss_suits_format,
-    *TRAINER_RULES,
+    check_trainer,
     _evaluation_data_has_one_source,
     _evaluation_has_data,
     _precision_is_one,

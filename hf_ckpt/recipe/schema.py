@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_ckpt.errors import did_you_mean
-from hf_ckpt.policy.options import AutoOptions, CallbackOptions, types_of
+from hf_ckpt.errors import did_you_mean, shortened
+from hf_ckpt.policy.options import CallbackOptions, types_of
 from hf_ckpt.recipe import field_types
 from hf_ckpt.recipe.document import Entry, Location, Mistakes
 from hf_ckpt.recipe.field_types import DTYPES, Key, Keys, Type, advice, parse_type, show
@@ -40,8 +40,6 @@ class Section:
 TRAINER = "trainer"
 """The key besides the sections, with `REWARDS`."""
 REQUIRED_SECTIONS = ("model", "data", "training")
-# Whose keys depend on the trainer.
-_OF_TRAINER = ("training",)
 
 _MODEL = {
     "name_or_path": "str | None",
@@ -54,13 +52,9 @@ _MODEL = {
     "num_labels": "int | None",
     "base_recipe": "str | None",
 }
-_TOKENIZER = {"train": "dict"}
-_TOKENIZER_TRAINING = {"vocab_size": "int"}
-_ADAPTER = {"type": "str"}
 PREPARE_FOR_KBIT = "prepare_model_for_kbit_training"
 """The key of `quantization` that is a function of PEFT, and no field of `BitsAndBytesConfig`."""
 
-_QUANTIZATION = {PREPARE_FOR_KBIT: "bool"}
 _DATA = {
     "path": "str | list[str]",
     "name": "str | None",
@@ -93,7 +87,6 @@ DEFAULT_MAX_LENGTH = 1024
 _COLUMNS = {"text": "str", "prompt": "str", "completion": "str", "messages": "str"}
 _CHECKPOINTING = {
     "policy": "str | dict | list[dict]",
-    **types_of(AutoOptions),
     "micro_batch": "Literal['auto'] | None",
     **types_of(CallbackOptions),
 }
@@ -125,12 +118,13 @@ OTHER_NAMES = {
 """What keys are called in other versions of transformers and in other trainers, and what they are called here."""
 
 
-def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[str, Section]:
+def sections(adapter: str | None, trainer: TrainerKind) -> dict[str, Section]:
     """Return the sections of a recipe by name, as the installed libraries know them.
 
     `adapter`: one of PEFT's kinds of adapters, where the recipe has one. `trainer`: whose arguments `training` takes.
     """
     transformers = f"transformers {field_types.version('transformers')}"
+    arguments_of = "trl" if trainer.of_trl else "transformers"
     known = (
         Section("model", "the model section", _own(_MODEL)),
         Section("lora", f"LoraConfig (peft {field_types.version('peft')})", field_types.adapter_keys("lora")),
@@ -138,23 +132,18 @@ def sections(adapter: str | None = None, trainer: TrainerKind = TEXT) -> dict[st
         Section(
             "quantization",
             f"BitsAndBytesConfig ({transformers})",
-            {**field_types.quantization_keys(), **_own(_QUANTIZATION)},
+            {**field_types.quantization_keys(), **_own({PREPARE_FOR_KBIT: "bool"})},
         ),
         Section("data", "the data section", _own(_DATA), ("path",)),
         Section("checkpointing", "HFCkptCallback", _own(_CHECKPOINTING), ("policy",)),
-        Section("training", f"{trainer.arguments} ({_library(trainer)})", training_keys(trainer), ("output_dir",)),
+        Section(
+            "training",
+            f"{trainer.arguments} ({arguments_of} {field_types.version(arguments_of)})",
+            field_types.training_keys(trainer.of_trl),
+            ("output_dir",),
+        ),
     )
     return {section.name: section for section in known}
-
-
-def training_keys(trainer: TrainerKind) -> Keys:
-    """Return the fields of a trainer's arguments."""
-    return field_types.trl_keys(trainer.of_trl) if trainer.of_trl else field_types.training_keys()
-
-
-def _library(trainer: TrainerKind) -> str:
-    package = "trl" if trainer.of_trl else "transformers"
-    return f"{package} {field_types.version(package)}"
 
 
 def _adapter_section(kind: str | None) -> Section:
@@ -162,23 +151,24 @@ def _adapter_section(kind: str | None) -> Section:
     if kind is not None:
         _, class_name = field_types.adapter_classes()[kind]
         owner, keys = f"{class_name} (peft {field_types.version('peft')})", dict(field_types.adapter_keys(kind))
-    return Section("adapter", owner, {**_own(_ADAPTER), **keys}, ("type",))
+    return Section("adapter", owner, {**_own({"type": "str"}), **keys}, ("type",))
 
 
-def nested_sections(model_type: object, trainer: TrainerKind = TEXT) -> dict[str, Section]:
+def nested_sections(model_type: object, trainer: TrainerKind) -> dict[str, Section]:
     """Return what is known of the mappings inside sections, by key path."""
     columns = _COLUMNS if trainer.is_text else dict.fromkeys((*trainer.columns, *trainer.more_columns), "str")
     known = {
-        "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own(_TOKENIZER), ("train",)),
+        "model.tokenizer": Section("model.tokenizer", "a tokenizer", _own({"train": "dict"}), ("train",)),
         "model.tokenizer.train": Section(
-            "model.tokenizer.train", "a tokenizer's training", _own(_TOKENIZER_TRAINING), ("vocab_size",)
+            "model.tokenizer.train", "a tokenizer's training", _own({"vocab_size": "int"}), ("vocab_size",)
         ),
         "data.columns": Section("data.columns", "the mapping of columns", _own(columns)),
     }
     config = field_types.config_keys(model_type) if isinstance(model_type, str) else None
     if config is not None:
-        owner = f"{config.class_name} (transformers {field_types.version('transformers')})"
-        known["model.config"] = Section("model.config", owner, config.keys, ("model_type",))
+        class_name, keys = config
+        owner = f"{class_name} (transformers {field_types.version('transformers')})"
+        known["model.config"] = Section("model.config", owner, keys, ("model_type",))
     return known
 
 
@@ -191,6 +181,10 @@ _NULL_IS_ABSENT = ("model", "model.tokenizer", "model.tokenizer.train", "data", 
 # Where to look first for the home of a key that is in the wrong section.
 _LIKELY_HOMES = ("model", "training", "data", "lora", "adapter", "quantization", "checkpointing")
 _LONGEST_SHOWN = 80
+
+
+Refusal = tuple[str, str]
+"""A key path, and what is wrong with its value, or with its absence. Noted by `Draft.refuse`."""
 
 
 @dataclass(frozen=True)
@@ -211,23 +205,27 @@ class Draft:
             value = value[key]
         return value
 
+    def written(self, path: str) -> Any:
+        """Return what is written at a dotted path, valid or not; None where nothing is."""
+        entry = self.document.find(path)
+        return None if entry is None else entry.plain()
+
     def has(self, path: str) -> bool:
         """Tell whether something is written at a dotted path, valid or not."""
-        entry = _entry_at(self.document, path)
-        return path in self.mistakes.unread or (entry is not None and entry.value is not None)
+        return path in self.mistakes.unread or self.written(path) is not None
 
     def place(self, path: str) -> Location:
         """Return where the value at a dotted path is written, or else what would hold it."""
-        while (entry := _entry_at(self.document, path)) is None:
+        while (entry := self.document.find(path)) is None:
             path = path.rpartition(".")[0]
         return entry.place
 
     def refuse(self, path: str, text: str) -> None:
         """Note what is wrong with the value at a dotted path, or with its absence."""
-        self.mistakes.add(self.place(path), f"{path}{_shown(_entry_at(self.document, path))}: {text}")
+        self.mistakes.add(self.place(path), f"{path}{_shown(self.document.find(path))}: {text}")
 
 
-def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
+def check_sections(document: Entry, mistakes: Mistakes) -> Draft:
     """Check the keys of a document and the types of their values."""
     draft = Draft(document, {}, mistakes)
     draft = replace(draft, trainer=_trainer_kind(draft))
@@ -240,7 +238,7 @@ def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
         entry = document.value.get(section.name)
         if section.name == "adapter" and adapter is None:
             _refuse_adapter(draft, entry)
-        elif draft.trainer is None and section.name in _OF_TRAINER:
+        elif draft.trainer is None and section.name == "training":
             # Nothing is known of what a trainer takes that cannot be had.
             continue
         elif entry is not None and entry.value is not None:
@@ -253,8 +251,7 @@ def check_keys(document: Entry, mistakes: Mistakes) -> Draft:
 
 def _trainer_kind(draft: Draft) -> TrainerKind | None:
     """Return the trainer that a recipe names, if it can be had; it is refused otherwise."""
-    entry = draft.document.value.get(TRAINER)
-    name = None if entry is None else entry.plain()
+    name = draft.written(TRAINER)
     if name is None:
         return TEXT
     if not isinstance(name, str) or name not in TRAINERS:
@@ -263,8 +260,7 @@ def _trainer_kind(draft: Draft) -> TrainerKind | None:
         else:
             draft.refuse(TRAINER, f"expected one of {', '.join(TRAINERS)}.{did_you_mean(str(name).lower(), TRAINERS)}")
         return None
-    written = _entry_at(draft.document, "data.format")
-    kind = kind_of(name, None if written is None else written.plain())
+    kind = kind_of(name, draft.written("data.format"))
     return kind if _is_installed(draft, kind) else None
 
 
@@ -279,11 +275,9 @@ def _is_installed(draft: Draft, kind: TrainerKind) -> bool:
 
 def _adapter_kind(draft: Draft) -> str | None:
     """Return the kind of adapter of a recipe, if it is one that PEFT has."""
-    entry = _entry_at(draft.document, "adapter.type")
+    kind = draft.written("adapter.type")
     # Looked up only where it is needed: that reads a file of each kind.
-    if entry is None or not isinstance(entry.value, str) or entry.value not in field_types.adapter_classes():
-        return None
-    return entry.value
+    return kind if isinstance(kind, str) and kind in field_types.adapter_classes() else None
 
 
 def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
@@ -293,11 +287,11 @@ def _refuse_adapter(draft: Draft, entry: Entry | None) -> None:
     if not isinstance(entry.value, dict):
         draft.refuse("adapter", f"expected a mapping. {_EXAMPLES['adapter']}")
         return
-    kind, kinds = _entry_at(draft.document, "adapter.type"), sorted(field_types.adapter_classes())
-    if kind is None or kind.value is None:
+    kind, kinds = draft.written("adapter.type"), sorted(field_types.adapter_classes())
+    if kind is None:
         draft.refuse("adapter.type", f"missing. {_EXAMPLES['adapter']}")
     else:
-        near = did_you_mean(str(kind.plain()).lower(), kinds)
+        near = did_you_mean(str(kind).lower(), kinds)
         version = field_types.version("peft")
         draft.refuse("adapter.type", f"peft {version} has no such adapter.{near} It has {', '.join(kinds)}.")
 
@@ -358,7 +352,7 @@ def _check_nested(draft: Draft, known: dict[str, Section]) -> None:
     for path, section in nested_sections(model_type, draft.trainer or TEXT).items():
         if draft.trainer is None and path == "data.columns":
             continue
-        entry = _entry_at(draft.document, path)
+        entry = draft.document.find(path)
         if isinstance(draft.get(path), dict) and entry is not None:
             parent, _, key = path.rpartition(".")
             draft.get(parent)[key] = _check_section(draft, section, entry, known)
@@ -390,22 +384,12 @@ def _of_trainers(name: str) -> str:
     """Return which other trainers take a key of `training`."""
     if field_types.trl_version() is None:
         return ""
-    words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.trl_keys(kind.of_trl)]
+    words = [word for word, kind in TRAINERS.items() if kind.of_trl and name in field_types.training_keys(kind.of_trl)]
     choices = " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
     return f" It belongs to trainer: {choices}." if words else ""
-
-
-def _entry_at(document: Entry, path: str) -> Entry | None:
-    entry = document
-    for key in path.split(".") if path else ():
-        if not isinstance(entry.value, dict) or key not in entry.value:
-            return None
-        entry = entry.value[key]
-    return entry
 
 
 def _shown(entry: Entry | None) -> str:
     if entry is None or isinstance(entry.value, dict):
         return ""
-    text = show(entry.plain())
-    return f" = {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'}"
+    return f" = {shortened(show(entry.plain()), _LONGEST_SHOWN)}"

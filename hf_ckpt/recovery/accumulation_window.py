@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,8 @@ def one_of_each_device(model: nn.Module) -> list[Tensor]:
 
 # --- Buffers. ---
 
-_Place = tuple[dict[str, Tensor | None], str]
-"""A module's dictionary of buffers, and a name in it."""
+_Key = tuple[int, str]
+"""The id of a module's dictionary of buffers, and a name in it."""
 
 
 class Buffers:
@@ -75,25 +75,29 @@ class Buffers:
         self._first: SavedBuffers | None = None
         # Walking all modules in each micro-batch would take longer than all else.
         holders = [module for module in model.modules() if module._buffers]
-        self._holders = [(id(module), module._buffers) for module in holders]
+        self._holders = [module._buffers for module in holders]
         # A rotary embedding knows the length that its frequencies are for. Modules of torch know nothing of the kind.
         self._attributes = [vars(module) for module in holders if not type(module).__module__.startswith("torch.nn.")]
         self._changing: set[_Key] | None = None
 
     def now(self) -> SavedBuffers:
         """Return the buffers as they are."""
-        saved = SavedBuffers(self._attributes)
-        if self._are_sent and self._first is not None:
-            saved.share(self._first)
-            return saved
-        is_first = self._changing is None
-        for module, buffers in self._holders:
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    key = (module, name)
-                    is_copied = buffer.nbytes <= _LARGE_BYTES if is_first else key in (self._changing or ())
-                    saved.add(key, (buffers, name), buffer, is_copied=is_copied, on_host=is_first)
-        return saved
+        if self._first is not None:
+            # But not the numbers that belong to them.
+            return SavedBuffers(self._first.saved, self._attributes)
+        saved = {
+            (id(holder), name): _SavedBuffer(holder, name, buffer, buffer._version, self._copied(holder, name, buffer))
+            for holder in self._holders
+            for name, buffer in holder.items()
+            if buffer is not None
+        }
+        return SavedBuffers(saved, self._attributes)
+
+    def _copied(self, holder: dict[str, Tensor | None], name: str, buffer: Tensor) -> Tensor | None:
+        """Return what brings a buffer back after it was written to."""
+        if self._changing is None:
+            return buffer.detach().to("cpu", copy=True) if buffer.nbytes <= _LARGE_BYTES else None
+        return buffer.detach().clone() if (id(holder), name) in self._changing else None
 
     def learn(self, saved: SavedBuffers) -> None:
         """Find out, after the first micro-batch, which buffers it has changed."""
@@ -103,12 +107,10 @@ class Buffers:
             self._changing = saved.of_changed_modules()
 
 
-_Key = tuple[int, str]
-
-
 @dataclass(slots=True)
 class _SavedBuffer:
-    place: _Place
+    holder: dict[str, Tensor | None]
+    name: str
     tensor: Tensor
     version: int
     copy: Tensor | None
@@ -119,8 +121,7 @@ class _SavedBuffer:
 
     @property
     def has_other_values(self) -> bool:
-        holder, name = self.place
-        if holder.get(name) is not self.tensor:
+        if self.holder.get(self.name) is not self.tensor:
             return True
         if self.copy is None:
             return self.is_written
@@ -131,37 +132,27 @@ class SavedBuffers:
     """The buffers of a model at one moment.
 
     Args:
+        saved: the buffers.
         of_holders: attributes of modules that have buffers; the numbers in them belong to these.
     """
 
-    def __init__(self, of_holders: Iterable[dict[str, Any]] = ()) -> None:
-        self._saved: dict[_Key, _SavedBuffer] = {}
+    def __init__(self, saved: dict[_Key, _SavedBuffer], of_holders: Iterable[dict[str, Any]]) -> None:
+        self.saved = saved
         self._numbers = [(attributes, _numbers(attributes)) for attributes in of_holders]
-
-    def add(self, key: _Key, place: _Place, tensor: Tensor, *, is_copied: bool, on_host: bool) -> None:
-        """Note a buffer; a copied one can be brought back after it was written to."""
-        kept = None
-        if is_copied:
-            kept = tensor.detach().to("cpu", copy=True) if on_host else tensor.detach().clone()
-        self._saved[key] = _SavedBuffer(place, tensor, tensor._version, kept)
-
-    def share(self, other: SavedBuffers) -> None:
-        """Take the buffers of an earlier moment, but not the numbers that belong to them."""
-        self._saved = other._saved
 
     def of_changed_modules(self) -> set[_Key]:
         """Return the keys of all buffers of the modules of which any buffer has changed since."""
         # Kernels of normalization write running statistics past the versions of tensors.
-        changed = {key[0] for key, each in self._saved.items() if each.is_written or each.has_other_values}
-        return {key for key in self._saved if key[0] in changed}
+        changed = {key[0] for key, each in self.saved.items() if each.is_written or each.has_other_values}
+        return {key for key in self.saved if key[0] in changed}
 
     def with_other_values(self) -> list[str]:
         """Return the names of those that have other values than they had, or of which there is no copy to tell."""
-        return [each.place[1] for each in self._saved.values() if each.has_other_values]
+        return [each.name for each in self.saved.values() if each.has_other_values]
 
     def describe_lost(self) -> str | None:
         """Name those that were written to and of which there is no copy; None where there are none."""
-        lost = [each.place[1] for each in self._saved.values() if each.copy is None and each.is_written]
+        lost = [each.name for each in self.saved.values() if each.copy is None and each.is_written]
         if not lost:
             return None
         return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
@@ -172,9 +163,8 @@ class SavedBuffers:
             for name in _numbers(attributes).keys() - numbers.keys():
                 del attributes[name]
             attributes.update(numbers)
-        for each in self._saved.values():
-            holder, name = each.place
-            holder[name] = each.tensor
+        for each in self.saved.values():
+            each.holder[each.name] = each.tensor
             # To later micro-batches, which have no copy of it, a write would be one of a forward's.
             if each.copy is not None and each.has_other_values:
                 with torch.no_grad():
@@ -233,12 +223,35 @@ class Gradients:
 # --- The window. ---
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method of a Trainer, of its accelerator or of its optimizer."""
+
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        """Run the method."""
+        return self.method(*self.args, **self.kwargs)
+
+    @property
+    def inputs(self) -> Any:
+        """What a training step or a prediction step is given."""
+        return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
+
+    def with_inputs(self, inputs: Any) -> Call:
+        """Return the call of such a step with other inputs."""
+        if "inputs" in self.kwargs:
+            return replace(self, kwargs={**self.kwargs, "inputs": inputs})
+        return replace(self, args=(self.args[0], inputs, *self.args[2:]))
+
+
 @dataclass
 class MicroBatch:
     """One call of a Trainer's `training_step`, and what things were like when it began."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: Call
     randomness: Randomness
     attributes: Attributes
     buffers: SavedBuffers
@@ -246,32 +259,22 @@ class MicroBatch:
     """As accelerate counts micro-batches."""
     sends_gradients: bool
     """To other processes."""
-    size: int = 0
-    versions: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        named = list(tensors_in(self.inputs))
-        self.versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
+        named = list(tensors_in(self.call.inputs))
+        self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         self.size = sum(tensor.nbytes for _, tensor in named)
         # A step may take entries out of what it is given.
-        self._inputs = copy.copy(self.inputs)
+        self._inputs = copy.copy(self.call.inputs)
 
-    @property
-    def inputs(self) -> Any:
-        """What the step was given."""
-        return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call as they came."""
-        inputs = copy.copy(self._inputs)
-        if "inputs" in self.kwargs:
-            return self.args, {**self.kwargs, "inputs": inputs}
-        return (self.args[0], inputs, *self.args[2:]), self.kwargs
+    def again(self) -> Call:
+        """Return the call with its inputs as they came."""
+        return self.call.with_inputs(copy.copy(self._inputs))
 
     @property
     def changed_inputs(self) -> list[str]:
         """The names of inputs that have been written to since."""
-        return [name for name, tensor, version in self.versions if tensor._version != version]
+        return [name for name, tensor, version in self._versions if tensor._version != version]
 
 
 def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,6 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,25 +33,22 @@ class DataParallel:
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = wrapper
         self._trainable = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
-        self._num_begun = self._num_sent = 0
-        self._begun_before: list[int] = []
-        self._is_sending = False
         self._gradients = Gradients(self._trainable)
-        hooks = (
+        self.begin_window()
+        self._hooks = (
             wrapper.register_forward_pre_hook(partial(_before_wrapper, self)),
             wrapper.module.register_forward_pre_hook(partial(_before_module, self), prepend=True),
         )
-        self._removals: list[Callable[[], None]] = [hook.remove for hook in hooks]
 
     def remove(self) -> None:
         """Look no longer."""
-        for remove in self._removals:
-            remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def begin_window(self) -> None:
         """An optimizer step begins."""
         self._num_begun = self._num_sent = 0
-        self._begun_before = []
+        self._begun_before: list[int] = []
         self._is_sending = False
 
     def begin_replay(self) -> int:

@@ -19,7 +19,7 @@ from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
-from hf_ckpt.recovery.out_of_memory import Failure, Part, is_out_of_memory, release_memory
+from hf_ckpt.recovery.out_of_memory import Failure, Part, allocated_bytes, attempt, release_memory
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
@@ -89,15 +89,11 @@ class Escalation:
             self._put_in_force(self.ladder.rung)
 
     def attempt(self, function: Callable[[], Any]) -> tuple[Any, Failure | None]:
-        """Return what a function returns, or what it holds nothing of any longer: that memory ran out in it."""
-        try:
-            return function(), None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure.caught(error)
-        self._drop_failed_backward()
-        return None, failure
+        """Return what a function returns, or that memory ran out in it: its graph is let go of as well."""
+        returned, failure = attempt(function)
+        if failure is not None:
+            self._drop_failed_backward()
+        return returned, failure
 
     def recover(
         self, failed: Failed, fault: Callable[[], str | None], run_again: Callable[[], tuple[Any, Failed | None]]
@@ -154,7 +150,7 @@ class Escalation:
             # What the host had no room for says nothing about the device.
             batch=None if failed.failure.is_of_host else failed.batch,
             of_step=share_of_step(failed.failure),
-            of_batch=share_of_batch(failed.failure, held_bytes()),
+            of_batch=share_of_batch(failed.failure, allocated_bytes()),
         ):
             self._give_up(failed, "There is no leaner plan.")
         self._put_in_force(self.ladder.rung)
@@ -194,9 +190,10 @@ def rung_after(
         share = share_of_step(failure)
         leaner = planning.leaner_plan(share, is_exact=is_exact)
         if leaner is not None:
-            time = "" if leaner.time_ratio is None else f", predicted to take {leaner.time_ratio:.2f} of the time"
-            return Rung(leaner.plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
-    of_layers = None if failure.is_of_host else share_of_layers(failure, held_bytes())
+            leaner_plan, time_ratio = leaner
+            time = "" if time_ratio is None else f", predicted to take {time_ratio:.2f} of the time"
+            return Rung(leaner_plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
+    of_layers = None if failure.is_of_host else share_of_layers(failure, allocated_bytes())
     return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host, share=of_layers)
 
 
@@ -236,11 +233,6 @@ def share_of_layers(failure: Failure, held: int | None) -> float | None:
     if failure.part not in (Part.BACKWARD, Part.RECOMPUTATION) or kept <= 0:
         return None
     return min(1.0, _MARGIN * figures.missing_bytes / kept)
-
-
-def held_bytes() -> int | None:
-    """Return the bytes that tensors hold on the device of this process; None where there is none that counts them."""
-    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
 
 
 def _cost(before: Plan, after: Plan) -> str:

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from hf_ckpt.auto.largest_batch_in_data import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import Randomness, describe_inputs, named_tensors, one_of_each_device
+from hf_ckpt.recovery.accumulation_window import Call, Randomness, describe_inputs, named_tensors, one_of_each_device
 from hf_ckpt.recovery.attribute_snapshots import Attributes
-from hf_ckpt.recovery.instance_methods import Method
-from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
+from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 
 logger = logging.getLogger(__name__)
 
@@ -81,59 +81,55 @@ class EvaluationRecovery:
         self._on_devices = one_of_each_device(trainer.model)
         self._gathered = Gathered(trainer.accelerator)
 
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call) -> Any:
         """Run a batch, and halves of it where memory runs out.
 
         Raises:
             OutOfMemoryError: not even one row fits, or what the step returns cannot be put together.
         """
         self._gathered = Gathered(self._trainer.accelerator)
-        returned, failure = self._try(method, args, kwargs)
+        returned, failure = self._try(call)
+        if failure is not None:
+            release_memory()
+            # What the allocator held in pieces is together again.
+            returned = self._whole_or_in_halves(call)
+            self.num_recovered += 1
+        return returned
+
+    def _whole_or_in_halves(self, call: Call) -> Any:
+        returned, failure = self._try(call)
         if failure is None:
             return returned
         release_memory()
-        # What the allocator held in pieces is together again.
-        returned, failure = self._try(method, args, kwargs)
-        if failure is not None:
-            returned = self._in_halves(method, args, kwargs, failure)
-        self.num_recovered += 1
-        return returned
+        return self._in_halves(call, failure)
 
-    def _try(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Failure | None]:
+    def _try(self, call: Call) -> tuple[Any, Failure | None]:
         noted, randomness = Attributes(self._trainer), Randomness.now(self._on_devices)
         # A step may take entries out of what it is given.
-        args, kwargs = _with_inputs(args, kwargs, copy.copy(_inputs(args, kwargs)))
-        try:
-            with self._gathered.once():
-                return method(*args, **kwargs), None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure.caught(error)
+        call = call.with_inputs(copy.copy(call.inputs))
+        with self._gathered.once():
+            returned, failure = attempt(call)
+        if failure is None:
+            return returned, None
         if self._gathered.is_lost:
-            self._give_up(failure, _inputs(args, kwargs), "It was sending to the other processes.")
+            self._give_up(failure, call.inputs, "It was sending to the other processes.")
         if lost := noted.lost():
             written = ", ".join(lost)
-            self._give_up(failure, _inputs(args, kwargs), f"The step has written to the Trainer's tensors: {written}.")
+            self._give_up(failure, call.inputs, f"The step has written to the Trainer's tensors: {written}.")
         noted.restore()
         randomness.restore()
         return None, failure
 
-    def _in_halves(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], failure: Failure) -> Any:
-        inputs = _inputs(args, kwargs)
-        rows = num_rows(inputs)
+    def _in_halves(self, call: Call, failure: Failure) -> Any:
+        inputs = call.inputs
+        rows = _common_rows(inputs)
         if rows is None or rows < 2:
             why = "It is one row." if rows == 1 else "Its inputs cannot be split: they have no common number of rows."
             self._give_up(failure, inputs, why)
         self._say(inputs, failure)
         found, weights = [], []
         for part in (_rows(inputs, rows, 0, rows // 2), _rows(inputs, rows, rows // 2, rows)):
-            part_args, part_kwargs = _with_inputs(args, kwargs, part)
-            returned, part_failure = self._try(method, part_args, part_kwargs)
-            if part_failure is not None:
-                release_memory()
-                returned = self._in_halves(method, part_args, part_kwargs, part_failure)
-            found.append(returned)
+            found.append(self._whole_or_in_halves(call.with_inputs(part)))
             weights.append(self._num_counted(part))
         try:
             return _joined(found, None if self._gathered.values else weights)
@@ -146,7 +142,7 @@ class EvaluationRecovery:
         names = self._trainer.label_names
         labels = inputs.get(names[0]) if len(names) == 1 and shifted is None else shifted
         if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return float(num_rows(inputs) or 1)
+            return float(_common_rows(inputs) or 1)
         if labels.dim() > 1 and shifted is None and self._loss_shifts():
             labels = labels[:, 1:]
         return float((labels != _IGNORED).sum())
@@ -155,7 +151,9 @@ class EvaluationRecovery:
         """Whether the loss leaves out the first label of each row, as those of causal language models do."""
         # transformers before 5.2x does not say.
         of_trainer: bool | None = getattr(self._trainer, "_loss_shifts_labels", None)
-        return _is_causal(self._trainer.model) if of_trainer is None else of_trainer
+        if of_trainer is not None:
+            return of_trainer
+        return type(without_adapter(self._trainer.model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
     def _say(self, inputs: Any, failure: Failure) -> None:
         if not self._has_said:
@@ -163,7 +161,7 @@ class EvaluationRecovery:
             logger.warning(
                 "Out of memory in the evaluation of %s. %s It goes on in halves: predictions and loss are those of the "
                 "whole up to rounding, if the loss is a mean over labels. per_device_eval_batch_size=%d avoids it.",
-                *(describe_inputs(inputs), failure.figures.describe(), max(1, (num_rows(inputs) or 2) // 2)),
+                *(describe_inputs(inputs), failure.figures.describe(), max(1, (_common_rows(inputs) or 2) // 2)),
             )
 
     def _give_up(self, failure: Failure, inputs: Any, why: str) -> NoReturn:
@@ -173,7 +171,7 @@ class EvaluationRecovery:
         ) from failure.error
 
 
-def num_rows(inputs: Any) -> int | None:
+def _common_rows(inputs: Any) -> int | None:
     """Return the rows of a batch; None where its tensors differ in them, or have none."""
     found = {tensor.shape[0] if tensor.dim() else None for _, tensor in named_tensors(inputs)}
     return found.pop() if len(found) == 1 else None
@@ -186,21 +184,6 @@ def _rows(inputs: Mapping[str, Any], rows: int, start: int, stop: int) -> Any:
         if isinstance(value, Tensor) or (isinstance(value, list | tuple) and len(value) == rows):
             part[name] = value[start:stop]
     return part
-
-
-def _is_causal(model: Any) -> bool:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-
-
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs["inputs"] if "inputs" in kwargs else args[1]
-
-
-def _with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if "inputs" in kwargs:
-        return args, {**kwargs, "inputs": inputs}
-    return (args[0], inputs, *args[2:]), kwargs
 
 
 # --- Parts put together. ---

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -31,21 +32,16 @@ def describe_examples(trainer: Any, number: int, inputs: Any) -> str:
         number: of the micro-batch in its step, from 0.
         inputs: what the step was given.
     """
-    with _disable_current_modes():
-        indices = _checked_indices(trainer, number, inputs)
+    indices: list[int] | None = None
+    # Samplers, data sets and collators are anybody's, and the run ends anyway.
+    with _disable_current_modes(), suppress(Exception):
+        found = _indices(trainer, number)
+        indices = found if found is not None and _gives(trainer, found, inputs) else None
     if indices is None:
         return "The indices of its examples are not known: its data or their order cannot be read again."
     shown = ", ".join(map(str, indices[:_SHOWN]))
     more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
     return f"Examples of the training data in it: {shown}{more}."
-
-
-def _checked_indices(trainer: Any, number: int, inputs: Any) -> list[int] | None:
-    try:
-        indices = _indices(trainer, number)
-        return indices if indices is not None and _gives(trainer, indices, inputs) else None
-    except Exception:  # noqa: BLE001  # samplers, data sets and collators are anybody's, and the run ends anyway
-        return None
 
 
 def _indices(trainer: Any, number: int) -> list[int] | None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import describe_inputs
+from hf_ckpt.recovery.accumulation_window import Call, describe_inputs
 from hf_ckpt.recovery.failed_examples import describe_examples
-from hf_ckpt.recovery.instance_methods import Method
-from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory
+from hf_ckpt.recovery.out_of_memory import attempt
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.saved_files import write_plan
 from hf_ckpt.trainer.training_run import TrainingRun
@@ -53,21 +53,17 @@ class EndingPart:
         self._steps = steps
         self._num_steps, self._number = -1, 0
 
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call) -> Any:
         """Raise `OutOfMemoryError` where memory runs out."""
         num_steps = int(self._trainer.state.global_step)
         self._num_steps, self._number = num_steps, self._number + 1 if num_steps == self._num_steps else 0
-        try:
-            return method(*args, **kwargs) if self._steps is None else self._steps.run_once(method, args, kwargs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = Failure.caught(error)
+        returned, failure = attempt(call if self._steps is None else partial(self._steps.run_once, call))
+        if failure is None:
+            return returned
         where, examples = f"{self._what}, after {counted(num_steps, 'step')}", ""
         if self._what is None:
-            inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-            where = f"{failure.part} of step {num_steps + 1}, with {describe_inputs(inputs)}"
-            examples = describe_examples(self._trainer, self._number, inputs)
+            where = f"{failure.part} of step {num_steps + 1}, with {describe_inputs(call.inputs)}"
+            examples = describe_examples(self._trainer, self._number, call.inputs)
         sentences = (f"Out of memory in the {where}.", failure.figures.describe(), self._why, examples)
         raise OutOfMemoryError(" ".join(filter(None, sentences))) from failure.error
 

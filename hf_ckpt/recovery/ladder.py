@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,12 +20,14 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan, with_entries
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import binomial, resolve
 from hf_ckpt.policy.revolve import fewest_snapshots
-from hf_ckpt.recovery.room_for_faster_plan import Room
+from hf_ckpt.recovery.out_of_memory import MUCH
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
+from hf_ckpt.trainer.device_peak import DevicePeak
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
+    from hf_ckpt.auto.replan import RunPlanner
 
 _QUARTERS = 4
 """Steps in which layers are set to full."""
@@ -44,6 +47,59 @@ class Rung:
     is_exact: bool = True
 
 
+class Room:
+    """What there is for a step of one run: by what failed, by the budget, and by what was measured.
+
+    Args:
+        planning: of policy `auto`; None predicts nothing.
+        peak: of the device.
+    """
+
+    def __init__(self, planning: RunPlanner | None, peak: DevicePeak) -> None:
+        self._planning = planning
+        self._peak = peak
+
+    def needed(self, plan: Plan, batch: Batch | None) -> int | None:
+        """Return the bytes that a step is predicted to need; None where that is not known."""
+        # Values of images and the like are gone when this is asked.
+        if self._planning is None or batch is None or batch.tensors:
+            return None
+        try:
+            return self._planning.peak_of(plan, batch)
+        except HFCkptError:
+            return None
+
+    def begin_window(self, plans: Iterable[Plan]) -> None:
+        """Steps begin that run under some of these plans, and are to be measured."""
+        if self._measures(plans):
+            self._peak.begin_window()
+
+    def bytes(self, failed_bytes: int | None, ran: Collection[tuple[Plan, Batch | None]]) -> int | None:
+        """Return the bytes that a step may be predicted to need; None where nothing is predicted.
+
+        Args:
+            failed_bytes: predicted need of a step that failed, less what was missing.
+            ran: largest batches since `begin_window`, and under which plans.
+        """
+        if self._planning is None:
+            return None
+        found = [self._planning.budget_bytes]
+        if failed_bytes is not None:
+            found.append(failed_bytes)
+        memory = self._peak.in_window() if self._measures(plan for plan, _ in ran) else None
+        predicted = [each for plan, batch in ran if (each := self.needed(plan, batch)) is not None]
+        if memory is not None and predicted:
+            # By as much as these steps needed more than predicted, others will; and some is lost in pieces.
+            found.append(int((1 - MUCH) * memory.capacity) - (memory.peak - max(predicted)))
+        return min(found)
+
+    def _measures(self, plans: Iterable[Plan]) -> bool:
+        """Whether the device's count is for us to begin anew: an offload that measures itself reads it too."""
+        return self._planning is not None and not any(
+            entry.offload is not None for plan in plans for stack in plan.stacks for entry in stack.layers
+        )
+
+
 class Ladder:
     """The rungs of one run, and on which it stands.
 
@@ -53,14 +109,14 @@ class Ladder:
     Args:
         plan: that the run begins with.
         quiet_steps: the number of these steps.
-        room: says what a step needs and what there is; None where nobody does.
+        room: says what a step needs and what there is.
 
     Attributes:
         level: the number of the rung in force.
         rungs: those that were needed so far.
     """
 
-    def __init__(self, plan: Plan, quiet_steps: int, room: Room | None = None) -> None:
+    def __init__(self, plan: Plan, quiet_steps: int, room: Room) -> None:
         self.rungs = [Rung(plan)]
         self.level = 0
         self._quiet_steps = quiet_steps
@@ -102,7 +158,7 @@ class Ladder:
             of_step: share of what the step needed that was missing.
             of_batch: share of what it needed for its batch, besides weights and the like, that was missing.
         """
-        if self._room is not None and (needed := self._room.needed(self.rung.plan, batch)) is not None:
+        if (needed := self._room.needed(self.rung.plan, batch)) is not None:
             needed = int((1 - of_step) * needed)
             self._failed_bytes = min(needed, self._failed_bytes or needed)
         size = int((1 - of_batch) * size)
@@ -143,13 +199,12 @@ class Ladder:
     def _begin_look(self) -> None:
         self._steps_since = 0
         self._ran.clear()
-        if self._room is not None:
-            self._room.begin_window(rung.plan for rung in self.rungs)
+        self._room.begin_window(rung.plan for rung in self.rungs)
 
     def _clear(self) -> None:
         """Find, for each rung but the leanest, up to which size it may run again."""
         ran = [(self.rungs[level].plan, self._batches.get(size)) for level, size in self._ran.items()]
-        room = None if self._room is None else self._room.bytes(self._failed_bytes, ran)
+        room = self._room.bytes(self._failed_bytes, ran)
         below = -1
         for level in range(len(self.rungs) - 1):
             fitting = [self._failed[level] - 1] if room is None else self._fitting(level, room, above=below)
@@ -171,7 +226,6 @@ class Ladder:
             return True
         if any(size >= other and needed > room for other, needed in known.items()):
             return False
-        assert self._room is not None, "there is a number of bytes"
         needed = self._room.needed(self.rungs[level].plan, self._batches[size])
         if needed is None:
             # Then its size decides.
@@ -261,43 +315,36 @@ def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> R
 
 def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None) -> Rung | None:
     """Set more layers to full, of those that can be and are not. See `next_rung`."""
-    places = [(at, idx) for at, stack in enumerate(plan.stacks) for idx in range(len(stack.layers))]
+    entries = [entry for stack in plan.stacks for entry in stack.layers]
+    layers = [layer for stack in stacks for layer in stack.layers]
     left = [
-        (at, idx)
-        for at, idx in places
-        if plan.stacks[at].layers[idx].mode is not Mode.FULL and stacks[at].layers[idx].needs_gradient
+        place
+        for place, (entry, layer) in enumerate(zip(entries, layers, strict=True))
+        if entry.mode is not Mode.FULL and layer.needs_gradient
     ]
     # A module that layers share can only be treated alike in all of them.
     if not _is_possible(_with_full(plan, left), stacks, model):
         left = [place for place in left if _is_possible(_with_full(plan, [place]), stacks, model)]
     if not left:
         return None
-    number = math.ceil(len(places) / _QUARTERS) if share is None else math.ceil(len(left) * share)
+    number = math.ceil(len(entries) / _QUARTERS) if share is None else math.ceil(len(left) * share)
     chosen = left[: max(1, number)]
     if not _is_possible(_with_full(plan, chosen), stacks, model):
         chosen = left
     return Rung(_with_full(plan, chosen), f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")
 
 
-def _with_full(plan: Plan, places: Sequence[tuple[int, int]]) -> Plan:
-    chosen = set(places)
-    stacks = []
-    for at, stack in enumerate(plan.stacks):
-        layers = (
-            replace(entry, mode=Mode.FULL, save=(), why="") if (at, idx) in chosen else entry
-            for idx, entry in enumerate(stack.layers)
-        )
-        stacks.append(replace(stack, layers=tuple(layers)))
-    return replace(plan, stacks=tuple(stacks))
+def _with_full(plan: Plan, places: Sequence[int]) -> Plan:
+    """Set layers to full, by their places among those of all stacks."""
+    numbers = count()
+    return with_entries(
+        plan, lambda entry: replace(entry, mode=Mode.FULL, save=(), why="") if next(numbers) in places else entry
+    )
 
 
 def _nested_segments(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    nested = resolve(_NESTED, stacks, plan.model_class)
-    changed = [_is_longer_full(stack) for stack in plan.stacks]
-    pairs = zip(plan.stacks, nested.stacks, changed, strict=True)
-    chosen = tuple(new if is_changed else old for old, new, is_changed in pairs)
-    if not any(changed):
-        return None
+    pairs = zip(plan.stacks, resolve(_NESTED, stacks, plan.model_class).stacks, strict=True)
+    chosen = tuple(nested if _is_longer_full(stack) else stack for stack, nested in pairs)
     return Rung(replace(plan, stacks=chosen), "layers recomputed in segments, and again within them (nested)")
 
 
@@ -332,12 +379,11 @@ def _chunked_head(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung
 
 
 def _tiles(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> Rung | None:
-    chosen = []
-    for planned, stack in zip(plan.stacks, stacks, strict=True):
-        pairs = zip(planned.layers, stack.layers, strict=True)
-        layers = (replace(entry, tiles="auto") if _can_be_tiled(entry, layer) else entry for entry, layer in pairs)
-        chosen.append(replace(planned, layers=tuple(layers)))
-    return Rung(replace(plan, stacks=tuple(chosen)), "layers in tiles", is_exact=False)
+    layers = iter([layer for stack in stacks for layer in stack.layers])
+    tiled = with_entries(
+        plan, lambda entry: replace(entry, tiles="auto") if _can_be_tiled(entry, next(layers)) else entry
+    )
+    return Rung(tiled, "layers in tiles", is_exact=False)
 
 
 def _can_be_tiled(entry: LayerPlan, layer: Layer) -> bool:

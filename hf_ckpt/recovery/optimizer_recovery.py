@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -25,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.instance_methods import Method
-from hf_ckpt.recovery.out_of_memory import Failure, is_out_of_memory, release_memory
+from hf_ckpt.recovery.accumulation_window import Call
+from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class OptimizerSteps:
         self._temporaries: dict[int, Temporaries] = {}
         self._part_bytes: int | None = None
 
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call) -> Any:
         """Run a step, in parts if need be.
 
         Raises:
@@ -61,12 +62,15 @@ class OptimizerSteps:
         """
         groups: list[Group] = self._optimizer.param_groups
         whole = [(group, weight) for group in groups for weight in group["params"] if weight.grad is not None]
-        if args or kwargs or not whole or not self._is_known(groups):
-            return self._run_unknown(method, args, kwargs)
+        if call.args or call.kwargs or not whole or not self._is_known(groups):
+            returned, failure = attempt(call)
+            if failure is not None:
+                self._give_up(failure, is_written=True)
+            return returned
         parts = _split(whole, self._part_bytes)
         is_written = is_retried = False
         while parts:
-            failure = self._attempt(method, parts[0], is_whole=len(parts[0]) == len(whole))
+            failure = self._attempt(call, parts[0], is_whole=len(parts[0]) == len(whole))
             if failure is None:
                 parts.pop(0)
                 is_written = True
@@ -78,23 +82,18 @@ class OptimizerSteps:
         self.num_recovered += is_retried
         return None
 
-    def _attempt(self, method: Method, part: Part, *, is_whole: bool) -> Failure | None:
+    def _attempt(self, call: Call, part: Part, *, is_whole: bool) -> Failure | None:
         """Step for some weights. Returns why nothing was written, if so; raises if memory ran out after that."""
         before = _WriteDetector(self._optimizer, part)
-        is_tried = False
-        try:
-            self._try_temporaries(part)
-            is_tried = True
+        _, failure = attempt(partial(self._try_temporaries, part))
+        if failure is None:
             with _nothing_else(self._optimizer, part, is_whole=is_whole):
-                method()
-            return None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            makes_state = any(frame.f_code.co_name == _MAKES_STATE for frame, _ in walk_tb(error.__traceback__))
-            failure = Failure.caught(error)
-        if is_tried and not (makes_state and before.is_unwritten()):
-            self._give_up(failure, is_written=True)
+                _, failure = attempt(call)
+            if failure is None:
+                return None
+            makes_state = any(frame.f_code.co_name == _MAKES_STATE for frame, _ in walk_tb(failure.error.__traceback__))
+            if not (makes_state and before.is_unwritten()):
+                self._give_up(failure, is_written=True)
         before.remove_new_state()
         return failure
 
@@ -109,14 +108,6 @@ class OptimizerSteps:
             *(self._step, len(part), max(map(len, halves))),
         )
         return halves
-
-    def _run_unknown(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._give_up(Failure.caught(error), is_written=True)
 
     def _give_up(self, failure: Failure, *, is_written: bool) -> NoReturn:
         if is_written:
@@ -271,14 +262,12 @@ class Temporaries:
 
     def allocate(self, weights: Sequence[nn.Parameter]) -> None:
         """Allocate them for some weights, and let go of them."""
-        if self.is_at_once:
-            kept = [self._like(weight) for weight in weights]
-            kept.clear()
-        else:
-            self._like(max(weights, key=lambda weight: weight.nbytes))
-
-    def _like(self, weight: nn.Parameter) -> Tensor:
-        return torch.empty(math.ceil(self.share * weight.nbytes), dtype=torch.uint8, device=weight.device)
+        at_once = weights if self.is_at_once else [max(weights, key=lambda weight: weight.nbytes)]
+        kept = [
+            torch.empty(math.ceil(self.share * weight.nbytes), dtype=torch.uint8, device=weight.device)
+            for weight in at_once
+        ]
+        kept.clear()
 
 
 class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from traceback import clear_frames, walk_tb
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -155,6 +157,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     # Other errors of this package may mention it: that another process was killed for want of memory.
     is_of_others = isinstance(error, RuntimeError | OSError) and not isinstance(error, HFCkptError)
     return is_of_others and _WORDS.search(str(error)) is not None
+
+
+def attempt(function: Callable[[], Any]) -> tuple[Any, Failure | None]:
+    """Return what a function returns, or what it holds nothing of any longer: that memory ran out in it."""
+    try:
+        return function(), None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, Failure.caught(error)
+
+
+def allocated_bytes() -> int | None:
+    """Return the bytes that tensors hold on the device of this process; None where there is none that counts them."""
+    return torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
 
 
 def release_memory() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,14 @@ from hf_ckpt.errors import OutOfMemoryError, PolicyError
 from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
+from hf_ckpt.recovery.accumulation_window import Call
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import EvaluationRecovery
 from hf_ckpt.recovery.failed_run import CleanEnd, EndingPart, newest_checkpoint
-from hf_ckpt.recovery.instance_methods import Method, set_method
-from hf_ckpt.recovery.ladder import Ladder, Rung
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.optimizer_recovery import OptimizerSteps
 from hf_ckpt.recovery.out_of_memory import Failure
-from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.recovery.training_step import TrainingSteps
 from hf_ckpt.trainer.training_run import TrainingRun
 
@@ -98,7 +98,7 @@ class Recovery:
         *,
         is_exact: bool,
         quiet_steps: int,
-        why_not: str | None = None,
+        why_not: str | None,
     ) -> None:
         self._trainer = trainer
         self._run = run
@@ -139,7 +139,7 @@ class Recovery:
         owners = {"clip_grad_norm_": trainer.accelerator, "step": trainer.optimizer}
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
-        self._undos = [set_method(self, owners.get(name, trainer), name) for name in self._parts]
+        self._undos = [_set_method(self, owners.get(name, trainer), name) for name in self._parts]
         if data_parallel is not None:
             self._undos.append(data_parallel.remove)
 
@@ -147,10 +147,11 @@ class Recovery:
 
     def is_over(self) -> bool:
         """Whether the call of `train()` that this belongs to has ended, in an error of somebody else's."""
-        return self._run.is_removed or (self._call is not None and not self._call.is_running())
+        is_ours = bool(self._undos) and not self._run.is_removed
+        return not is_ours or (self._call is not None and not self._call.is_running())
 
     def __reduce__(self) -> tuple[Callable[[], Recovery], tuple[()]]:
-        # A copy of the model leads here by its hooks: without this the Trainer would be copied with it.
+        # A copy of the model leads here by its hooks, and one of the Trainer by its methods: that one runs them alone.
         return _stopped, ()
 
     def stop(self) -> None:
@@ -159,10 +160,10 @@ class Recovery:
             undo()
         self._undos.clear()
 
-    def run(self, name: str, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the Trainer. See `instance_methods.Runner`."""
+    def run(self, name: str, call: Call) -> Any:
+        """Run a method of the Trainer, and return what it returns."""
         try:
-            return self._parts[name].run(method, args, kwargs)
+            return self._parts[name].run(call)
         except BaseException as error:
             # An evaluation's may be caught by whoever asked for it. One from a method within is as it is to be.
             if not self._undos or (name == "prediction_step" and self._end is None):
@@ -244,21 +245,26 @@ class Recovery:
 
 
 def begin(
-    trainer: Any, args: TrainingArguments, planning: RunPlanner | None, make: Callable[[str | None], Recovery]
+    trainer: Any,
+    args: TrainingArguments,
+    run: TrainingRun,
+    announce: Callable[[Plan], None],
+    planning: RunPlanner | None,
+    *,
+    is_exact: bool,
+    quiet_steps: int,
 ) -> Recovery | None:
     """Return the recovery of a run that begins, or None where there is none, and say so.
 
-    Args:
-        trainer: that trains; None where it was not found.
-        args: the Trainer's.
-        planning: of policy `auto`, or None.
-        make: makes it, given why no step is run again.
+    `trainer` is None where it was not found. For the rest see `Recovery`.
     """
     why = why_not(trainer, args, planning)
     if why is not None and args.process_index == 0:
         logger.info('on_oom="escalate" is not in force here: %s. Running out of memory ends the run.', why)
     ends_others = store.num_processes() > 1 and getattr(trainer, "optimizer", None) is not None
-    return make(why) if why is None or (ends_others and not args.auto_find_batch_size) else None
+    if why is None or (ends_others and not args.auto_find_batch_size):
+        return Recovery(trainer, run, announce, planning, is_exact=is_exact, quiet_steps=quiet_steps, why_not=why)
+    return None
 
 
 def _is_whole(trainer: Any) -> bool:
@@ -271,3 +277,38 @@ def _stopped() -> Recovery:
     made = object.__new__(Recovery)
     made._undos = []
     return made
+
+
+# --- Methods that run through a recovery. ---
+
+# Only instance attributes are set, each a `partial` of a module-level function: what a subclass has written runs
+# inside, and copies and pickles of the object run it alone.
+
+
+def _set_method(recovery: Recovery, owner: object, name: str) -> Callable[[], None]:
+    """Let a method of an object run through a recovery, and return what puts back what was there."""
+    found = vars(owner).get(name)
+    ours = partial(_call, recovery, owner, name, found)
+    # A scheduler of torch looks for a mark on the step of its optimizer.
+    setattr(owner, name, update_wrapper(ours, getattr(owner, name)))
+    return partial(_put_back, owner, name, found, ours)
+
+
+def _call(
+    recovery: Recovery, owner: object, name: str, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    call = Call(partial(getattr(type(owner), name), owner) if found is None else found, args, kwargs)
+    if recovery.is_over():
+        recovery.stop()
+        return call()
+    return recovery.run(name, call)
+
+
+def _put_back(owner: object, name: str, found: object, ours: object) -> None:
+    if vars(owner).get(name) is not ours:
+        # Whoever put another one over ours knows what to put back.
+        return
+    if found is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, found)

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_ckpt.recovery.accumulation_window import (
     Buffers,
+    Call,
     MicroBatch,
     Randomness,
     Window,
@@ -24,7 +25,6 @@ from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.failed_examples import describe_examples
-from hf_ckpt.recovery.instance_methods import Method
 from hf_ckpt.recovery.out_of_memory import Failure
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class TrainingSteps:
         self._window = None
         self._escalation.ladder.end_step()
 
-    def run(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call) -> Any:
         """Run a micro-batch, and the whole window again for as long as memory runs out and there is a leaner plan.
 
         Raises:
@@ -104,21 +104,21 @@ class TrainingSteps:
         window, escalation = self._window, self._escalation
         if window is None:
             # Somebody runs a step by hand.
-            return method(*args, **kwargs)
-        micro_batch = self._begin(window, args, kwargs)
+            return call()
+        micro_batch = self._begin(window, call)
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
-        returned, failure = escalation.attempt(partial(method, *args, **kwargs))
+        returned, failure = escalation.attempt(call)
         if failure is not None:
-            failed = self._failed(micro_batch, failure)
-            returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, method, window))
+            failed = self._failed(window, len(window.micro_batches) - 1, failure)
+            returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, window))
         self._buffers.learn(micro_batch.buffers)
         escalation.ladder.passed(micro_batch.size, self._batch)
         return returned
 
-    def run_once(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_once(self, call: Call) -> Any:
         """Run a micro-batch that is not run again, and note what `undo` needs."""
-        micro_batch = None if self._window is None else self._begin(self._window, args, kwargs)
-        returned = method(*args, **kwargs)
+        micro_batch = None if self._window is None else self._begin(self._window, call)
+        returned = call()
         if micro_batch is not None:
             self._buffers.learn(micro_batch.buffers)
         return returned
@@ -131,13 +131,12 @@ class TrainingSteps:
         fault = window.fault()
         return self._data_parallel.fault(window) if fault is None and self._data_parallel is not None else fault
 
-    def _begin(self, window: Window, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatch:
+    def _begin(self, window: Window, call: Call) -> MicroBatch:
         trainer, others = self._trainer, self._data_parallel
         if others is not None:
             others.begin_micro_batch()
         micro_batch = MicroBatch(
-            args,
-            kwargs,
+            call,
             Randomness.now(self._on_devices),
             Attributes(trainer, trainer.state, *self._counters),
             self._buffers.now(),
@@ -147,15 +146,13 @@ class TrainingSteps:
         window.micro_batches.append(micro_batch)
         return micro_batch
 
-    def _failed(self, micro_batch: MicroBatch, failure: Failure) -> Failed:
-        step = int(self._trainer.state.global_step) + 1
-        window = [] if self._window is None else self._window.micro_batches
-        number = next(at for at, each in enumerate(window) if each is micro_batch)
-        examples = partial(describe_examples, self._trainer, number, micro_batch.inputs)
-        inputs = describe_inputs(micro_batch.inputs)
+    def _failed(self, window: Window, number: int, failure: Failure) -> Failed:
+        step, micro_batch = int(self._trainer.state.global_step) + 1, window.micro_batches[number]
+        examples = partial(describe_examples, self._trainer, number, micro_batch.call.inputs)
+        inputs = describe_inputs(micro_batch.call.inputs)
         return Failed(failure, step, micro_batch.size, inputs, self._batch, examples)
 
-    def _replay(self, method: Method, window: Window) -> tuple[Any, Failed | None]:
+    def _replay(self, window: Window) -> tuple[Any, Failed | None]:
         """Run the window's micro-batches again, or the last one, until one fails."""
         gradient_state, others = self._trainer.accelerator.gradient_state, self._data_parallel
         syncs = gradient_state.sync_gradients
@@ -166,7 +163,7 @@ class TrainingSteps:
             window.micro_batches[first].buffers.restore()
         returned: Any = None
         try:
-            for micro_batch in window.micro_batches[first:]:
+            for number, micro_batch in enumerate(window.micro_batches[first:], first):
                 micro_batch.attributes.restore()
                 micro_batch.randomness.restore()
                 gradient_state._set_sync_gradients(micro_batch.syncs_gradients)
@@ -174,10 +171,9 @@ class TrainingSteps:
                     others.begin_again(syncs=micro_batch.sends_gradients)
                 if self._planning is not None:
                     self._planning.start_micro_batch_again()
-                args, kwargs = micro_batch.arguments()
-                returned, failure = self._escalation.attempt(partial(method, *args, **kwargs))
+                returned, failure = self._escalation.attempt(micro_batch.again())
                 if failure is not None:
-                    return None, self._failed(micro_batch, failure)
+                    return None, self._failed(window, number, failure)
         finally:
             gradient_state._set_sync_gradients(syncs)
         return returned, None

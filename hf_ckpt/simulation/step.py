@@ -84,9 +84,6 @@ class OwnLoss(Protocol):
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
 
-    def names_of(self, batch: Any) -> tuple[str, ...]:
-        """Return the names of what a micro-batch of text of this size is made of."""
-
     @property
     def keeps_predictions(self) -> bool:
         """Whether evaluation keeps what the model returns."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -109,67 +109,58 @@ def check_repeatability(trials: Trials) -> Check:
     """Check that the reference repeats itself; if not, name the first module that does not."""
     name = "repeatability"
     if trials.is_repeatable:
-        return Check(name=name, verdict="pass", detail="Without the plan, two runs are equal bit by bit.")
+        return Check(name, "pass", "Without the plan, two runs are equal bit by bit.")
     module = first_differing_module(trials.reference, trials.repeated)
     where = (
         f"The first module whose output differs is {module}: a non-deterministic kernel, or code that draws from "
         "somewhere else than torch's seeded generators"
         if module
         else "All modules return the same in forward: a kernel of the backward is non-deterministic, first in "
-        f"{listed(trials.noise.differing[:1])}"
+        f"{next(iter(trials.noise.differing), '')}"
     )
     return Check(
-        name=name,
-        verdict="fail",
-        detail=f"Without the plan, two runs from the same weights, seed and batches differ. {where}. "
+        name,
+        "fail",
+        f"Without the plan, two runs from the same weights, seed and batches differ. {where}. "
         "training.full_determinism=true makes torch choose kernels that repeat themselves.",
-        figures=_figures(trials.noise),
+        _figures(trials.noise),
     )
 
 
 def check_loss(trials: Trials) -> Check:
     """Compare the loss of every micro-batch."""
-    name = "loss"
+    name, tolerance = "loss", trials.planned.tolerance
     expected, got = losses_of(trials.reference), losses_of(trials.planned)
     expected = expected[: len(got)]
     if not all(math.isfinite(loss) for loss in expected):
-        return Check(name=name, verdict="fail", detail="The loss is not finite even without the plan.")
+        return Check(name, "fail", "The loss is not finite even without the plan.")
     if not got:
-        return Check(name=name, verdict="skip", detail="No forward and backward was completed with the plan.")
-    differing = [number for number, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1]]
-    error = _error_of(zip(expected, got, strict=True))
+        return Check(name, "skip", "No forward and backward was completed with the plan.")
+    pairs = list(zip(expected, got, strict=True))
+    differing = [number for number, (a, b) in enumerate(pairs) if a != b]
+    error = _error_of(pairs)
     figures: dict[str, float] = {"num_losses": len(got), "num_not_equal": len(differing), "max_relative_error": error}
     if not differing:
         what = f"{counted(len(got), 'loss')[:-1] + 'es' if len(got) > 1 else '1 loss'} equal bit by bit."
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
-    if trials.planned.tolerance is not None and _losses_within_tolerance(trials, expected, got):
-        return Check(
-            name=name, verdict="pass", detail=_within_tolerance(trials.planned.tolerance, error), figures=figures
-        )
-    if not trials.is_repeatable and error <= _NOISE_MARGIN * _loss_noise(trials):
-        return Check(name=name, verdict="pass", detail=_within_noise(error, _loss_noise(trials)), figures=figures)
+        return Check(name, "pass", what, figures)
+    if tolerance is not None and _are_within(tolerance, pairs, len(pairs) // max(trials.planned.num_steps, 1)):
+        return Check(name, "pass", _within_tolerance(tolerance, error), figures)
+    noise = _error_of(zip(losses_of(trials.reference), losses_of(trials.repeated), strict=False))
+    if not trials.is_repeatable and error <= _NOISE_MARGIN * noise:
+        return Check(name, "pass", _within_noise(error, noise), figures)
     first = differing[0]
     detail = (
         f"{len(differing)} of {len(got)} losses differ, the first in micro-batch {first + 1}: {expected[first]!r} "
         f"without and {got[first]!r} with the plan."
     )
-    return Check(name=name, verdict="fail", detail=detail, figures=figures)
+    return Check(name, "fail", detail, figures)
 
 
-def _losses_within_tolerance(trials: Trials, expected: list[float], got: list[float]) -> bool:
-    tolerance = trials.planned.tolerance
-    if tolerance is None:
-        return False
-    per_step = len(got) // max(trials.planned.num_steps, 1)
+def _are_within(tolerance: Tolerance, pairs: Sequence[tuple[float, float]], per_step: int) -> bool:
     return all(
         abs(a - b) <= (tolerance.first if number < per_step else tolerance.later) * abs(a)
-        for number, (a, b) in enumerate(zip(expected, got, strict=True))
+        for number, (a, b) in enumerate(pairs)
     )
-
-
-def _loss_noise(trials: Trials) -> float:
-    pairs = zip(losses_of(trials.reference), losses_of(trials.repeated), strict=False)
-    return _error_of(pairs)
 
 
 def _error_of(pairs: Iterable[tuple[float, float]]) -> float:
@@ -182,19 +173,18 @@ def check_gradients(trials: Trials) -> Check:
     """Compare every gradient of every step."""
     name, diff = "gradients", trials.differences
     if not diff.num_compared:
-        return Check(name=name, verdict="skip", detail="No optimizer step was reached with the plan.")
+        return Check(name, "skip", "No optimizer step was reached with the plan.")
     figures = _figures(diff)
     if diff.is_equal:
-        what = f"{counted(diff.num_compared, 'gradient')} equal bit by bit."
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", f"{counted(diff.num_compared, 'gradient')} equal bit by bit.", figures)
     if trials.planned.tolerance is not None and trials.is_within_tolerance:
         what = _within_tolerance(trials.planned.tolerance, trials.first_step_differences.max_scaled_error)
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     noise = trials.noise.max_relative_error
     is_noise = not diff.lost and diff.max_relative_error <= _NOISE_MARGIN * noise
     if not trials.is_repeatable and is_noise:
-        return Check(name=name, verdict="pass", detail=_within_noise(diff.max_relative_error, noise), figures=figures)
-    return Check(name=name, verdict="fail", detail=_difference(diff), figures=figures)
+        return Check(name, "pass", _within_noise(diff.max_relative_error, noise), figures)
+    return Check(name, "fail", _difference(diff), figures)
 
 
 def _difference(diff: TensorDifferences) -> str:
@@ -240,41 +230,39 @@ def check_trainable(trials: Trials) -> Check:
     name, planned = "trainable parameters", trials.planned
     figures: dict[str, float] = {"num_trainable": len(planned.trainable)}
     if not planned.trainable:
-        return Check(name=name, verdict="fail", detail="Nothing trains: no parameter requires a gradient.")
+        return Check(name, "fail", "Nothing trains: no parameter requires a gradient.")
     if planned.failure is not None and "does not require grad" in str(planned.failure.error):
         what = "With the plan nothing trains: the loss no longer depends on any trainable parameter."
-        return Check(name=name, verdict="fail", detail=what, figures=figures)
+        return Check(name, "fail", what, figures)
     if planned.num_steps == 0:
-        return Check(name=name, verdict="skip", detail="No optimizer step was reached with the plan.", figures=figures)
+        return Check(name, "skip", "No optimizer step was reached with the plan.", figures)
     here = [parameter for parameter in planned.trainable if parameter not in planned.on_other_ranks]
     if not here:
-        return Check(name=name, verdict="skip", detail="This process holds no part of what trains.", figures=figures)
-    without = [
-        parameter
-        for parameter in here
-        if all(planned.gradients(step).get(parameter) is None for step in range(planned.num_steps))
-    ]
+        return Check(name, "skip", "This process holds no part of what trains.", figures)
+    steps = map(planned.gradients, range(planned.num_steps))
+    with_gradient = {name for step in steps for name, gradient in step.items() if gradient is not None}
+    without = [parameter for parameter in here if parameter not in with_gradient]
     lost = [parameter for parameter in without if _has_run(planned, parameter)]
     if lost:
-        return Check(name=name, verdict="fail", detail=_without_gradient(trials, lost), figures=figures)
+        return Check(name, "fail", _without_gradient(trials, lost), figures)
     still = _fault_of_movement(planned, here) if planned.failure is None else None
     if still is not None:
-        return Check(name=name, verdict="fail", detail=still, figures=figures)
+        return Check(name, "fail", still, figures)
     idle = f" {counted(len(without), 'other')} belong to modules that never ran." if without else ""
-    got = len(here) - len(without)
-    figures |= {"num_with_gradient": got, "num_moved": len(_moved(planned, here))}
+    got, num_moved = len(here) - len(without), len(_moved(planned, here))
+    figures |= {"num_with_gradient": got, "num_moved": num_moved}
     what = f"{counted(got, 'trainable parameter')} got gradients, and training moved them."
-    if planned.failure is None and figures["num_moved"] < got:
+    if planned.failure is None and num_moved < got:
         what = (
-            f"{counted(got, 'trainable parameter')} got gradients; training moved {int(figures['num_moved'])} of them, "
+            f"{counted(got, 'trainable parameter')} got gradients; training moved {num_moved} of them, "
             "the others by less than their dtype can hold."
         )
-    return Check(name=name, verdict="pass", detail=what + idle, figures=figures)
+    return Check(name, "pass", what + idle, figures)
 
 
 def _without_gradient(trials: Trials, lost: list[str]) -> str:
-    reference = trials.reference
-    is_ours = bool(reference.num_steps) and any(reference.gradients(0).get(name) is not None for name in lost)
+    of_reference = trials.reference.gradients(0) if trials.reference.num_steps else {}
+    is_ours = any(of_reference.get(name) is not None for name in lost)
     if len(lost) == len(trials.planned.trainable):
         head = "Nothing trains: no trainable parameter got a gradient although its module ran"
     else:
@@ -309,7 +297,7 @@ def _has_run(record: Record, parameter: str) -> bool:
         if f"{around}.base_layer" in modules:
             owner = around
         around = around.rpartition(".")[0]
-    return record.forward_counts[owner, False] > 0
+    return record.forwards[owner] > 0
 
 
 def check_weights(trials: Trials) -> Check:
@@ -320,7 +308,7 @@ def check_weights(trials: Trials) -> Check:
     figures: dict[str, float] = {"num_parameters": len(names), "num_not_equal": len(differing)}
     if not differing:
         what = f"{counted(len(names), 'parameter')} equal bit by bit after {counted(planned.num_steps, 'step')}."
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     frozen = [key for key in differing if key not in planned.trainable]
     diff = compare_weights(reference, planned)
     figures["max_relative_error"] = diff.max_relative_error
@@ -331,16 +319,16 @@ def check_weights(trials: Trials) -> Check:
             f"{tolerance.later:.2g} is allowed: the optimizer magnifies rounding that is another one with "
             f"{tolerance.what}."
         )
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     noise = compare_weights(reference, trials.repeated).max_relative_error
     if not trials.is_repeatable and not frozen and diff.max_relative_error <= _NOISE_MARGIN * noise:
         what = _within_noise(diff.max_relative_error, noise)
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     what = f"{len(differing)} of {len(names)} parameters differ after {counted(planned.num_steps, 'step')}"
     if frozen:
         what += f", frozen ones among them ({listed(sorted(frozen))})"
     what += f": relative error up to {diff.max_relative_error:.2g} ({diff.worst})." if diff.worst else "."
-    return Check(name=name, verdict="fail", detail=what, figures=figures)
+    return Check(name, "fail", what, figures)
 
 
 def check_in_float32(expected: Record, got: Record) -> Check:
@@ -350,11 +338,9 @@ def check_in_float32(expected: Record, got: Record) -> Check:
     """
     name = "in float32"
     if expected.failure is not None:
-        what = f"Without the plan, the recipe does not run in float32: {expected.failure.error!r}"
-        return Check(name=name, verdict="skip", detail=what)
+        return Check(name, "skip", f"Without the plan, the recipe does not run in float32: {expected.failure.error!r}")
     if got.failure is not None:
-        what = f"With the plan, the run ends in float32: {got.failure.error!r}"
-        return Check(name=name, verdict="fail", detail=what)
+        return Check(name, "fail", f"With the plan, the run ends in float32: {got.failure.error!r}")
     pairs = list(zip(losses_of(expected), losses_of(got), strict=True))
     of_loss = _error_of(pairs)
     diff = compare_gradients(expected, got)
@@ -362,26 +348,26 @@ def check_in_float32(expected: Record, got: Record) -> Check:
     figures = {**_figures(diff), "max_relative_error_of_loss": of_loss, "max_scaled_error": diff.max_scaled_error}
     if error <= IN_FLOAT32_TOLERANCE and not (diff.lost or diff.gained):
         what = f"Relative error up to {error:.2g} in the first step, where {IN_FLOAT32_TOLERANCE:.2g} is allowed."
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     what = (
         f"The loss of the first step is off by {of_loss:.2g}, and gradients by up to {diff.max_scaled_error:.2g}, "
         f"where {IN_FLOAT32_TOLERANCE:.2g} is allowed for rounding. Half precision may hide it. This is a fault of "
         "tiles or of the chunked head: please report it, and leave them out."
     )
-    return Check(name=name, verdict="fail", detail=what, figures=figures)
+    return Check(name, "fail", what, figures)
 
 
 # --- How far tensors of two trials are apart. ---
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorDifferences:
-    """How far the gradients or weights of two trials are apart, by name."""
+    """How far the gradients or weights of two trials are apart, by name. Names are the keys of dicts, in order."""
 
     num_compared: int = 0  # tensors that at least one of them has, counted once for each step
-    differing: tuple[str, ...] = ()  # not equal bit by bit
-    lost: tuple[str, ...] = ()  # only the first trial has them
-    gained: tuple[str, ...] = ()  # only the second trial has them
+    differing: dict[str, None] = field(default_factory=dict)  # not equal bit by bit
+    lost: dict[str, None] = field(default_factory=dict)  # only the first trial has them
+    gained: dict[str, None] = field(default_factory=dict)  # only the second trial has them
     max_relative_error: float = 0.0
     """Largest difference over the largest value of its tensor."""
     max_scaled_error: float = 0.0
@@ -398,54 +384,41 @@ class TensorDifferences:
         """Bit by bit."""
         return not (self.differing or self.lost or self.gained)
 
+    def add(self, first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None], step: int) -> None:
+        """Compare the tensors of one more step."""
+        for name in sorted(first.keys() | second.keys()):
+            is_lost, is_gained = second.get(name) is None, first.get(name) is None
+            self.num_compared += not (is_lost and is_gained)
+            if is_lost is not is_gained:
+                (self.lost if is_lost else self.gained)[name] = None
+        floor = 0.1 * max((_largest(tensor) for tensor in first.values() if tensor is not None), default=0.0)
+        for name, expected in first.items():
+            got = second.get(name)
+            if expected is None or got is None or tensor_digest(expected) == tensor_digest(got):
+                continue
+            self.differing[name] = None
+            self.min_cosine = min(self.min_cosine, _cosine(expected, got))
+            error = _relative_error(expected, got)
+            scaled = error * min(_largest(expected) / floor, 1.0) if floor else error
+            self.max_scaled_error = max(self.max_scaled_error, scaled)
+            if error > self.max_relative_error:
+                self.max_relative_error, self.worst = error, name
+        self.first_step = self.first_step or (0 if self.is_equal else step)
+
 
 def compare_gradients(first: Record, second: Record, num_steps: int | None = None) -> TensorDifferences:
     """Compare every gradient of every step that both trials have done, or of the first `num_steps` of them."""
     diff = TensorDifferences()
     for step in range(min(first.num_steps, second.num_steps, num_steps or first.num_steps)):
-        diff = _with_step(diff, _between(first.gradients(step), second.gradients(step)), step + 1)
+        diff.add(first.gradients(step), second.gradients(step), step + 1)
     return diff
 
 
 def compare_weights(first: Record, second: Record) -> TensorDifferences:
     """Compare the trainable parameters after the last step."""
-    return _between(dict(first.weights()), dict(second.weights()))
-
-
-def _between(first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None]) -> TensorDifferences:
-    names = first.keys() | second.keys()
-    lost = sorted(name for name in names if first.get(name) is not None and second.get(name) is None)
-    gained = sorted(name for name in names if first.get(name) is None and second.get(name) is not None)
-    differing, error, scaled, cosine, worst = [], 0.0, 0.0, 1.0, ""
-    floor = 0.1 * max((_largest(tensor) for tensor in first.values() if tensor is not None), default=0.0)
-    for name in first:
-        expected, got = first[name], second.get(name)
-        if expected is None or got is None or tensor_digest(expected) == tensor_digest(got):
-            continue
-        differing.append(name)
-        cosine = min(cosine, _cosine(expected, got))
-        own = _relative_error(expected, got)
-        scaled = max(scaled, own * min(_largest(expected) / floor, 1.0) if floor else own)
-        if own > error:
-            error, worst = own, name
-    num_there = sum(1 for name in names if first.get(name) is not None or second.get(name) is not None)
-    names_of = tuple(differing), tuple(lost), tuple(gained)
-    return TensorDifferences(num_there, *names_of, error, scaled, cosine, worst, 1 if differing else 0)
-
-
-def _with_step(so_far: TensorDifferences, step: TensorDifferences, number: int) -> TensorDifferences:
-    worse = step if step.max_relative_error > so_far.max_relative_error else so_far
-    return TensorDifferences(
-        num_compared=so_far.num_compared + step.num_compared,
-        differing=tuple(dict.fromkeys((*so_far.differing, *step.differing))),
-        lost=tuple(dict.fromkeys((*so_far.lost, *step.lost))),
-        gained=tuple(dict.fromkeys((*so_far.gained, *step.gained))),
-        max_relative_error=worse.max_relative_error,
-        max_scaled_error=max(so_far.max_scaled_error, step.max_scaled_error),
-        min_cosine=min(so_far.min_cosine, step.min_cosine),
-        worst=worse.worst,
-        first_step=so_far.first_step or (0 if step.is_equal else number),
-    )
+    diff = TensorDifferences()
+    diff.add(first.weights(), second.weights(), first.num_steps)
+    return diff
 
 
 def _relative_error(expected: Tensor, got: Tensor) -> float:

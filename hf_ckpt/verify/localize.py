@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_ckpt.regions.execution_state import is_in_backward
-from hf_ckpt.verify.record import Gradients, Record, RecordedMicroBatch, Recorder, tensor_digest, tensors_in
+from hf_ckpt.verify.record import Gradients, Record, Recorder, tensor_digest, tensors_in
 
 # Selective checkpointing keeps the outputs of these, so they are missing in a recomputation.
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product")
@@ -67,7 +67,6 @@ class Operator:
     module: str  # path of the module that ran it
     outputs: tuple[str, ...]  # digests, taken before anything could write to them
     has_gradients: bool  # gradients were enabled
-    is_in_place: bool  # it wrote into an argument
     has_indices: bool  # it returned whole numbers, as a router does
 
 
@@ -91,24 +90,17 @@ def first_differing_layer(reference: Record, planned: Record) -> FirstDifference
     """Return the first layer, in backward order, whose input gradient differs while that at its output is equal."""
     pairs = zip(reference.micro_batches, planned.micro_batches, strict=False)
     for number, (expected, got) in enumerate(pairs):
-        layer = _first_layer_of(expected, got)
-        if layer is not None:
-            return FirstDifference(layer, number)
-    return None
-
-
-def _first_layer_of(expected: RecordedMicroBatch, got: RecordedMicroBatch) -> str | None:
-    there, here = dict(expected.layer_gradients), dict(got.layer_gradients)
-    equal_behind = True
-    for (path, side), digest in expected.layer_gradients:
-        # Inputs may require a gradient in one of the two trials only.
-        if (path, side) not in here:
-            continue
-        is_equal = digest == here[path, side]
-        if not is_equal and side == "input" and equal_behind:
-            return path
-        if side == "output":
-            equal_behind = is_equal and there[path, side] == digest
+        there, here = dict(expected.layer_gradients), dict(got.layer_gradients)
+        equal_behind = True
+        for (path, side), digest in expected.layer_gradients:
+            # Inputs may require a gradient in one of the two trials only.
+            if (path, side) not in here:
+                continue
+            is_equal = digest == here[path, side]
+            if not is_equal and side == "input" and equal_behind:
+                return FirstDifference(path, number)
+            if side == "output":
+                equal_behind = is_equal and there[path, side] == digest
     return None
 
 
@@ -184,7 +176,6 @@ def _operator(func: Any, module: str, output: Any) -> Operator:
         module=module,
         outputs=() if is_unwritten else tuple(tensor_digest(tensor) for tensor in tensors),
         has_gradients=torch.is_grad_enabled(),
-        is_in_place=bool(func._schema.is_mutable),
         has_indices=any(not tensor.is_floating_point() and tensor.dtype != torch.bool for tensor in tensors),
     )
 
@@ -217,11 +208,14 @@ def _aligned(forward: Sequence[Operator], recomputed: Sequence[Operator]) -> Ite
 
 
 def _next_match(forward: Sequence[Operator], start: int, again: Operator) -> int | None:
-    return next((at for at in range(start, len(forward)) if _matches(forward[at], again)), None)
-
-
-def _matches(forward: Operator, again: Operator) -> bool:
-    return forward.name == again.name and again.module in ("", forward.module)
+    return next(
+        (
+            at
+            for at in range(start, len(forward))
+            if forward[at].name == again.name and again.module in ("", forward[at].module)
+        ),
+        None,
+    )
 
 
 def _kept_operators(skipped: Sequence[Operator]) -> list[Operator]:
@@ -264,12 +258,10 @@ def likely_cause(reference: Record, planned: Record, difference: OperatorDiffere
 
 def _of_operators(difference: OperatorDifference) -> str:
     forward, again = difference.forward, difference.recomputed
-    if forward is None or forward.name != again.name:
+    # Where its outputs are the same, operators before it are missing whose outputs nothing keeps.
+    if forward is None or forward.name != again.name or forward.outputs == again.outputs:
         return BRANCH
-    if forward.outputs == again.outputs:
-        # It is the same, but operators before it are missing whose outputs nothing keeps.
-        return BRANCH
-    if _short_name(again).startswith(_RANDOM):
+    if again.name.removeprefix("aten.").startswith(_RANDOM):
         return RANDOM
     if difference.indices_differ:
         return ROUTER
@@ -279,20 +271,16 @@ def _of_operators(difference: OperatorDifference) -> str:
 
 
 def describe_operators(difference: OperatorDifference) -> str:
-    """Return which operator it is, and what the forward ran in its place, as text."""
+    """Return which operator it is, and what the forward ran in its place, as a sentence without its full stop."""
     forward, again = difference.forward, difference.recomputed
     where = again.module or (forward.module if forward is not None else "") or "the layer"
     if forward is None:
-        return f"recomputation ran {again.name} in {where} behind the last operator of the forward"
+        return f"Recomputation ran {again.name} in {where} behind the last operator of the forward"
     if forward.name != again.name:
-        return f"the forward ran {forward.name} in {forward.module}, recomputation {again.name} in {where}"
+        return f"The forward ran {forward.name} in {forward.module}, recomputation {again.name} in {where}"
     if forward.outputs == again.outputs:
         missing = ", ".join(operator.name for operator in difference.kept[:3])
-        return f"recomputation left out {missing} before {again.name} in {where}"
+        return f"Recomputation left out {missing} before {again.name} in {where}"
     kept_operator = next(iter(_kept_operators(difference.kept)), None)
     kept = f", behind {kept_operator.name}, whose output was kept" if kept_operator is not None else ""
-    return f"the first recomputed operator that differs from its forward twin is {again.name} in {where}{kept}"
-
-
-def _short_name(operator: Operator) -> str:
-    return operator.name.removeprefix("aten.")
+    return f"The first recomputed operator that differs from its forward twin is {again.name} in {where}{kept}"

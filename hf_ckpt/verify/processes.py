@@ -18,12 +18,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_ckpt.errors import HFCkptError
+from hf_ckpt.errors import HFCkptError, RecipeError
 
 if TYPE_CHECKING:
     from hf_ckpt.recipe.recipe import Recipe
@@ -47,39 +47,31 @@ class LostProcessError(HFCkptError, RuntimeError):
     """Raised when one of several processes ended without an answer."""
 
 
-@dataclass(frozen=True)
-class ProcessResult:
-    """The result of one process, or of all."""
+def run_in_processes(command: Sequence[str], *, num_processes: int, say: Callable[[str], None]) -> Any:
+    """Run `hf-ckpt` with these arguments and `--answers FOLDER` in several processes and return their report.
 
-    report: Any = None  # as JSON types
-    refusal: str = ""  # why the input was refused, if it was
-
-
-def run_in_processes(command: Sequence[str], *, num_processes: int, say: Callable[[str], None]) -> ProcessResult:
-    """Run `hf-ckpt` with these arguments and `--answers FOLDER` in several processes and return their result.
-
-    `say` is called with each line of progress. Raises LostProcessError, with the last lines of output, if a process
-    ended without a result.
+    The report is in JSON types. `say` is called with each line of progress. Raises RecipeError if a process refused
+    the input; LostProcessError, with the last lines of output, if one ended without a result.
     """
     with tempfile.TemporaryDirectory(prefix="hf_ckpt-answers-") as folder:
         last_lines = _run([*_torchrun(num_processes), *command, "--answers", folder], say)
         answers = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
     if refusals:
-        return ProcessResult(refusal=refusals[0])
+        raise RecipeError(refusals[0])
     reports = [answer["report"] for answer in answers if answer["report"]]
     if len(reports) < num_processes:
         raise LostProcessError(
             f"{num_processes - len(reports)} of {num_processes} processes ended without an answer. The last that "
             f"they printed:\n{last_lines}"
         )
-    return ProcessResult(report=reports[0])
+    return reports[0]
 
 
-def write_result(folder: Path, answer: ProcessResult) -> None:
-    """Write this process's result to where `run_in_processes` reads it."""
+def write_result(folder: Path, report: Any, refusal: str) -> None:
+    """Write this process's report, or why it refused the input, to where `run_in_processes` reads it."""
     path = folder / f"{int(os.environ['RANK']):05d}.json"
-    path.write_text(json.dumps({"report": answer.report, "refusal": answer.refusal}), encoding="utf-8")
+    path.write_text(json.dumps({"report": report, "refusal": refusal}), encoding="utf-8")
 
 
 def _torchrun(num_processes: int) -> list[str]:

@@ -54,7 +54,6 @@ class TrialError:
     error: Exception
     path: str  # the layer whose forward or recomputation ran; empty outside of the layers
     is_recomputing: bool
-    step: int  # optimizer steps done before
 
 
 @dataclass
@@ -127,7 +126,8 @@ class Record:
     buffers: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    forward_counts: Counter[tuple[str, bool]] = field(default_factory=Counter)  # by (module path, whether in backward)
+    forwards: Counter[str] = field(default_factory=Counter)  # by module path
+    recomputations: Counter[str] = field(default_factory=Counter)  # forwards in backward, by module path
     with_output_gradient: set[str] = field(default_factory=set)  # layers and parts that a gradient came back to
     no_output_gradient: set[str] = field(default_factory=set)  # layers whose output required none
     reentrant: set[str] = field(default_factory=set)
@@ -197,18 +197,13 @@ class Recorder:
     def __init__(self, model: nn.Module, stacks: Sequence[Stack], record: Record) -> None:
         self._record = record
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
-        self._layers = {self._paths[layer.module] for stack in stacks for layer in stack.layers}
+        layers = [layer for stack in stacks for layer in stack.layers]
+        self._layers = {self._paths[layer.module] for layer in layers}
         self._watched = self._layers | {
-            self._paths[layer.module.get_submodule(name)]
-            for stack in stacks
-            for layer in stack.layers
-            for name in (*layer.attention, *layer.ffn)
+            self._paths[layer.module.get_submodule(name)] for layer in layers for name in (*layer.attention, *layer.ffn)
         }
         self._layer_of: dict[str, str] = {
-            self._paths[inner]: self._paths[layer.module]
-            for stack in stacks
-            for layer in stack.layers
-            for inner in layer.module.modules()
+            self._paths[inner]: self._paths[layer.module] for layer in layers for inner in layer.module.modules()
         }
         self._handles: list[RemovableHandle] = []
         self._micro_batch: RecordedMicroBatch | None = None
@@ -272,7 +267,7 @@ class Recorder:
         if self._is_reference and not in_backward:
             self._running.append(path)
             return
-        self._record.forward_counts[path, in_backward] += 1
+        (self._record.recomputations if in_backward else self._record.forwards)[path] += 1
         self._last_entered, self.is_recomputing = path, in_backward
         # A recomputation that stopped early never left the modules that it was in.
         while in_backward and self._running and not path.startswith(f"{self._running[-1]}."):

@@ -18,8 +18,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_ckpt.policy.options import TO_DISK, Offload, Tiles
-from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.options import TO_DISK, Tiles
+from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import REVOLVE, Mode
 from hf_ckpt.policy.resolve_rules import binomial
 from hf_ckpt.recipe.recipe import Values
@@ -62,40 +62,44 @@ class KeptStack:
         """Whether every layer is kept."""
         return self.indices == tuple(range(self.num_layers))
 
+    @property
+    def name_in_base(self) -> str:
+        """Path in the model without adapters around it."""
+        return self.path.removeprefix(_PREFIX)
 
-def all_layers(stack: Stack, plan: StackPlan | None) -> KeptStack:
+
+def all_layers(stack: Stack, entries: Sequence[LayerPlan]) -> KeptStack:
     """Keep every layer of a stack."""
-    return _kept(stack, plan, list(range(len(stack.layers))))
+    return _kept(stack, entries, range(len(stack.layers)))
 
 
-def two_of_each_kind(stack: Stack, plan: StackPlan | None) -> KeptStack:
+def two_of_each_kind(stack: Stack, entries: Sequence[LayerPlan]) -> KeptStack:
     """Keep two layers of each kind and entry of the plan, and two layers of two segments of each kind."""
-    entries = _entries(stack, plan)
     single = [group for group in _groups_alike(stack, entries) if entries[group[0]].segment is None]
     chosen = {idx for group in single for idx in group[:_PER_KIND]}
-    return _kept(stack, plan, sorted(chosen | set(_of_segments(stack, entries))))
+    return _kept(stack, entries, sorted(chosen | set(_of_segments(stack, entries))))
 
 
-def first_layers(stack: Stack, plan: StackPlan | None) -> KeptStack:
+def first_layers(stack: Stack, entries: Sequence[LayerPlan]) -> KeptStack:
     """Keep the first layers of a stack, as many as needed to have two for each kind and entry of the plan.
 
     For models whose config gives the kinds of layers as a period. Entries go to layers of their kind, wherever they
     stand in the plan. Segments need their own layers: then every layer is kept.
     """
-    entries = _entries(stack, plan)
     if any(entry.segment is not None for entry in entries):
-        return all_layers(stack, plan)
-    kinds = [(kind_of(layer), flags_of(layer)) for layer in stack.layers]
-    wanted: dict[Hashable, list[int]] = {}
+        return all_layers(stack, entries)
+    kinds = [(layer_kind(layer), flags_of(layer)) for layer in stack.layers]
+    left: dict[Hashable, list[int]] = {}
     for group in _groups_alike(stack, entries):
-        wanted.setdefault(kinds[group[0]], []).extend(group[:_PER_KIND])
-    length = _shortest(kinds, {kind: len(indices) for kind, indices in wanted.items()})
-    left = {kind: sorted(indices) for kind, indices in wanted.items()}
+        kind = kinds[group[0]]
+        left[kind] = sorted([*left.get(kind, []), *group[:_PER_KIND]])
     stands: list[int] = []
-    for idx, kind in enumerate(kinds[:length]):
+    for idx, kind in enumerate(kinds):
+        if not any(left.values()):
+            break
         # More layers of a kind than entries: the rest keep their own plan.
         stands.append(left[kind].pop(0) if left[kind] else idx)
-    return _kept(stack, plan, stands, range(length))
+    return _kept(stack, entries, stands, range(len(stands)))
 
 
 def same_layers(kept: Sequence[KeptStack], full: Sequence[Stack], built: Sequence[Stack]) -> bool:
@@ -103,7 +107,7 @@ def same_layers(kept: Sequence[KeptStack], full: Sequence[Stack], built: Sequenc
     if [stack.path for stack in kept] != [stack.path for stack in built]:
         return False
     for ours, theirs, small in zip(kept, full, built, strict=True):
-        if [kind_of(theirs.layers[idx]) for idx in ours.indices] != [kind_of(layer) for layer in small.layers]:
+        if [layer_kind(theirs.layers[idx]) for idx in ours.indices] != [layer_kind(layer) for layer in small.layers]:
             return False
     return True
 
@@ -116,11 +120,6 @@ def same_plan(kept: Sequence[KeptStack], plan: Plan) -> bool:
     """
     ours = [_without_reasons(stack.entries) for stack in kept]
     return ours == [_without_reasons(stack.layers) for stack in plan.stacks]
-
-
-def offloads(kept: Sequence[KeptStack]) -> bool:
-    """Whether the plan of the kept layers offloads anything."""
-    return any(entry.offload is not None for stack in kept for entry in stack.entries)
 
 
 def with_fewer_layers(fields: Mapping[str, Any], kept: KeptStack) -> dict[str, Any]:
@@ -137,7 +136,7 @@ def policy_rules(kept: Sequence[KeptStack], disk: Path) -> list[dict[str, Any]]:
     return found or [{"mode": Mode.NONE.value}]
 
 
-def describe(stack: KeptStack) -> str:
+def describe_kept_layers(stack: KeptStack) -> str:
     """Return on one line which layers of the full-size model the kept layers stand for."""
     if stack.is_whole:
         return f"all {stack.num_layers} layers"
@@ -154,14 +153,10 @@ def describe(stack: KeptStack) -> str:
 # --- Which layers are kept. ---
 
 
-def _entries(stack: Stack, plan: StackPlan | None) -> tuple[LayerPlan, ...]:
-    return tuple(LayerPlan() for _ in stack.layers) if plan is None else plan.layers
-
-
 def _group_key(layer: Layer, entry: LayerPlan) -> Hashable:
     # Segments with more or fewer snapshots run the same code.
     alike = replace(entry, segment=None, snapshots=None if entry.snapshots is None else 0)
-    return kind_of(layer), flags_of(layer), alike, entry.segment is not None
+    return layer_kind(layer), flags_of(layer), alike, entry.segment is not None
 
 
 def _groups_alike(stack: Stack, entries: Sequence[LayerPlan]) -> list[list[int]]:
@@ -188,26 +183,15 @@ def _of_segments(stack: Stack, entries: Sequence[LayerPlan]) -> Iterator[int]:
             yield from members[: _PER_KIND if entries[members[0]].snapshots is None else _PER_SCHEDULE]
 
 
-def _shortest(kinds: Sequence[Hashable], needed: Mapping[Hashable, int]) -> int:
-    """Return how many of the first layers are needed to have enough of each kind."""
-    counts: dict[Hashable, int] = dict.fromkeys(needed, 0)
-    for length, kind in enumerate(kinds, start=1):
-        counts[kind] += 1
-        if all(counts[kind] >= number for kind, number in needed.items()):
-            return length
-    return len(kinds)
-
-
 def _kept(
-    stack: Stack, plan: StackPlan | None, indices: Sequence[int], config_layers: Sequence[int] | None = None
+    stack: Stack, entries: Sequence[LayerPlan], indices: Sequence[int], config_layers: Sequence[int] | None = None
 ) -> KeptStack:
-    entries = _entries(stack, plan)
     group_of = {idx: tuple(group) for group in _groups_alike(stack, entries) for idx in group}
-    starts: dict[int, int] = {}
+    # A segment has the number of its first layer.
+    starts: dict[int | None, int | None] = {None: None}
     for position, idx in enumerate(indices):
-        if (segment := entries[idx].segment) is not None:
-            starts.setdefault(segment, position)
-    kept = [_renumbered(entries[idx], starts) for idx in indices]
+        starts.setdefault(entries[idx].segment, position)
+    kept = [replace(entries[idx], segment=starts[entries[idx].segment]) for idx in indices]
     return KeptStack(
         path=stack.path,
         num_layers=len(stack.layers),
@@ -217,10 +201,6 @@ def _kept(
         groups=tuple(group_of[idx] for idx in indices),
         types=tuple(stack.layers[idx].layer_type for idx in indices),
     )
-
-
-def _renumbered(entry: LayerPlan, starts: Mapping[int, int]) -> LayerPlan:
-    return replace(entry, segment=None if entry.segment is None else starts[entry.segment])
 
 
 def _with_own_schedule(entries: list[LayerPlan]) -> tuple[LayerPlan, ...]:
@@ -255,7 +235,7 @@ def _without_reasons(entries: Sequence[LayerPlan]) -> list[tuple[LayerPlan, bool
 # --- Which layers are alike: the same modules, flags and type, whatever their width. ---
 
 
-def kind_of(layer: Layer) -> Kind:
+def layer_kind(layer: Layer) -> Kind:
     """Return the modules of a layer as a value that is equal for layers that are alike.
 
     Adapters are modules too: a layer with adapters differs from one without. Experts of a list count as one.
@@ -343,7 +323,8 @@ def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str
         if entry.save:
             rule["save"] = list(entry.save)
         if entry.offload is not None:
-            rule["offload"] = _offload_of_trial(entry.offload, disk).to_dict()
+            path = str(disk) if entry.offload.to == TO_DISK else None
+            rule["offload"] = replace(entry.offload, path=path, min_bytes=0).to_dict()
         if entry.tiles is not None:
             rule["tiles"] = _tiles_of_trial(entry.tiles)
         yield rule
@@ -352,11 +333,6 @@ def _rules_of(stack: KeptStack, is_named: bool, disk: Path) -> Iterator[dict[str
 def _tiles_of_trial(tiles: Tiles | None) -> Tiles | None:
     """Return a fixed number of tiles in place of `auto`, which would not cut rows as short as those of a trial."""
     return _FEW_TILES if tiles == "auto" else tiles
-
-
-def _offload_of_trial(offload: Offload, disk: Path) -> Offload:
-    path = str(disk) if offload.to == TO_DISK else None
-    return replace(offload, path=path, min_bytes=0)
 
 
 def _description_of(stack: KeptStack, position: int) -> str:
@@ -388,13 +364,14 @@ def adapters_of(model: nn.Module) -> Adapters:
 def adapters_of_kept(adapters: Adapters, kept: Sequence[KeptStack]) -> Adapters:
     """Return the adapters that a model with only the kept layers should have."""
     found: Adapters = {}
+    stacks = {stack.name_in_base: stack.indices for stack in kept}
     for name, size in adapters.items():
-        stack, idx, rest = _placed(name, kept)
-        if stack is None:
+        path = next((path for path in stacks if name.startswith(f"{path}.")), None)
+        if path is None:
             found[name] = size
             continue
-        path = stack.path.removeprefix(_PREFIX)
-        found |= {f"{path}.{at}.{rest}": size for at, kept_idx in enumerate(stack.indices) if kept_idx == idx}
+        idx, _, rest = name.removeprefix(f"{path}.").partition(".")
+        found |= {f"{path}.{at}.{rest}": size for at, kept_idx in enumerate(stacks[path]) if kept_idx == int(idx)}
     return found
 
 
@@ -411,18 +388,3 @@ def explicit_section(section: Values, adapters: Adapters) -> dict[str, Any]:
         "rank_pattern": {f"^{re.escape(name)}$": own for name, (own, _) in adapters.items() if own != rank},
         "alpha_pattern": {f"^{re.escape(name)}$": own for name, (_, own) in adapters.items() if own != alpha},
     }
-
-
-def _placed(name: str, kept: Sequence[KeptStack]) -> tuple[KeptStack | None, int, str]:
-    """Return the stack that a module stands in, the index of its layer, and its name in the layer."""
-    for stack in kept:
-        path = stack.path.removeprefix(_PREFIX)
-        if name.startswith(f"{path}."):
-            idx, _, rest = name.removeprefix(f"{path}.").partition(".")
-            return stack, int(idx), rest
-    return None, 0, ""
-
-
-def allows_fewer_layers(section: Values | None) -> bool:
-    """Whether layers can be left out: not where a `lora` section repeats layers by number."""
-    return section is None or not section.get("layer_replication")

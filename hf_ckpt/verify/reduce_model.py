@@ -10,6 +10,7 @@ A recipe made for GPUs is first adapted to this machine; what decides over loss 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_ckpt.errors import HFCkptError, RecipeError, StructureError
@@ -27,7 +27,7 @@ from hf_ckpt.estimate.recipe_plan import with_auto_plan
 from hf_ckpt.loading.model import Found, find_config, rehearse
 from hf_ckpt.loading.tokenizer import MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 from hf_ckpt.patch.apply import apply
-from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, Values
 from hf_ckpt.structure.layers import Stack, find_layers, nearest_config
@@ -47,8 +47,9 @@ _DROPPED = (
     *("resume_from_checkpoint", "run_name", "logging_dir", "project", "trackio_space_id"),
     *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "do_eval", "eval_accumulation_steps"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    *("save_only_model", "auto_find_batch_size"),
+    *("save_only_model", "save_total_limit", "logging_steps", "auto_find_batch_size"),
     *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+    # A warm-up is longer than the trial, and its first step has a learning rate of zero.
     *("warmup_steps", "warmup_ratio", "num_train_epochs", "max_steps"),
 )
 _NEEDS_GPU = ("tf32", "torch_empty_cache_steps")
@@ -115,7 +116,10 @@ def build_on_meta(recipe: Recipe, section: Values) -> MetaModel:
     model: Any = rehearse(recipe, section)
     checkpointing = recipe.checkpointing
     if checkpointing is None:
-        return MetaModel(model, _layers_if_any(model), None)
+        try:
+            return MetaModel(model, find_layers(model), None)
+        except StructureError:
+            return MetaModel(model, (), None)
     stacks = find_layers(model, **checkpointing.structure)
     applied = apply(model, checkpointing.policy, **checkpointing.policy_options, **checkpointing.structure)
     applied.remove()
@@ -128,13 +132,6 @@ def config_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return fields
 
 
-def _layers_if_any(model: nn.Module) -> tuple[Stack, ...]:
-    try:
-        return find_layers(model)
-    except StructureError:
-        return ()
-
-
 # --- At full size, and reduced. ---
 
 
@@ -145,7 +142,8 @@ def _make_full_size(recipe: Recipe, found: Found, fields: Values, full: MetaMode
             recipe, tokenizer, (("size", f"full, {full.num_parameters:,} parameters, its own weights"),)
         )
     tokenizer = _byte_tokenizer(folder)
-    section = write_config(with_special_tokens(fields, tokenizer, _vocab_size(full)), recipe, found, folder / "model")
+    vocab_size = full.model.config.get_text_config().vocab_size
+    section = write_config(with_special_tokens(fields, tokenizer, vocab_size), recipe, found, folder / "model")
     num_parameters = make_weights(section, tokenizer, _seed(recipe))
     facts = (("size", f"full, {num_parameters:,} parameters, random weights"),)
     return ReducedRecipe(replace(recipe, model=section), tokenizer, facts)
@@ -166,8 +164,9 @@ def _make_reduced(recipe: Recipe, found: Found, fields: Values, full: MetaModel,
         except HFCkptError as error:
             reasons.append(str(error))
             continue
-        facts = (*_layer_facts(kept), ("size", f"{num_parameters:,} of {full.num_parameters:,} parameters: {what}"))
-        return ReducedRecipe(replace(shallow, model=section), tokenizer, facts)
+        facts = [(stack.name_in_base, reduce_depth.describe_kept_layers(stack)) for stack in kept]
+        facts.append(("size", f"{num_parameters:,} of {full.num_parameters:,} parameters: {what}"))
+        return ReducedRecipe(replace(shallow, model=section), tokenizer, tuple(facts))
     raise RecipeError(
         f"{full.class_name} cannot be tried at a reduced size: {reasons[0]} Try it at its real size with --full."
     )
@@ -196,17 +195,18 @@ def _shallow(
             except HFCkptError:
                 continue
             return candidate, fewer, kept
-    kept = tuple(reduce_depth.all_layers(stack, plan) for stack, plan in _stacks_with_plans(full))
+    kept = tuple(reduce_depth.all_layers(stack, entries) for stack, entries in _stacks_with_entries(full))
     return replace(recipe, checkpointing=_carried_policy(recipe.checkpointing, kept, full, folder)), fields, kept
 
 
 def _proposals(recipe: Recipe, full: MetaModel) -> Iterator[tuple[KeptStack, ...]]:
-    if not reduce_depth.allows_fewer_layers(recipe.adapter_section):
+    if (recipe.adapter_section or {}).get("layer_replication"):
+        # LoRA repeats layers by number: none can be left out.
         return
-    pairs = list(_stacks_with_plans(full))
-    few = [reduce_depth.two_of_each_kind(stack, plan) for stack, plan in pairs]
-    first = [reduce_depth.first_layers(stack, plan) for stack, plan in pairs]
-    whole = [reduce_depth.all_layers(stack, plan) for stack, plan in pairs]
+    few, first, whole = (
+        [keep(stack, entries) for stack, entries in _stacks_with_entries(full)]
+        for keep in (reduce_depth.two_of_each_kind, reduce_depth.first_layers, reduce_depth.all_layers)
+    )
     is_language = ["language" in stack.roles for stack in full.stacks]
     for language, others in ((few, few), (few, whole), (first, few), (first, whole)):
         yield tuple(
@@ -214,23 +214,20 @@ def _proposals(recipe: Recipe, full: MetaModel) -> Iterator[tuple[KeptStack, ...
         )
 
 
-def _stacks_with_plans(full: MetaModel) -> Iterator[tuple[Stack, Any]]:
-    plans = [None] * len(full.stacks) if full.plan is None else full.plan.stacks
-    yield from zip(full.stacks, plans, strict=True)
+def _stacks_with_entries(full: MetaModel) -> list[tuple[Stack, Sequence[LayerPlan]]]:
+    if full.plan is None:
+        return [(stack, [LayerPlan()] * len(stack.layers)) for stack in full.stacks]
+    return [(stack, planned.layers) for stack, planned in zip(full.stacks, full.plan.stacks, strict=True)]
 
 
 def _with_fewer_layers(fields: Values, full: MetaModel, kept: Sequence[KeptStack]) -> dict[str, Any]:
-    changed: dict[str, Any] = dict(fields)
+    changed: dict[str, Any] = copy.deepcopy(dict(fields))
     for stack, left in zip(full.stacks, kept, strict=True):
-        place = _path_to(full.model.config, nearest_config(full.model, stack.path.rpartition(".")[0]))
-        changed = _with_layers_at(changed, place, left)
+        part = changed
+        for name in _path_to(full.model.config, nearest_config(full.model, stack.path.rpartition(".")[0])):
+            part = part[name]
+        part.update(reduce_depth.with_fewer_layers(part, left))
     return changed
-
-
-def _with_layers_at(fields: Values, place: tuple[str, ...], kept: KeptStack) -> dict[str, Any]:
-    if not place:
-        return reduce_depth.with_fewer_layers(fields, kept)
-    return {**fields, place[0]: _with_layers_at(fields[place[0]], place[1:], kept)}
 
 
 def _path_to(config: PreTrainedConfig, part: PreTrainedConfig) -> tuple[str, ...]:
@@ -254,7 +251,8 @@ def _carried_policy(
 ) -> Checkpointing | None:
     if checkpointing is None or full.plan is None:
         return checkpointing
-    if all(stack.is_whole for stack in kept) and not reduce_depth.offloads(kept):
+    offloads = any(entry.offload is not None for stack in kept for entry in stack.entries)
+    if all(stack.is_whole for stack in kept) and not offloads:
         return checkpointing
     # One folder for all processes: they must have the same policy.
     return checkpointing.with_policy(reduce_depth.policy_rules(kept, folder.parent), head=full.plan.head.value)
@@ -295,18 +293,14 @@ def _widths(fields: Values) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the fields of smaller models, each with its description; the one that keeps most of the structure first."""
     for keeps_ratios in (True, False):
         sizes = reduce_widths.sizes_for(fields, VOCAB_SIZE, keeps_ratios=keeps_ratios)
-        yield reduce_widths.with_small_widths(fields, sizes), reduce_widths.describe(sizes)
+        what = f"hidden size {sizes.hidden}, feed-forward {sizes.inner}, vocabulary {sizes.vocab_size}"
+        yield reduce_widths.with_small_widths(fields, sizes), what
     yield reduce_widths.with_vocabulary(fields, VOCAB_SIZE), f"widths as they are, vocabulary {VOCAB_SIZE}"
 
 
 def _check_size(small: MetaModel) -> None:
     if small.num_parameters > _MAX_PARAMETERS:
         raise RecipeError(f"It has {small.num_parameters:,} parameters where nothing but its layers could be left out.")
-
-
-def _vocab_size(full: MetaModel) -> int:
-    size: int = full.model.config.get_text_config().vocab_size
-    return size
 
 
 # --- Files. ---
@@ -344,10 +338,6 @@ def _with_quantisation_of_config(recipe: Recipe, own: Values | None) -> tuple[Re
     return replace(recipe, quantization=section), []
 
 
-def _layer_facts(kept: Sequence[KeptStack]) -> Facts:
-    return tuple((stack.path.removeprefix("base_model.model."), reduce_depth.describe(stack)) for stack in kept)
-
-
 def _seed(recipe: Recipe) -> int:
     return int(recipe.training.get("seed", 42))
 
@@ -372,16 +362,11 @@ def adapt_to_machine(recipe: Recipe) -> tuple[Recipe, list[str]]:
     return replace(recipe, training=training, model=model, quantization=quantization or None), notes
 
 
-def is_distributed() -> bool:
-    """Whether this is one of several processes, by what torchrun sets."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def _without_engine(training: dict[str, Any]) -> Iterator[str]:
     # DeepSpeed keeps gradients, flags and files elsewhere than a model does.
     if training.pop("deepspeed", None):
         yield "training.deepspeed left out (DDP and FSDP are what verify runs)"
-    if is_distributed():
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
     training.pop("fsdp_config", None)
     if training.pop("fsdp", None):

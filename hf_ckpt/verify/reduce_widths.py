@@ -8,8 +8,8 @@ a field that no rule matches keeps its value. `make_weights` builds the result a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,18 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_head_kv", "
 _MIXER_HEAD_SIZES = ("mamba_d_head", "mamba_head_dim")
 _HIDDEN_NAMES = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
 _VOCABULARY = r"(?!.*type_).*vocab_size(_per_layer_input)?"
-_RULES: tuple[tuple[str, str], ...] = (
+_RULES: tuple[tuple[str, str | int], ...] = (
     (_VOCABULARY, "vocabulary"),
     (r"mamba_(n|num)_heads|n_mamba_heads|mamba_num_heads", "mixer heads"),
-    (r"(mamba_)?n_groups|mamba_ngroups", "two"),
-    (r"linear_num_key_heads|index_n_heads|indexer_kv_heads", "two"),
-    (r"linear_num_value_heads|indexer_n_heads|indexer_num_heads", "four"),
-    (r"(q|kv|o)_lora_rank|hc_lowrank", "two heads"),
-    (r"qk_head_dim", "two heads"),
-    (r"qk_(nope|rope)_head_dim|v_head_dim|d_kv|linear_(key|value)_head_dim|mamba_d_head|mamba_head_dim", "one head"),
+    (r"(mamba_)?n_groups|mamba_ngroups", 2),
+    (r"linear_num_key_heads|index_n_heads|indexer_kv_heads", 2),
+    (r"linear_num_value_heads|indexer_n_heads|indexer_num_heads", 4),
+    (r"(q|kv|o)_lora_rank|hc_lowrank", 2 * HEAD_SIZE),
+    (r"qk_head_dim", 2 * HEAD_SIZE),
+    (r"qk_(nope|rope)_head_dim|v_head_dim|d_kv|linear_(key|value)_head_dim|mamba_d_head|mamba_head_dim", HEAD_SIZE),
     (
         r"hidden_size_per_layer_input|laurel_rank|index_head_dim|indexer_head_dim|mamba_dt_rank|time_step_rank",
-        "one head",
+        HEAD_SIZE,
     ),
     (r"(attention_|global_|swa_)?head_dim|d_head|head_size|kv_channels|attention_head_size", "head"),
     (r"rotary_dim", "head"),
@@ -58,15 +58,18 @@ _RULES: tuple[tuple[str, str], ...] = (
         "hidden",
     ),
     (r"(vision_)?output_dim|projector_(in|out)put_dim|projection_dim|out_hidden_size|mm_embed_dim", "hidden"),
-    (r"moe_(.*_)?intermediate_size|moe_ffn_hidden_size|expert_intermediate_size", "expert"),
+    (r"moe_(.*_)?intermediate_size|moe_ffn_hidden_size|expert_intermediate_size", "hidden"),
     (r"n_inner|d_inner|dff|dim_ff|d_ff|mlp_dim|.*ffn_dim|.*(ffn_hidden|intermediate)_size(_mlp)?", "inner"),
-    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_expert", "experts"),
-    (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts|zero_expert_num", "chosen experts"),
-    (r"n_group|topk_group|num_expert_group|topk_groups?", "one"),
-    (r"(local_|attention_)?(sliding_)?window(_size)?|attention_chunk_size|index_topk", "window"),
-    (r"mamba_d_state|state_size|ssm_state_size|(mamba_)?chunk_size", "window"),
+    (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_expert", _NUM_EXPERTS),
+    (
+        r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts|zero_expert_num",
+        _NUM_EXPERTS // 2,
+    ),
+    (r"n_group|topk_group|num_expert_group|topk_groups?", 1),
+    (r"(local_|attention_)?(sliding_)?window(_size)?|attention_chunk_size|index_topk", WINDOW),
+    (r"mamba_d_state|state_size|ssm_state_size|(mamba_)?chunk_size", WINDOW),
 )
-"""The meaning of each field, by its name; the first pattern that matches decides."""
+"""The size of each field, or which of a part's sizes it is, by its name; the first pattern that matches decides."""
 _TOKEN_ID = re.compile(r".*(token_id|token_index|token_ids|_id)")
 _FRAMES = ("bos", "eos", "pad")
 _ROWS, _TOKENS = 2, 24
@@ -90,30 +93,29 @@ class Sizes:
 
 def sizes_for(fields: Mapping[str, Any], vocab_size: int, *, keeps_ratios: bool) -> Sizes:
     """Return sizes that are large enough for the heads of every part of a config."""
-    heads = [_heads(part)[0] for part in _parts(fields) if keeps_ratios and _heads(part)[0]]
-    return Sizes(max(_HIDDEN, HEAD_SIZE * max(heads, default=0)), vocab_size, keeps_ratios)
+    heads = max(_heads(part)[0] for part in _parts(fields)) if keeps_ratios else 0
+    return Sizes(max(_HIDDEN, HEAD_SIZE * heads), vocab_size, keeps_ratios)
 
 
 def with_small_widths(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the fields of a config and its sub-configs, as JSON types, with small widths."""
-    part = _SubConfig(fields, sizes)
+    part = _SubConfig(fields, sizes, _heads(fields) if sizes.keeps_ratios else (4, 2))
     return {name: _reduced_field(name, value, part) for name, value in fields.items()}
 
 
 def with_vocabulary(fields: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return the fields of a config and its sub-configs with a small vocabulary and nothing else changed."""
-    changed: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            changed[name] = with_vocabulary(value, vocab_size)
-        else:
-            changed[name] = _limited(value, vocab_size) if re.fullmatch(_VOCABULARY, name) else value
-    return changed
+    return _changed(
+        fields, lambda name, value: _limited(value, vocab_size) if re.fullmatch(_VOCABULARY, name) else value
+    )
 
 
-def describe(sizes: Sizes) -> str:
-    """Return the sizes as text."""
-    return f"hidden size {sizes.hidden}, feed-forward {sizes.inner}, vocabulary {sizes.vocab_size}"
+def _changed(fields: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the fields of a config and its sub-configs, with `change(name, value)` for each value."""
+    return {
+        name: _changed(value, change) if isinstance(value, Mapping) else change(name, value)
+        for name, value in fields.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,7 @@ class _SubConfig:
 
     fields: Mapping[str, Any]
     sizes: Sizes
-    heads: tuple[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", _heads(self.fields) if self.sizes.keeps_ratios else (4, 2))
+    heads: tuple[int, int]  # of queries, of keys and values
 
     @property
     def is_mixer(self) -> bool:
@@ -144,24 +143,15 @@ class _SubConfig:
         return self.sizes.hidden // (self.heads[0] or 1)
 
     def size(self, what: str) -> int:
-        """Return the size that a rule names."""
+        """Return the size that a rule names, of those that differ from model to model."""
         mixer = int(self.fields.get("mamba_expand") or self.fields.get("expand") or 2) * self.sizes.hidden
         return {
             "vocabulary": self.sizes.vocab_size,
             "hidden": self.sizes.hidden,
             "inner": self.sizes.inner,
-            "expert": self.sizes.hidden,
-            "experts": _NUM_EXPERTS,
-            "chosen experts": _NUM_EXPERTS // 2,
             "head": self.head_size,
-            "one head": HEAD_SIZE,
-            "two heads": 2 * HEAD_SIZE,
             "mixer": mixer,
             "mixer heads": mixer // min(_first(self.fields, _MIXER_HEAD_SIZES) or HEAD_SIZE, HEAD_SIZE),
-            "window": WINDOW,
-            "one": 1,
-            "two": 2,
-            "four": 4,
         }[what]
 
 
@@ -173,7 +163,7 @@ def _reduced_field(name: str, value: Any, part: _SubConfig) -> Any:
     if name in _KV_HEADS and isinstance(value, int):
         return min(value, part.heads[1])
     what = next((what for pattern, what in _RULES if re.fullmatch(pattern, name)), None)
-    return value if what is None else _limited(value, part.size(what))
+    return value if what is None else _limited(value, part.size(what) if isinstance(what, str) else what)
 
 
 def _limited(value: Any, size: int) -> Any:
@@ -232,40 +222,26 @@ def with_special_tokens(
     of the vocabulary, after the tokenizer's own: a text must not hold them by chance.
     """
     frames: dict[str, int | None] = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in _FRAMES}
-    others = sorted(set(_other_ids(fields, frames)))
+    items = (item for part in _parts(fields) for item in part.items())
+    others = sorted({token for name, value in items if name not in frames for token in _tokens(name, value)})
     room = list(range(vocab_size - 1, len(tokenizer) - 1, -1))
     moved = {token: room[min(number, len(room) - 1)] for number, token in enumerate(others)}
-    return _with_moved_tokens(fields, frames, moved)
+
+    def changed(name: str, value: Any) -> Any:
+        if name in frames and value is not None:
+            return frames[name]
+        if isinstance(value, list) and _TOKEN_ID.fullmatch(name):
+            return [moved.get(item, item) if type(item) is int else item for item in value]
+        return moved.get(value, value) if type(value) is int and _TOKEN_ID.fullmatch(name) else value
+
+    return _changed(fields, changed)
 
 
-def _with_moved_tokens(
-    fields: Mapping[str, Any], frames: Mapping[str, int | None], moved: Mapping[int, int]
-) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            changed[name] = _with_moved_tokens(value, frames, moved)
-        elif name in frames and value is not None:
-            changed[name] = frames[name]
-        elif _TOKEN_ID.fullmatch(name) and type(value) is int:
-            changed[name] = moved.get(value, value)
-        elif _TOKEN_ID.fullmatch(name) and isinstance(value, list):
-            changed[name] = [moved.get(item, item) if type(item) is int else item for item in value]
-        else:
-            changed[name] = value
-    return changed
-
-
-def _other_ids(fields: Mapping[str, Any], frames: Mapping[str, int | None]) -> Iterator[int]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _other_ids(value, frames)
-        elif _TOKEN_ID.fullmatch(name) and name not in frames:
-            yield from (item for item in (value if isinstance(value, list) else [value]) if _is_token(item))
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _tokens(name: str, value: object) -> list[int]:
+    """Return the ids of tokens that a field holds."""
+    if not _TOKEN_ID.fullmatch(name):
+        return []
+    return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0]
 
 
 # --- Seeded weights. ---

@@ -18,7 +18,7 @@ _MAX_NAME_WIDTH = 34
 _SHOWN = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One comparison and its verdict: one line of the table."""
 
@@ -41,45 +41,39 @@ class Report:
         """Whether no check failed."""
         return all(check.verdict != "fail" for check in self.checks)
 
+    def table(self, *, width: int) -> str:
+        """Return the report as text for a terminal of `width` columns."""
+        width = max(width, _MIN_WIDTH)
+        parts = [f"hf-ckpt verify {self.title}", *_rows(self.facts, width), ""]
+        parts += _rows(
+            [(check.name, f"{_VERDICT_TEXTS[check.verdict]}  {check.detail}") for check in self.checks], width, hang=6
+        )
+        return "\n".join([*parts, "", _verdict(self), *_advice(self, width)])
 
-# --- As a table and as JSON. ---
+    def to_json(self) -> str:
+        """Return the report as JSON text, with the versions that it holds for."""
+        return json.dumps({"versions": versions(), **self.as_json()}, indent=1, allow_nan=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON types; `from_json` gives it back."""
+        return {
+            "recipe": self.title,
+            "holds": self.holds,
+            "facts": [{"name": name, "text": text} for name, text in self.facts],
+            "checks": [{**vars(check), "figures": _figures(check.figures)} for check in self.checks],
+        }
+
+    @classmethod
+    def from_json(cls, read: Mapping[str, Any]) -> Report:
+        """Return the report that `as_json` made."""
+        return cls(
+            title=read["recipe"],
+            facts=tuple((fact["name"], fact["text"]) for fact in read["facts"]),
+            checks=tuple(Check(**check) for check in read["checks"]),
+        )
 
 
-def table(report: Report, *, width: int) -> str:
-    """Return a report as text for a terminal of `width` columns."""
-    width = max(width, _MIN_WIDTH)
-    parts = [f"hf-ckpt verify {report.title}", *_rows(report.facts, width), ""]
-    parts += _rows(
-        [(check.name, f"{_VERDICT_TEXTS[check.verdict]}  {check.detail}") for check in report.checks], width, hang=6
-    )
-    return "\n".join([*parts, "", _verdict(report), *_advice(report, width)])
-
-
-def to_json(report: Report) -> str:
-    """Return a report as JSON text, with the versions that it holds for."""
-    return json.dumps({"versions": versions(), **as_json(report)}, indent=1, allow_nan=False)
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """Return a report as JSON types; `from_json` gives it back."""
-    return {
-        "recipe": report.title,
-        "holds": report.holds,
-        "facts": [{"name": name, "text": text} for name, text in report.facts],
-        "checks": [
-            {"name": check.name, "verdict": check.verdict, "detail": check.detail, "figures": _figures(check.figures)}
-            for check in report.checks
-        ],
-    }
-
-
-def from_json(read: Mapping[str, Any]) -> Report:
-    """Return the report that `as_json` made."""
-    return Report(
-        title=read["recipe"],
-        facts=tuple((fact["name"], fact["text"]) for fact in read["facts"]),
-        checks=tuple(Check(**check) for check in read["checks"]),
-    )
+# --- Parts of the table and of the JSON. ---
 
 
 def _rows(pairs: Sequence[tuple[str, str]], width: int, hang: int = 0) -> Iterator[str]:

@@ -15,7 +15,7 @@ import datasets
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase, TrainingArguments
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_ckpt.errors import RecipeError
@@ -42,7 +42,7 @@ from hf_ckpt.verify.localize import (
     likely_cause,
 )
 from hf_ckpt.verify.record import Record
-from hf_ckpt.verify.reduce_model import reduce_recipe
+from hf_ckpt.verify.reduce_model import ReducedRecipe, reduce_recipe
 from hf_ckpt.verify.report import Check, Report
 from hf_ckpt.verify.saved_checks import check_resume, check_saved
 from hf_ckpt.verify.state_checks import check_counts, check_in_force
@@ -52,7 +52,6 @@ NUM_STEPS = 4
 """Default optimizer steps of a trial: two before the checkpoint that is resumed from, and two after."""
 NUM_TOKENS = 32
 """Tokens of a row; each second row of a recipe that pads is shorter."""
-_ROWS_FOLDER = "verify"
 _MAX_REASON_LENGTH = 600
 _SHORTENED = 3
 _SHARE_WITHOUT_LOSS = 4
@@ -96,7 +95,7 @@ def verify(
     with _quiet_libraries(), _single_thread(is_on=not is_full):
         try:
             small = reduce_recipe(recipe, folder / "model", is_full=is_full)
-            inputs = _trial_inputs(small.recipe, folder, num_steps, setup)
+            inputs = _trial_inputs(small, folder, num_steps, setup)
             saves_model_only = bool(recipe.training.get("save_only_model"))
             verification = _Verification(inputs, folder, num_steps, say, saves_model_only, is_full)
             checks = processes.combine_checks(list(verification.checks()))
@@ -109,13 +108,12 @@ def verify(
 
 
 def _trial_inputs(
-    recipe: Recipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None
+    small: ReducedRecipe, folder: Path, num_steps: int, setup: Callable[[nn.Module], None] | None
 ) -> TrialInputs:
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model["name_or_path"])
-    completed = complete_tokenizer(tokenizer, recipe.data)
-    inputs = TrialInputs(recipe=recipe, tokenizer=completed, rows=(), collator=None, setup=setup)
-    args = inputs.arguments(folder / _ROWS_FOLDER, num_steps, save_at=None, is_planned=False)
-    batches = sample_rows(recipe, inputs.tokenizer, args, num_steps=num_steps)
+    recipe, tokenizer = small.recipe, complete_tokenizer(small.tokenizer, small.recipe.data)
+    inputs = TrialInputs(recipe=recipe, tokenizer=tokenizer, rows=(), collator=None, setup=setup)
+    args = inputs.arguments(folder, num_steps, save_at=None, is_planned=False)
+    batches = sample_rows(recipe, tokenizer, args, num_steps=num_steps)
     return replace(inputs, rows=batches.rows, collator=batches.collator)
 
 
@@ -202,7 +200,7 @@ class _Verification:
             return
         if self.is_full:
             what = "Not with real weights; hf-ckpt verify without --full does it with a small model."
-            yield Check(name="in float32", verdict="skip", detail=what)
+            yield Check("in float32", "skip", what)
             return
         self.say(f"Running 1 step in float32, for {tolerance.what} ...")
         inputs = self.inputs.in_float32()
@@ -217,7 +215,7 @@ class _Verification:
 
     def _saved(self, trials: Trials) -> Iterator[Check]:
         if not trials.planned.can_save_model:
-            yield Check(name="saved files", verdict="skip", detail="Under FSDP1 saving and resuming are not looked at.")
+            yield Check("saved files", "skip", "Under FSDP1 saving and resuming are not looked at.")
             return
         if processes.is_first():
             self.say("Loading what was saved ...")
@@ -225,12 +223,12 @@ class _Verification:
         processes.gather(None)
         save_at = self._save_at()
         if save_at is None:
-            yield Check(name="resume", verdict="skip", detail="One step cannot be stopped half way; use --steps 2.")
+            yield Check("resume", "skip", "One step cannot be stopped half way; use --steps 2.")
         elif self.inputs.recipe.has_virtual_tokens:
-            yield Check(name="resume", verdict="skip", detail="PEFT trains virtual tokens that were saved no further.")
+            yield Check("resume", "skip", "PEFT trains virtual tokens that were saved no further.")
         elif self.saves_model_only:
             detail = "save_only_model: the recipe's checkpoints have no optimizer state to go on from."
-            yield Check(name="resume", verdict="skip", detail=detail)
+            yield Check("resume", "skip", detail)
         else:
             checkpoint = trials.planned.saved / f"checkpoint-{save_at}"
             resumed = self._run("resumed", "from a checkpoint", is_planned=True, resume_from=checkpoint)
@@ -240,15 +238,17 @@ class _Verification:
         """Find the layer and the operator from which on the trials differ, if they do on any process."""
         if (module := first_module_changed_by_plan(trials)) is not None:
             detail = f"In forward, {module} is the first module whose output differs: the plan changes the forward."
-            yield Check(name="first difference", verdict="fail", detail=detail)
+            yield Check("first difference", "fail", detail)
         found = processes.gather(self._difference(trials))
         first = next((difference for difference in found if difference is not None), None)
         if first is None:
             return
-        self.say(f"Looking at the operators of {first.layer or 'the model'} ...")
+        self.say(f"Looking at the operators of {first.layer} ...")
         operators = None
         for micro_batch in range(first.micro_batch, first.micro_batch + MAX_ACCUMULATION):
-            operators = self._operators(FirstDifference(first.layer, micro_batch))
+            watch = OperatorWatch(first.layer, micro_batch)
+            run_trial(self.inputs, self.folder / "watched", is_planned=True, num_steps=self.num_steps, watch=watch)
+            operators = watch.first_difference()
             if any(processes.gather(operators is not None)):
                 break
         if processes.is_first_with(operators is not None or _has_evidence(trials)):
@@ -256,8 +256,9 @@ class _Verification:
 
     def _difference(self, trials: Trials) -> FirstDifference | None:
         planned = trials.planned
-        if planned.failure is not None:
-            return _of_failure(planned)
+        if (failure := planned.failure) is not None:
+            is_of_layer = failure.is_recomputing and failure.path
+            return FirstDifference(failure.path, len(planned.micro_batches) - 1) if is_of_layer else None
         is_known = (
             trials.differences.is_equal
             or trials.is_within_tolerance
@@ -266,11 +267,6 @@ class _Verification:
         if is_known or not trials.is_repeatable:
             return None
         return first_differing_layer(trials.reference, planned) or _by_parameter(trials)
-
-    def _operators(self, difference: FirstDifference) -> OperatorDifference | None:
-        watch = OperatorWatch(difference.layer, difference.micro_batch)
-        run_trial(self.inputs, self.folder / "watched", is_planned=True, num_steps=self.num_steps, watch=watch)
-        return watch.first_difference()
 
 
 def _compared(trials: Trials) -> Iterator[Check]:
@@ -298,52 +294,40 @@ def _has_evidence(trials: Trials) -> bool:
     return bool(planned.state_changes or planned.no_output_gradient - trials.reference.no_output_gradient)
 
 
-def _of_failure(planned: Record) -> FirstDifference | None:
-    failure = planned.failure
-    if failure is None or not failure.is_recomputing or not failure.path:
-        return None
-    return FirstDifference(failure.path, len(planned.micro_batches) - 1)
-
-
 def _by_parameter(trials: Trials) -> FirstDifference | None:
     """Return the layer of the first parameter whose gradient differs, where no layer's input gradient does."""
     step = trials.differences.first_step - 1
-    if step < 0:
-        return None
     expected, got = trials.reference.gradients(step), trials.planned.gradients(step)
     layer = layer_of_first_differing_parameter(expected, got, [layer.path for layer in trials.planned.layers])
-    per_step = len(trials.planned.micro_batches) // max(trials.planned.num_steps, 1)
+    per_step = len(trials.planned.micro_batches) // trials.planned.num_steps
     return None if layer is None else FirstDifference(layer, step * per_step)
 
 
 def _check_difference(trials: Trials, first: FirstDifference, operators: OperatorDifference | None) -> Check:
-    what = f"In backward, {first.layer} is the first layer"
-    if trials.planned.failure is not None:
-        what = f"{first.layer} could not be recomputed"
-    else:
-        what += " whose input gradient differs while that at its output is equal, or a gradient inside it"
+    what = f"{first.layer} could not be recomputed"
+    if trials.planned.failure is None:
+        what = (
+            f"In backward, {first.layer} is the first layer whose input gradient differs while that at its output is "
+            "equal, or a gradient inside it"
+        )
     which = f"{describe_operators(operators)}. " if operators is not None else ""
-    detail = f"{what} (micro-batch {first.micro_batch + 1}). {which[:1].upper()}{which[1:]}Likely cause: "
-    return Check(
-        name="first difference",
-        verdict="fail",
-        detail=f"{detail}{likely_cause(trials.reference, trials.planned, operators)}.",
-    )
+    cause = likely_cause(trials.reference, trials.planned, operators)
+    what += f" (micro-batch {first.micro_batch + 1}). {which}Likely cause: {cause}."
+    return Check("first difference", "fail", what)
 
 
 def _check_reference(reference: Record) -> Check:
     if reference.failure is None:
-        return Check(name="run", verdict="skip", detail="Another process failed without the plan.")
+        return Check("run", "skip", "Another process failed without the plan.")
     error = reference.failure.error
     if "does not require grad" in str(error):
         return Check(
-            name="trainable parameters",
-            verdict="fail",
-            detail="Nothing trains, without the plan either: the loss does not depend on any trainable parameter. Is "
+            "trainable parameters",
+            "fail",
+            "Nothing trains, without the plan either: the loss does not depend on any trainable parameter. Is "
             "the adapter frozen or disabled?",
         )
-    what = f"Without the plan the recipe does not run: {type(error).__name__}: {error}"
-    return Check(name="run", verdict="fail", detail=what)
+    return Check("run", "fail", f"Without the plan the recipe does not run: {type(error).__name__}: {error}")
 
 
 def _check_run(planned: Record) -> Check:
@@ -351,21 +335,21 @@ def _check_run(planned: Record) -> Check:
     if failure is None:
         steps, batches = counted(planned.num_steps, "optimizer step"), len(planned.micro_batches)
         return Check(
-            name="run",
-            verdict="pass",
-            detail=f"{steps} of {batches // planned.num_steps} forward and backward each, {planned.engine}.",
-            figures={"num_steps": planned.num_steps, "num_micro_batches": batches},
+            "run",
+            "pass",
+            f"{steps} of {batches // planned.num_steps} forward and backward each, {planned.engine}.",
+            {"num_steps": planned.num_steps, "num_micro_batches": batches},
         )
     doing = "recomputing" if failure.is_recomputing else "running"
     where = f" while {doing} {failure.path}" if failure.path else ""
     # After this word torch says how to find the place; the check "first difference" does that.
     reason = " ".join(str(failure.error).split()).partition(" Tip: ")[0]
     return Check(
-        name="run",
-        verdict="fail",
-        detail=f"With the plan the run ends after {counted(failure.step, 'step')}{where}: "
+        "run",
+        "fail",
+        f"With the plan the run ends after {counted(planned.num_steps, 'step')}{where}: "
         f"{type(failure.error).__name__}: {reason[:_MAX_REASON_LENGTH]}",
-        figures={"num_steps": planned.num_steps},
+        {"num_steps": planned.num_steps},
     )
 
 

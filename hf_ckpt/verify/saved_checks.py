@@ -30,13 +30,12 @@ _MERGE_TOLERANCE = 2.0**-13
 def check_saved(inputs: TrialInputs, trials: Trials) -> Iterator[Check]:
     """Check what `Trainer.save_model` wrote at the end of the planned trial. On one process only."""
     if inputs.recipe.adapter_section is None:
-        yield _check_model(inputs, trials)
+        yield _guarded("saved model", lambda: _check_model(inputs, trials))
         return
     file = _check_adapter_file(inputs, trials)
     yield file
     if file.verdict == "fail":
-        yield Check(name="reload", verdict="skip", detail="The adapter file is not whole.")
-        yield Check(name="merge", verdict="skip", detail="The adapter file is not whole.")
+        yield from (Check(name, "skip", "The adapter file is not whole.") for name in ("reload", "merge"))
         return
     yield _guarded("reload", lambda: _check_reload(inputs, trials))
     yield _guarded("merge", lambda: _check_merge(inputs, trials.planned))
@@ -46,7 +45,7 @@ def _guarded(name: str, check: Any) -> Check:
     try:
         found: Check = check()
     except Exception as error:  # noqa: BLE001  # peft, bitsandbytes or the model: whichever it is, users would meet it
-        return Check(name=name, verdict="fail", detail=f"It ends with {type(error).__name__}: {error}")
+        return Check(name, "fail", f"It ends with {type(error).__name__}: {error}")
     return found
 
 
@@ -60,20 +59,20 @@ def _check_adapter_file(inputs: TrialInputs, trials: Trials) -> Check:
     figures = {"num_tensors": len(saved), "num_trained": len(planned.trained)}
     missing = [] if inputs.recipe.has_virtual_tokens and saved else _missing(planned, saved)
     if missing:
-        what = f"{_ADAPTER_FILE} has {counted(len(saved), 'tensor')}, and of "
-        what += (
+        what = (
+            f"{_ADAPTER_FILE} has {counted(len(saved), 'tensor')}, and of "
             f"{counted(len(planned.trained), 'trained one')} it lacks {len(missing)} ({listed(missing)}). Something "
+            "renamed modules, so that PEFT did not find them."
         )
-        what += "renamed modules, so that PEFT did not find them."
-        return Check(name=name, verdict="fail", detail=what, figures=figures)
+        return Check(name, "fail", what, figures)
     if saved.keys() != expected.keys():
         what = f"Its keys are not those of a run without the plan: {listed(sorted(saved.keys() ^ expected.keys()))}."
-        return Check(name=name, verdict="fail", detail=what, figures=figures)
+        return Check(name, "fail", what, figures)
     what = f"All {len(planned.trained)} trained tensors are in it, bit by bit,"
     if inputs.recipe.has_virtual_tokens:
         what = "The virtual tokens are in it,"
     what += " under the keys of a run without the plan."
-    return Check(name=name, verdict="pass", detail=what, figures=figures)
+    return Check(name, "pass", what, figures)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -109,29 +108,25 @@ def _check_reload(inputs: TrialInputs, trials: Trials) -> Check:
 def _check_model(inputs: TrialInputs, trials: Trials) -> Check:
     """Load a fully trained model again and compare its parameters and logits."""
     name, planned = "saved model", trials.planned
-
-    def check() -> Check:
-        where = {**inputs.recipe.model, "name_or_path": str(planned.saved)}
-        if planned.engine not in _COMPUTES_AS_ALONE:
-            # FSDP trains and saves weights of half precision in float32.
-            where["dtype"] = "float32"
-        model = load_base(replace(inputs.recipe, model=where), is_quantized=False)
-        loaded = {key: values_digest(parameter) for key, parameter in model.named_parameters()}
-        if inputs.setup is not None:
-            inputs.setup(model)
-        # What the user's script adds to the model is in no file that transformers could load.
-        added = {key for key, _ in model.named_parameters()} - loaded.keys()
-        trained = {key: digest for key, digest in planned.trained.items() if key not in added}
-        wrong = sorted(key for key, digest in trained.items() if loaded.get(key) != digest)
-        if added:
-            what = f"The user's script adds {counted(len(added), 'parameter')} ({listed(sorted(added))}), not compared."
-            return Check(name=name, verdict="fail" if wrong else "skip", detail=what)
-        if wrong:
-            what = f"{len(wrong)} of {len(trained)} parameters are not what was trained ({listed(wrong)})."
-            return Check(name=name, verdict="fail", detail=what)
-        return _compare_logits(name, "All parameters are what was trained, and the model gives", inputs, trials, model)
-
-    return _guarded(name, check)
+    where = {**inputs.recipe.model, "name_or_path": str(planned.saved)}
+    if planned.engine not in _COMPUTES_AS_ALONE:
+        # FSDP trains and saves weights of half precision in float32.
+        where["dtype"] = "float32"
+    model = load_base(replace(inputs.recipe, model=where), is_quantized=False)
+    loaded = {key: values_digest(parameter) for key, parameter in model.named_parameters()}
+    if inputs.setup is not None:
+        inputs.setup(model)
+    # What the user's script adds to the model is in no file that transformers could load.
+    added = {key for key, _ in model.named_parameters()} - loaded.keys()
+    trained = {key: digest for key, digest in planned.trained.items() if key not in added}
+    wrong = sorted(key for key, digest in trained.items() if loaded.get(key) != digest)
+    if added:
+        what = f"The user's script adds {counted(len(added), 'parameter')} ({listed(sorted(added))}), not compared."
+        return Check(name, "fail" if wrong else "skip", what)
+    if wrong:
+        what = f"{len(wrong)} of {len(trained)} parameters are not what was trained ({listed(wrong)})."
+        return Check(name, "fail", what)
+    return _compare_logits(name, "All parameters are what was trained, and the model gives", inputs, trials, model)
 
 
 def _compare_logits(name: str, what: str, inputs: TrialInputs, trials: Trials, model: nn.Module) -> Check:
@@ -139,17 +134,17 @@ def _compare_logits(name: str, what: str, inputs: TrialInputs, trials: Trials, m
     assert planned.logits is not None, "a trial that ended well has logits"
     if planned.engine not in _COMPUTES_AS_ALONE:
         detail = f"It loads. Logits are not compared: {planned.engine} computes in another precision than one process."
-        return Check(name=name, verdict="pass", detail=detail)
+        return Check(name, "pass", detail)
     device = "cuda" if torch.cuda.is_available() and not inputs.recipe.training.get("use_cpu") else "cpu"
     got = _logits(inputs, model.to(device), device)
     error = float((got - planned.logits).abs().max())
     figures = {"max_error": error}
     if error == 0.0:
-        return Check(name=name, verdict="pass", detail=f"{what} the same logits, bit by bit.", figures=figures)
+        return Check(name, "pass", f"{what} the same logits, bit by bit.", figures)
     if not trials.is_repeatable:
-        return Check(name=name, verdict="skip", detail=f"{what} other logits, but so does each run.", figures=figures)
+        return Check(name, "skip", f"{what} other logits, but so does each run.", figures)
     detail = f"{what} other logits: up to {error:.2g} away, of {float(planned.logits.abs().max()):.2g}."
-    return Check(name=name, verdict="fail", detail=detail, figures=figures)
+    return Check(name, "fail", detail, figures)
 
 
 def _logits(inputs: TrialInputs, model: nn.Module, device: str) -> Tensor:
@@ -166,11 +161,10 @@ def _check_merge(inputs: TrialInputs, planned: Record) -> Check:
     section = inputs.recipe.adapter_section
     assert section is not None, "a recipe without one saves a model"
     if not can_be_merged(section):
-        return Check(name="merge", verdict="skip", detail=f"PEFT merges no adapter of type {section['type']}.")
+        return Check("merge", "skip", f"PEFT merges no adapter of type {section['type']}.")
 
-    recipe = replace(inputs.recipe, model={**inputs.recipe.model, "dtype": "float32"})
-    plain = replace(inputs, recipe=replace(recipe, training={}))
-    model: Any = PeftModel.from_pretrained(load_base(recipe, is_quantized=False), str(planned.saved))
+    plain = inputs.in_float32()
+    model: Any = PeftModel.from_pretrained(load_base(plain.recipe, is_quantized=False), str(planned.saved))
     adapted = _logits(plain, model, "cpu")
     with model.disable_adapter():
         without = _logits(plain, model, "cpu")
@@ -182,9 +176,9 @@ def _check_merge(inputs: TrialInputs, planned: Record) -> Check:
         what = (
             f"Merged, in float32, it gives the same logits within {error:.1g}; without it they are {effect:.1g} away."
         )
-        return Check(name="merge", verdict="pass", detail=what, figures=figures)
+        return Check("merge", "pass", what, figures)
     what = f"Merged, in float32, it gives other logits: {error:.2g} away, where rounding makes {_MERGE_TOLERANCE:.1g}."
-    return Check(name="merge", verdict="fail", detail=what, figures=figures)
+    return Check("merge", "fail", what, figures)
 
 
 def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
@@ -192,7 +186,7 @@ def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
     name, planned = "resume", trials.planned
     if resumed.failure is not None:
         error = resumed.failure.error
-        return Check(name=name, verdict="fail", detail=f"Resuming ends with {type(error).__name__}: {error}")
+        return Check(name, "fail", f"Resuming ends with {type(error).__name__}: {error}")
     before = [micro.loss for micro in planned.micro_batches[-len(resumed.micro_batches) :]]
     after = [micro.loss for micro in resumed.micro_batches]
     differing = [key for key in planned.trained if planned.trained[key] != resumed.trained.get(key)]
@@ -202,17 +196,17 @@ def check_resume(trials: Trials, resumed: Record, saved_at: int) -> Check:
         what = (
             f"Stopped after {counted(saved_at, 'step')} and resumed for {steps}: losses and weights equal bit by bit."
         )
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     if not trials.is_repeatable:
-        return Check(name=name, verdict="skip", detail="Not compared: the run does not repeat itself.", figures=figures)
+        return Check(name, "skip", "Not compared: the run does not repeat itself.", figures)
     what = f"Stopped after {counted(saved_at, 'step')} and resumed, "
     what += f"{len(differing)} of {len(planned.trained)} trained parameters differ ({listed(differing)})."
     if not_loaded := _not_loaded(planned, resumed):
         what += (
             f" Of these, {len(not_loaded)} start again from their first values ({listed(not_loaded)}): the Trainer did "
+            "not find them in its own checkpoint, which has nothing to do with the plan."
         )
-        what += "not find them in its own checkpoint, which has nothing to do with the plan."
-    return Check(name=name, verdict="fail", detail=what, figures=figures)
+    return Check(name, "fail", what, figures)
 
 
 def _not_loaded(planned: Record, resumed: Record) -> list[str]:

@@ -20,7 +20,7 @@ from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
-from hf_ckpt.verify.record import Record, RecordedMicroBatch, UserHook, WatchedLayer, tensor_digest
+from hf_ckpt.verify.record import Record, UserHook, WatchedLayer, tensor_digest
 from hf_ckpt.verify.report import Check, Verdict, listed, numbered
 
 FORWARDS = "forward counts"
@@ -54,22 +54,32 @@ _NEVER_STATE = (torch.dtype, torch.device, types.ModuleType, type)
 
 def check_counts(reference: Record, planned: Record) -> Check:
     """Compare how often modules ran, with the plan and without it, with what the policy means."""
-    others = [path for (path, in_backward), count in reference.forward_counts.items() if in_backward and count]
-    if others:
+    if reference.recomputations:
         return Check(
-            name=FORWARDS,
-            verdict="fail",
-            detail=f"Without the plan, {_modules(others)} ran again in backward all the same: something else than the "
-            "plan checkpoints the model. Turn it off.",
+            FORWARDS,
+            "fail",
+            f"Without the plan, {_modules(list(reference.recomputations))} ran again in backward all the same: "
+            "something else than the plan checkpoints the model. Turn it off.",
         )
     if planned.expected_plan != planned.plan:
-        return Check(name=FORWARDS, verdict="fail", detail="The plan in force was not the one that the policy means.")
+        return Check(FORWARDS, "fail", "The plan in force was not the one that the policy means.")
     if planned.failure is not None:
-        return Check(name=FORWARDS, verdict="skip", detail="The run ended in the middle of a step.")
+        return Check(FORWARDS, "skip", "The run ended in the middle of a step.")
     faults = list(_count_faults(planned))
     if faults:
-        return Check(name=FORWARDS, verdict="fail", detail=" ".join(faults))
-    return Check(name=FORWARDS, verdict="pass", detail=_as_planned(planned), figures=_figures(planned))
+        return Check(FORWARDS, "fail", " ".join(faults))
+    num_layers, paths = len(planned.layers), tuple(planned.recomputations)
+    num_again = sum(any(path.startswith(f"{layer.path}.") for path in paths) for layer in planned.layers)
+    what = f"Nothing of {num_layers} layers ran again in backward, as planned."
+    if num_again:
+        what = f"{num_again} of {num_layers} layers ran again in backward, whole or in part, each as often as planned."
+    figures = {
+        "num_layers": num_layers,
+        "num_layers_recomputed": num_again,
+        "num_module_forwards": planned.forwards.total(),
+        "num_module_forwards_in_backward": planned.recomputations.total(),
+    }
+    return Check(FORWARDS, "pass", what, figures)
 
 
 def check_in_force(planned: Record) -> Check:
@@ -77,22 +87,22 @@ def check_in_force(planned: Record) -> Check:
     if planned.replaced:
         path, what = next(iter(planned.replaced.items()))
         return Check(
-            name=IN_FORCE,
-            verdict="fail",
-            detail=f"The plan was overwritten by another library or script on {_modules(list(planned.replaced))}: on "
+            IN_FORCE,
+            "fail",
+            f"The plan was overwritten by another library or script on {_modules(list(planned.replaced))}: on "
             f"{path} {what}. Call whatever does this before training, or not at all.",
         )
     faults = " ".join(planned.callback_faults)
     if faults:
-        return Check(name=IN_FORCE, verdict="fail", detail=f"The run itself would stop in its first step: {faults}")
-    return Check(name=IN_FORCE, verdict="pass", detail="In every forward the plan was on its layers as it was applied.")
+        return Check(IN_FORCE, "fail", f"The run itself would stop in its first step: {faults}")
+    return Check(IN_FORCE, "pass", "In every forward the plan was on its layers as it was applied.")
 
 
 def _count_faults(planned: Record) -> Iterator[str]:
     idle: list[WatchedLayer] = []
     again: list[str] = []
     wrong: list[str] = []
-    for layer in planned.layers:
+    for layer in (layer for layer in planned.layers if not layer.recomputes_itself):
         for root, excluded in _regions(layer):
             if (count := _count(planned, layer, root, excluded)) is None:
                 continue
@@ -104,17 +114,14 @@ def _count_faults(planned: Record) -> Iterator[str]:
         again += _ran_again(planned, layer)
     # The chunked head runs again, and the modules inside it.
     layers = (*(layer.path for layer in planned.layers), *([planned.head] if planned.head else []))
-    again += [
-        path for (path, b), count in planned.forward_counts.items() if b and count and not _is_below(path, layers)
-    ]
-    if planned.head and not any(b and _is_below(path, (planned.head,)) for path, b in planned.forward_counts):
+    again += [path for path in planned.recomputations if not _is_below(path, layers)]
+    if planned.head and not any(_is_below(path, (planned.head,)) for path in planned.recomputations):
         yield f"The plan did nothing on the head: nothing of {planned.head} ran again in backward."
     if idle:
         modes = listed(sorted({f'"{layer.entry.mode}"' for layer in idle}))
-        which = _layers(planned, idle)
         yield (
-            f"The plan did nothing on {which}: planned {modes}, but nothing ran again in backward. Its checkpoint "
-            "function was replaced or switched off after the plan was applied."
+            f"The plan did nothing on {_layers(idle)}: planned {modes}, but nothing ran again in backward. Its "
+            "checkpoint function was replaced or switched off after the plan was applied."
         )
     if again:
         yield (
@@ -125,26 +132,19 @@ def _count_faults(planned: Record) -> Iterator[str]:
         yield f"Counts are not those of the plan: {wrong[0]}{f', and {len(wrong) - 1} more' * (len(wrong) > 1)}."
 
 
-def _regions(layer: WatchedLayer) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the paths of what should run again, each with the paths inside it that should not."""
-    if layer.recomputes_itself:
-        return []
-    return [*_regions_of_mode(layer), *((path, ()) for path in layer.tiled)]
-
-
-def _regions_of_mode(layer: WatchedLayer) -> list[tuple[str, tuple[str, ...]]]:
+def _regions(layer: WatchedLayer) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the paths of what should run again, each with the paths inside it that should not."""
     match layer.entry.mode:
         case Mode.FULL | Mode.SELECTIVE | Mode.SELECTIVE_ATTENTION:
-            return [(layer.path, ())]
+            yield layer.path, ()
         case Mode.ATTENTION:
-            return [(path, ()) for path in layer.attention]
+            yield from ((path, ()) for path in layer.attention)
         case Mode.FFN if layer.ffn:
             # What runs in tiles is recomputed in them.
-            return [(path, ()) for path in layer.ffn if path not in layer.tiled]
+            yield from ((path, ()) for path in layer.ffn if path not in layer.tiled)
         case Mode.FFN:
-            return [(layer.path, layer.attention)]
-        case _:
-            return []
+            yield layer.path, layer.attention
+    yield from ((path, ()) for path in layer.tiled)
 
 
 def _count(
@@ -155,11 +155,11 @@ def _count(
     Counts the first module that a region enters: a recomputation that stops early still begins at the beginning.
     Without a gradient at its output a region has no backward, and so no reason to run again.
     """
-    entered = (path for path, in_backward in planned.forward_counts if not in_backward and path.startswith(f"{root}."))
+    entered = (path for path in planned.forwards if path.startswith(f"{root}."))
     first = next((path for path in entered if not _is_below(path, excluded)), None)
     if first is None or root not in planned.with_output_gradient:
         return None
-    forward, backward = planned.forward_counts[first, False], planned.forward_counts[first, True]
+    forward, backward = planned.forwards[first], planned.recomputations[first]
     if root in layer.tiled:
         # Each slice, and before them a few positions, to check that slices give the same as the whole.
         return forward, backward, set(range(1, 2 * forward + 1))
@@ -170,12 +170,8 @@ def _count(
 
 
 def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:
-    if layer.recomputes_itself:
-        return
-    regions = _regions(layer)
-    for (path, in_backward), count in planned.forward_counts.items():
-        if not in_backward or not count or not path.startswith(f"{layer.path}."):
-            continue
+    regions = list(_regions(layer))
+    for path in (path for path in planned.recomputations if path.startswith(f"{layer.path}.")):
         if not any(_is_below(path, (root,)) and not _is_below(path, excluded) for root, excluded in regions):
             yield path
 
@@ -184,31 +180,7 @@ def _is_below(path: str, roots: Sequence[str]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
-def _as_planned(planned: Record) -> str:
-    figures = _figures(planned)
-    recomputed, layers = int(figures["num_layers_recomputed"]), int(figures["num_layers"])
-    if not recomputed:
-        return f"Nothing of {layers} layers ran again in backward, as planned."
-    return f"{recomputed} of {layers} layers ran again in backward, whole or in part, each as often as planned."
-
-
-def _figures(planned: Record) -> dict[str, float]:
-    recomputed = [
-        layer
-        for layer in planned.layers
-        if any(count and b and path.startswith(f"{layer.path}.") for (path, b), count in planned.forward_counts.items())
-    ]
-    forward = sum(count for (_, in_backward), count in planned.forward_counts.items() if not in_backward)
-    backward = sum(count for (_, in_backward), count in planned.forward_counts.items() if in_backward)
-    return {
-        "num_layers": len(planned.layers),
-        "num_layers_recomputed": len(recomputed),
-        "num_module_forwards": forward,
-        "num_module_forwards_in_backward": backward,
-    }
-
-
-def _layers(planned: Record, layers: Sequence[WatchedLayer]) -> str:
+def _layers(layers: Sequence[WatchedLayer]) -> str:
     paths = dict.fromkeys(layer.path.rpartition(".")[0] for layer in layers)
     return listed(
         f"{numbered([int(layer.path.rpartition('.')[2]) for layer in layers if layer.path.startswith(f'{path}.')])} "
@@ -227,25 +199,21 @@ def _modules(paths: Sequence[str]) -> str:
 def check_random_numbers(trials: Trials) -> Check:
     """Compare the states of the random number generators after each forward and backward."""
     name = "random numbers"
-    for number, (expected, again, got) in enumerate(_triples(trials)):
+    finished = (micro for micro in trials.planned.micro_batches if micro.random_state)
+    triples = zip(trials.reference.micro_batches, trials.repeated.micro_batches, finished, strict=False)
+    for number, (expected, again, got) in enumerate(triples):
         for generator, state in expected.random_state.items():
             if state == again.random_state.get(generator) and state != got.random_state.get(generator):
                 return Check(
-                    name=name,
-                    verdict="fail",
-                    detail=f"From micro-batch {number + 1} on, the {generator} generator is in another state than "
+                    name,
+                    "fail",
+                    f"From micro-batch {number + 1} on, the {generator} generator is in another state than "
                     "without the plan: recomputation drew random numbers and did not put the state back.",
                 )
     if not trials.planned.micro_batches:
-        return Check(name=name, verdict="skip", detail="No forward was completed with the plan.")
+        return Check(name, "skip", "No forward was completed with the plan.")
     generators = listed(trials.reference.micro_batches[0].random_state)
-    what = f"The generators ({generators}) are in the same states after each micro-batch."
-    return Check(name=name, verdict="pass", detail=what)
-
-
-def _triples(trials: Trials) -> Iterator[tuple[RecordedMicroBatch, RecordedMicroBatch, RecordedMicroBatch]]:
-    finished = (micro for micro in trials.planned.micro_batches if micro.random_state)
-    yield from zip(trials.reference.micro_batches, trials.repeated.micro_batches, finished, strict=False)
+    return Check(name, "pass", f"The generators ({generators}) are in the same states after each micro-batch.")
 
 
 def check_buffers(trials: Trials) -> Check:
@@ -260,7 +228,7 @@ def check_buffers(trials: Trials) -> Check:
     }
     if not buffers and not values:
         what = f"{counted(len(trials.planned.buffers), 'buffer')} and the plain values on all modules are equal."
-        return Check(name=name, verdict="pass", detail=what, figures=figures)
+        return Check(name, "pass", what, figures)
     parts = []
     if buffers:
         parts.append(
@@ -273,7 +241,7 @@ def check_buffers(trials: Trials) -> Check:
             f"{counted(len(values), 'value')} on modules {_differ(values)} ({listed(pairs)}): the forward changes them."
         )
     parts.append("Leave these layers out of the policy.")
-    return Check(name=name, verdict="fail", detail=" ".join(parts), figures=figures)
+    return Check(name, "fail", " ".join(parts), figures)
 
 
 def _differ(values: Mapping[str, object]) -> str:
@@ -302,25 +270,22 @@ def check_names(trials: Trials) -> Check:
             what = [f"new are {listed(new)}"] if new else []
             what += [f"gone are {listed(gone)}"] if gone else []
             return Check(
-                name=name,
-                verdict="fail",
-                detail=f"Names of modules or of the state dict's keys differ {when} training: {'; '.join(what)}. A "
+                name,
+                "fail",
+                f"Names of modules or of the state dict's keys differ {when} training: {'; '.join(what)}. A "
                 "wrapper renames what it wraps, and saved weights are then not found again.",
             )
-    number = len(trials.reference.names["before"])
-    same = f"{number} names of modules and of state-dict keys are the same {_joined(trials.planned.names)} training."
-    return Check(name=name, verdict="pass", detail=same, figures={"num_names": number})
-
-
-def _joined(names: Mapping[str, object]) -> str:
-    *rest, last = names
-    return f"{', '.join(rest)} and {last}" if rest else last
+    number, (*rest, last) = len(trials.reference.names["before"]), trials.planned.names
+    when = f"{', '.join(rest)} and {last}" if rest else last
+    same = f"{number} names of modules and of state-dict keys are the same {when} training."
+    return Check(name, "pass", same, {"num_names": number})
 
 
 def check_state(planned: Record) -> Iterator[Check]:
     """Compare flags and autocast in recomputation with those of the forward."""
     autocast = [change for change in planned.state_changes if change.what == "autocast"]
     flags = [change for change in planned.state_changes if change.what != "autocast"]
+    if_same: Verdict = "pass" if planned.recomputations else "skip"
     if flags:
         first, modules = flags[0], len({change.path for change in flags})
         cause = "eval() or train() was called" if first.what == "training" else "the flag was changed"
@@ -328,24 +293,19 @@ def check_state(planned: Record) -> Iterator[Check]:
             f"{first.what} of {first.path} was {first.in_forward!r} in the forward and {first.in_recomputation!r} in "
             f"its recomputation ({counted(modules, 'module')} in all): {cause} between forward and backward."
         )
-        yield Check(name="training flags", verdict="fail", detail=detail, figures={"num_modules_changed": modules})
+        yield Check("training flags", "fail", detail, {"num_modules_changed": modules})
     else:
         detail = "Flags of recomputed modules, training mode among them, were those of their forward."
-        yield Check(name="training flags", verdict=_if_recomputed(planned), detail=detail)
+        yield Check("training flags", if_same, detail)
     if autocast:
         first = autocast[0]
         detail = (
             f"Autocast was lost in recomputation: {first.in_forward} in the forward of {first.path}, "
             f"{first.in_recomputation} in its recomputation. Gradients are of another precision than the forward."
         )
-        yield Check(name="autocast", verdict="fail", detail=detail)
+        yield Check("autocast", "fail", detail)
     else:
-        detail = "Autocast in recomputation was that of the forward."
-        yield Check(name="autocast", verdict=_if_recomputed(planned), detail=detail)
-
-
-def _if_recomputed(planned: Record) -> Verdict:
-    return "pass" if any(in_backward for _, in_backward in planned.forward_counts) else "skip"
+        yield Check("autocast", if_same, "Autocast in recomputation was that of the forward.")
 
 
 def check_use_cache(planned: Record) -> Check:
@@ -353,8 +313,8 @@ def check_use_cache(planned: Record) -> Check:
     if planned.use_cache:
         where, (before, after) = next(iter(planned.use_cache.items()))
         detail = f"use_cache of {where} was {before!r} before training and is {after!r} after it."
-        return Check(name="use_cache", verdict="fail", detail=detail)
-    return Check(name="use_cache", verdict="pass", detail="After training every use_cache is what it was before.")
+        return Check("use_cache", "fail", detail)
+    return Check("use_cache", "pass", "After training every use_cache is what it was before.")
 
 
 def check_generation(trials: Trials) -> Check:
@@ -364,19 +324,18 @@ def check_generation(trials: Trials) -> Check:
     tried = {when: tokens for when, tokens in expected.items() if not isinstance(tokens, str)}
     if not tried:
         reason = next(iter(expected.values()), "no step was done")
-        return Check(name=name, verdict="skip", detail=f"The model does not generate without the plan either: {reason}")
+        return Check(name, "skip", f"The model does not generate without the plan either: {reason}")
     wrong = [when for when in tried if got.get(when) != tried[when]]
     if wrong and not trials.is_repeatable:
-        return Check(name=name, verdict="skip", detail="Not compared: the run does not repeat itself.")
+        return Check(name, "skip", "Not compared: the run does not repeat itself.")
     if wrong and trials.planned.tolerance is not None:
         why = f"{trials.planned.tolerance.what} round otherwise, and the weights with them"
-        return Check(name=name, verdict="skip", detail=f"Not compared: {why}.")
+        return Check(name, "skip", f"Not compared: {why}.")
     if wrong:
         when = wrong[0]
-        detail = f"Generation {when} gives {got.get(when)} with and {tried[when]} without the plan."
-        return Check(name=name, verdict="fail", detail=detail)
+        return Check(name, "fail", f"Generation {when} gives {got.get(when)} with and {tried[when]} without the plan.")
     detail = f"Greedy generation {', '.join(tried)} gives the same tokens."
-    return Check(name=name, verdict="pass", detail=detail, figures={"num_tokens": sum(map(len, tried.values()))})
+    return Check(name, "pass", detail, {"num_tokens": sum(map(len, tried.values()))})
 
 
 # --- The user's own hooks. ---
@@ -387,7 +346,7 @@ def check_hooks(trials: Trials) -> Check:
     name = "hooks"
     hooks = list(zip(trials.reference.hooks, trials.repeated.hooks, trials.planned.hooks, strict=True))
     if not hooks:
-        return Check(name=name, verdict="skip", detail="The model carries no hooks but those of libraries.")
+        return Check(name, "skip", "The model carries no hooks but those of libraries.")
     twice = [planned for _, _, planned in hooks if planned.runs_again]
     wrong = [
         (reference, planned)
@@ -397,14 +356,15 @@ def check_hooks(trials: Trials) -> Check:
     figures = {"num_hooks": len(hooks), "num_run_again": len(twice)}
     if wrong:
         reference, planned = wrong[0]
+        more = f", and so do {len(wrong) - 1} more" if len(wrong) > 1 else ""
         detail = (
             f"The {planned.kind} {planned.name} on {planned.path} left other values behind: "
             f"{_shown(reference.change)} without and {_shown(planned.change)} with the plan. It runs again when the "
-            f"module is recomputed{_and_more(len(wrong) - 1)}. Let it return early while a backward runs "
+            f"module is recomputed{more}. Let it return early while a backward runs "
             "(torch._C._current_graph_task_id() != -1), or leave the layer out of the policy."
         )
-        return Check(name=name, verdict="fail", detail=detail, figures=figures)
-    return Check(name=name, verdict="pass", detail=_harmless(hooks, twice), figures=figures)
+        return Check(name, "fail", detail, figures)
+    return Check(name, "pass", _harmless(hooks, twice), figures)
 
 
 def _harmless(hooks: list[Any], twice: list[UserHook]) -> str:
@@ -416,10 +376,6 @@ def _harmless(hooks: list[Any], twice: list[UserHook]) -> str:
         f"{first.path}; nothing that can be seen of them differs. What they write elsewhere (files, other processes) "
         "cannot be seen."
     )
-
-
-def _and_more(number: int) -> str:
-    return f", and so do {number} more" if number else ""
 
 
 def _shown(change: Any) -> str:
@@ -442,15 +398,15 @@ class UserHooks:
             if not _is_from_library(function)
         ]
 
-    def finish(self, forward_counts: Counter[tuple[str, bool]]) -> list[UserHook]:
-        """Return the hooks with what was added to their visible state since. Counts are by (path, in backward)."""
+    def finish(self, recomputations: Counter[str]) -> list[UserHook]:
+        """Return the hooks with what was added to their visible state since, and how often their module ran again."""
         return [
             UserHook(
                 path=path,
                 kind=kind,
                 name=qualified_name(function),
                 change=_added_state(state_before, visible_state(function, self._known)),
-                runs_again=0 if "backward" in kind else forward_counts[path, True],
+                runs_again=0 if "backward" in kind else recomputations[path],
             )
             for path, kind, function, state_before in self._found
         ]
@@ -474,7 +430,7 @@ def visible_state(function: Callable[..., Any], known: set[int]) -> Any:
     Objects with an id in `known` are left out.
     """
     state: dict[str, Any] = {}
-    read = _StateReader(known).read
+    read = partial(_comparable, known=known)
     while isinstance(function, partial):
         state["arguments"] = read((*function.args, *function.keywords.values()))
         function = function.func
@@ -503,34 +459,30 @@ def _state_of_function(function: types.FunctionType, read: Callable[[Any], Any])
     yield "defaults", read(function.__defaults__ or ())
 
 
-class _StateReader:
-    """Turns values into plain ones, in containers; tensors into digests, and what cannot be compared into None."""
+def _comparable(value: Any, known: set[int], depth: int = _DEPTH) -> Any:
+    """Return a value as plain ones, in containers; tensors as digests, and what cannot be compared as None."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else tensor_digest(value)
+    if depth == 0 or id(value) in known or isinstance(value, _NEVER_STATE):
+        return None
+    if hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
+        return len(value)
+    return _inside(value, partial(_comparable, known=known, depth=depth - 1))
 
-    def __init__(self, known: set[int]) -> None:
-        self._known = known
 
-    def read(self, value: Any, depth: int = _DEPTH) -> Any:
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, Tensor):
-            return value.item() if value.numel() == 1 and not value.is_meta else tensor_digest(value)
-        if depth == 0 or id(value) in self._known or isinstance(value, _NEVER_STATE):
-            return None
-        if hasattr(value, "__len__") and len(value) > _MAX_ITEMS:
-            return len(value)
-        return self._inside(value, depth - 1)
-
-    def _inside(self, value: Any, depth: int) -> Any:
-        if isinstance(value, dict):
-            return {str(key): self.read(item, depth) for key, item in value.items()}
-        if isinstance(value, set | frozenset):
-            return sorted(repr(item) for item in value)
-        if hasattr(value, "__iter__") and hasattr(value, "__len__"):  # lists, tuples, deques, arrays
-            return [self.read(item, depth) for item in value]
-        attributes = vars(value) if hasattr(value, "__dict__") else {}
-        if isinstance(value, nn.Module):
-            attributes = {name: item for name, item in attributes.items() if not name.startswith("_")}
-        return {name: self.read(item, depth) for name, item in attributes.items()} or None
+def _inside(value: Any, read: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {str(key): read(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(repr(item) for item in value)
+    if hasattr(value, "__iter__") and hasattr(value, "__len__"):  # lists, tuples, deques, arrays
+        return [read(item) for item in value]
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    if isinstance(value, nn.Module):
+        attributes = {name: item for name, item in attributes.items() if not name.startswith("_")}
+    return {name: read(item) for name, item in attributes.items()} or None
 
 
 def _added_state(before: Any, after: Any) -> Any:

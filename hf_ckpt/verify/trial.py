@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -79,7 +78,7 @@ Engine = Literal["one process", "ddp", "fsdp1", "fsdp2", "deepspeed"]
 class TrialInputs:
     """What all trials of one verification share."""
 
-    recipe: Recipe  # with weights in `model.name_or_path`
+    recipe: Recipe  # of `reduce_recipe`: with weights in `model.name_or_path`; no evaluation, no reporters
     tokenizer: PreTrainedTokenizerBase
     rows: Sequence[Mapping[str, Any]] | Dataset  # with `input_ids` and `labels`, or the columns that a trainer reads
     collator: Any
@@ -98,28 +97,17 @@ class TrialInputs:
         return model
 
     def arguments(self, folder: Path, num_steps: int, *, save_at: int | None, is_planned: bool) -> TrainingArguments:
-        """Return the recipe's own `TrainingArguments`, but for folder, length, saving and reporters."""
+        """Return the recipe's own `TrainingArguments`, but for folder, length, saving and logging."""
         own = dict(self.recipe.training)
         changed: dict[str, Any] = {
             "output_dir": str(folder),
             "max_steps": num_steps,
             "gradient_accumulation_steps": min(int(own.get("gradient_accumulation_steps", 1)), MAX_ACCUMULATION),
-            # A warm-up is longer than the trial, and its first step has a learning rate of zero.
-            "warmup_steps": 0,
             "save_strategy": "no" if save_at is None else "steps",
             "save_steps": save_at or 1,
-            "save_total_limit": None,
             "logging_strategy": "no",
-            "eval_strategy": "no",
-            "eval_on_start": False,
-            "load_best_model_at_end": False,
-            "push_to_hub": False,
-            "report_to": "none",
             "disable_tqdm": True,
-            "dataloader_num_workers": 0,
         }
-        for name in ("warmup_ratio", "logging_steps", "eval_steps"):
-            own.pop(name, None)
         if not is_planned:
             own.pop("gradient_checkpointing", None)
             own.pop("activation_checkpointing", None)
@@ -181,7 +169,8 @@ def run_trial(
     to `folder`, and a checkpoint every `save_at` steps.
     """
     with _restored_environment():
-        return _Trial(inputs, folder, is_planned, num_steps, save_at, watch).run(resume_from)
+        args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
+        return _Trial(inputs, folder, args, is_planned, watch).run(resume_from)
 
 
 @contextmanager
@@ -197,17 +186,10 @@ def _restored_environment() -> Iterator[None]:
 
 class _Trial:
     def __init__(
-        self,
-        inputs: TrialInputs,
-        folder: Path,
-        is_planned: bool,
-        num_steps: int,
-        save_at: int | None,
-        watch: OperatorWatch | None,
+        self, inputs: TrialInputs, folder: Path, args: TrainingArguments, is_planned: bool, watch: OperatorWatch | None
     ) -> None:
-        self.inputs = inputs
+        self.inputs, self.args = inputs, args
         self.record = Record(folder)
-        self.args = inputs.arguments(folder / "run", num_steps, save_at=save_at, is_planned=is_planned)
         self.section = inputs.recipe.checkpointing or NO_CHECKPOINTING
         self.callback = NonStoppingCallback(self.section) if is_planned else None
         self.watch = watch
@@ -250,7 +232,7 @@ class _Trial:
         self.recorder.stop()
         if self.callback is not None:
             self.record.plan, self.record.callback_faults = self.callback.plan, self.callback.faults
-        self.record.hooks = self.user_hooks.finish(self.record.forward_counts)
+        self.record.hooks = self.user_hooks.finish(self.record.recomputations)
         if self.record.failure is None and trainer is not None:
             self._finish(trainer)
         return self.record
@@ -267,8 +249,7 @@ class _Trial:
             recipe, self.model, self.args, inputs.tokenizer, data, callbacks, made_of=cast(type[Trainer], kind)
         )
         trainer = cast(RecordingTrainer, made)
-        for printer in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(printer)
+        trainer.remove_callback(PrinterCallback)
         # After the plan's own callback, so that it sees what a user's callback would.
         trainer.add_callback(_GenerateBetweenSteps(self, trainer))
         return trainer
@@ -277,7 +258,7 @@ class _Trial:
         where, is_recomputing = "", False
         if self._is_begun:
             where, is_recomputing = self.recorder.current_layer, self.recorder.is_recomputing
-        self.record.failure = TrialError(error, where, is_recomputing, self.record.num_steps)
+        self.record.failure = TrialError(error, where, is_recomputing)
         # The traceback holds the frames, and they the model.
         error.__traceback__ = None
 
@@ -301,7 +282,8 @@ class _Trial:
 
     def keep_gradients(self, step: int) -> None:
         """Record the gradients of an optimizer step, before they are clipped."""
-        gradients = {name: _gradient(p) for name, p in parameters_of(self.model) if p.requires_grad}
+        trainable = ((name, p) for name, p in parameters_of(self.model) if p.requires_grad)
+        gradients = {name: None if p.grad is None else local_shard(p.grad) for name, p in trainable}
         self.record.keep_gradients(step, gradients)
         self.record.num_steps = step + 1
         if "during" not in self.record.names:
@@ -507,10 +489,6 @@ def _digests(model: nn.Module) -> dict[str, str]:
     return {name: tensor_digest(parameter) for name, parameter in parameters_of(model)}
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else local_shard(parameter.grad).detach()
-
-
 # --- Logits and use_cache. ---
 
 
@@ -524,16 +502,14 @@ def prompt_logits(model: nn.Module, ids: Tensor, autocast: AbstractContextManage
 
 def use_cache_of(model: nn.Module) -> dict[str, object]:
     """Return the `use_cache` values of a model's configs, by where they are."""
-    found: dict[str, object] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[str, object]] = {}
     for path, module in model.named_modules():
         for name in ("config", "generation_config"):
             values = vars(module).get(name)
-            # Layers share the config of their model.
-            if values is not None and "use_cache" in vars(values) and id(values) not in seen:
-                seen.add(id(values))
-                found[f"{path}.{name}".lstrip(".")] = vars(values)["use_cache"]
-    return found
+            if values is not None and "use_cache" in vars(values):
+                # Layers share the config of their model.
+                found.setdefault(id(values), (f"{path}.{name}".lstrip("."), vars(values)["use_cache"]))
+    return dict(found.values())
 
 
 def changed_values(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, tuple[object, object]]:

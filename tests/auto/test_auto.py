@@ -25,7 +25,7 @@ import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PolicyError
 from hf_ckpt.auto import budgets
 from hf_ckpt.auto.budgets import AllocatorState, _usable
-from hf_ckpt.auto.largest_batch_in_data import Batch, largest_batch
+from hf_ckpt.auto.largest_batch_in_data import Batch, largest_text_batch
 from hf_ckpt.auto.replan import _rounded_up
 from hf_ckpt.auto.simulation_coverage import Coverage
 from hf_ckpt.errors import BudgetError, UnsupportedError
@@ -392,7 +392,7 @@ MASKED = Table.from_dict({"input_ids": [[1] * 9] * 3, "attention_mask": [[1] * 9
     ],
 )
 def test_largest_batch(data: Any, collator: Any, rows: int, max_length: int | None, expected: Batch | None) -> None:
-    assert largest_batch(data, collator, rows, max_length) == expected
+    assert largest_text_batch(data, collator, rows, max_length) == expected
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from transformers import (
 
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.auto import largest_multimodal_batch_in_data
-from hf_ckpt.auto.largest_batch_in_data import describe_batch
+from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
 from hf_ckpt.errors import BudgetError, UnsupportedError
 from hf_ckpt.measure.track_real_step import follow_trainer
@@ -302,7 +302,7 @@ def test_mask_of_four_dimensions_is_predicted(tmp_path: Path) -> None:
 
 def assert_traced_once(known: zoo.Case) -> None:
     """See that a step with layers that stand for others is that of all layers."""
-    batch = describe_batch(known.model, (), known.inputs)
+    batch = batch_of_forward(known.model, (), known.inputs)
     assert batch is not None
     step = Step(batch_size=batch.rows, seq_length=batch.length, tensors=batch.tensors, optim=None)
     found = [

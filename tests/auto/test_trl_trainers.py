@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import Trainer
 
 from hf_ckpt import HFCkptCallback
-from hf_ckpt.auto.largest_batch_in_data import describe_batch
+from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.auto.trainer_loss import TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
@@ -399,7 +399,7 @@ def test_sft_of_images_is_planned_for_by_its_own_loss(tmp_path: Path, caplog: py
 
 def test_pairs_of_images_are_refused(tmp_path: Path) -> None:
     loss = planned_loss(trainer("DPO", "separate", tmp_path))
-    batch = describe_batch(images.vision_language("llava"), (), images.collate([with_images(0)]))
+    batch = batch_of_forward(images.vision_language("llava"), (), images.collate([with_images(0)]))
     assert batch is not None
     with pytest.raises(UnsupportedError, match=r"pixel_values \[.*\], for which DPOTrainer.compute_loss is not"):
         loss.of(batch)

@@ -19,9 +19,10 @@ import pytest
 
 from hf_ckpt.cli.main import _COMMANDS as COMMANDS
 from hf_ckpt.cli.main import main
+from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe import shipped
 from hf_ckpt.recipe.recipe import load_recipe
-from hf_ckpt.verify import processes, report
+from hf_ckpt.verify import processes
 from hf_ckpt.verify import run as verify
 from hf_ckpt.verify.report import Check, Report
 from tests import small_recipes
@@ -68,7 +69,7 @@ def finds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]
 
 
 def test_table_has_facts_checks_and_a_verdict() -> None:
-    assert report.table(found(PASSED, SKIPPED), width=80).splitlines() == [
+    assert found(PASSED, SKIPPED).table(width=80).splitlines() == [
         "hf-ckpt verify small.yaml",
         "  model         LlamaForCausalLM, config from model.config",
         "  model.layers  all 4 layers",
@@ -81,7 +82,7 @@ def test_table_has_facts_checks_and_a_verdict() -> None:
 
 
 def test_failures_say_what_to_do_and_fit_the_terminal() -> None:
-    lines = report.table(found(PASSED, FAILED), width=72).splitlines()
+    lines = found(PASSED, FAILED).table(width=72).splitlines()
     assert max(map(len, lines)) <= 72
     assert lines[5:8] == [
         "  gradients  FAIL  A gradient differs:",
@@ -95,7 +96,7 @@ def test_failures_say_what_to_do_and_fit_the_terminal() -> None:
 
 
 def test_json_is_json_and_has_every_figure() -> None:
-    read = json.loads(report.to_json(found(PASSED, FAILED)))
+    read = json.loads(found(PASSED, FAILED).to_json())
     assert read["versions"].keys() >= {"python", "hf_ckpt", "torch", "transformers", "accelerate"}
     assert (read["recipe"], read["holds"]) == ("small.yaml", False)
     assert read["facts"][1] == {"name": "model.layers", "text": "all 4 layers"}
@@ -104,7 +105,7 @@ def test_json_is_json_and_has_every_figure() -> None:
 
 def test_report_comes_back_from_json() -> None:
     whole = found(PASSED, SKIPPED)
-    assert report.from_json(json.loads(json.dumps(report.as_json(whole)))) == whole
+    assert Report.from_json(json.loads(json.dumps(whole.as_json()))) == whole
 
 
 # --- Exit codes and streams. ---
@@ -342,8 +343,8 @@ sys.exit(1)
 
 
 @pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[processes.ProcessResult, list[str]]]:
-    def run(text: str) -> tuple[processes.ProcessResult, list[str]]:
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tuple[Any, list[str]]]:
+    def run(text: str) -> tuple[Any, list[str]]:
         said: list[str] = []
         monkeypatch.setattr(processes, "_torchrun", lambda num_processes: script(tmp_path, text))
         return processes.run_in_processes(["verify"], num_processes=2, say=said.append), said
@@ -352,7 +353,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], tupl
 
 
 def test_first_process_answers_for_all_and_only_progress_is_shown(ask: Any) -> None:
-    assert ask(ANSWERING) == (processes.ProcessResult(report={"rank": 0}), ["Running ..."])
+    assert ask(ANSWERING) == ({"rank": 0}, ["Running ..."])
 
 
 def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
@@ -364,7 +365,9 @@ def test_processes_that_die_are_told_by_their_last_words(ask: Any) -> None:
 
 
 def test_refusal_of_one_process_stands_for_all(ask: Any) -> None:
-    assert ask(REFUSING)[0] == processes.ProcessResult(refusal="Rule {...} reaches no layer.")
+    with pytest.raises(RecipeError) as raised:
+        ask(REFUSING)
+    assert str(raised.value) == "Rule {...} reaches no layer."
 
 
 def test_processes_that_fall_silent_are_stopped(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:

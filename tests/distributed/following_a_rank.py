@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from hf_ckpt.auto.live_step import sharding_of
+from hf_ckpt.auto.live_step import live_sharding
 from hf_ckpt.measure import track_real_step
 from hf_ckpt.simulation.step import Sharding, Step
 from hf_ckpt.simulation.step_memory import Category, StepMemory
@@ -46,7 +46,7 @@ class RankRun(Run):
             trainer = self.trainer(Path(folder), self.model())
             memory = followed_here(trainer)
             wrapped = trainer.model_wrapped
-            return engine_of(wrapped), sharding_of(trainer.args, wrapped), memory
+            return engine_of(wrapped), live_sharding(trainer.args, wrapped), memory
 
 
 def followed_here(trainer: Trainer) -> StepMemory:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.loading.sharding_engine import describe, gathers_in_forward, ready_to_generate
+from hf_ckpt.loading.sharding_engine import describe_engine, gathers_in_forward, ready_to_generate
 from tests.distributed import runs
 from tests.distributed.runs import KINDS, engine_arguments, engine_of, fresh_accelerate, make_trainer, whole
 
@@ -45,7 +45,7 @@ def test_sharded_model_writes_as_an_unsharded_one(engine: str, kind: str, precis
         trainer.model_wrapped.eval()
         assert engine_of(trainer.model_wrapped) == engine
         assert gathers_in_forward(trainer) is (engine != "ddp")
-        assert describe(trainer).startswith(DESCRIBED[engine])
+        assert describe_engine(trainer).startswith(DESCRIBED[engine])
         prompt = torch.tensor(PROMPT, device=trainer.args.device)
         with torch.no_grad(), ready_to_generate(trainer) as model:
             got = written(model, prompt, synced_gpus=gathers_in_forward(trainer))

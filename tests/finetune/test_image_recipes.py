@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_ckpt import DataError, RecipeError, load_recipe
-from hf_ckpt.auto.largest_batch_in_data import describe_batch
+from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
 from hf_ckpt.estimate.max_length_and_batch import with_length, with_rows
 from hf_ckpt.estimate.own_loss import ImageRows, largest_grid
@@ -188,7 +188,7 @@ def test_bounds_say_before_what_the_largest_images_take(qwen3_vl: Path, tmp_path
     planning, peak_bytes = planned_and_followed(recipe)
     planned = planning.batch
     assert planned is not None
-    made = describe_batch(found.model, (), make_inputs(found.step, found.model), may_pad=False)
+    made = batch_of_forward(found.model, (), make_inputs(found.step, found.model), may_pad=False)
     assert made is not None
     outlines, live = ({each.name: (each.shape, each.sizes) for each in batch.tensors} for batch in (made, planned))
     assert outlines == live

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_ckpt import RecipeError
 from hf_ckpt.estimate.step_of_recipe import subject_of
-from hf_ckpt.loading.known_models import FOLDER, documents, known_configs
+from hf_ckpt.loading.config_files import KNOWN_MODELS, documents, known_configs
 from hf_ckpt.loading.model import find_config, known_config
 from hf_ckpt.recipe.for_model import Training
 
@@ -39,7 +39,7 @@ def test_every_id_is_known_once() -> None:
     ids = [hub_id for document in DOCUMENTS for hub_id in document["ids"]]
     assert len(ids) == len(set(ids)) == len(known_configs())
     assert len(DOCUMENTS) >= 30
-    assert sorted(path.stem for path in FOLDER.glob("*.json")) == sorted(
+    assert sorted(path.stem for path in KNOWN_MODELS.glob("*.json")) == sorted(
         document["ids"][0].replace("/", "--") for document in DOCUMENTS
     )
 

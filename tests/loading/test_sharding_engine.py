@@ -19,7 +19,7 @@ from hf_ckpt.loading.sharding_engine import (
     asked_engine,
     check_engine_runs,
     check_engine_suits,
-    describe,
+    describe_engine,
     num_parameters,
     on_one_process,
 )
@@ -212,7 +212,7 @@ def test_fsdp_that_does_not_run_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_one_process_is_called_so(tmp_path: Path) -> None:
-    assert describe(training.trainer(training.llama(), tmp_path)) == "one process"
+    assert describe_engine(training.trainer(training.llama(), tmp_path)) == "one process"
 
 
 def test_partitioned_parameters_are_counted_whole() -> None:

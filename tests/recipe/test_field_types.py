@@ -21,14 +21,14 @@ pytestmark = pytest.mark.core
 def test_keys_of_a_trainer_are_the_fields_of_its_arguments(name: str) -> None:
     trl = pytest.importorskip("trl", minversion="1.16")
     config = getattr(trl, f"{name}Config")
-    assert set(field_types.trl_keys(name)) == {field.name for field in dataclasses.fields(config) if field.init}
+    assert set(field_types.training_keys(name)) == {field.name for field in dataclasses.fields(config) if field.init}
 
 
 def test_losses_of_dpo_are_those_that_trl_computes() -> None:
     trl = pytest.importorskip("trl", minversion="1.16")
     computed = re.findall(r'loss_type == "(\w+)"', inspect.getsource(sys.modules[trl.DPOTrainer.__module__]))
     assert len(computed) > 10
-    assert set(computed) == set(field_types.trl_keys("DPO")["loss_type"].type.words())
+    assert set(computed) == set(field_types.training_keys("DPO")["loss_type"].type.words())
 
 
 def test_keys_of_training_are_the_fields_of_training_arguments() -> None:
@@ -99,6 +99,7 @@ def test_keys_of_a_config_are_those_of_its_class(model_type: str) -> None:
     found = field_types.config_keys(model_type)
     config = AutoConfig.for_model(model_type)
     assert found is not None
-    assert found.class_name == type(config).__name__
+    class_name, keys = found
+    assert class_name == type(config).__name__
     saved = {key for key in config.to_dict() if not key.startswith("_")} - {"ignore_keys_at_rope_validation"}
-    assert saved <= set(found.keys)
+    assert saved <= set(keys)

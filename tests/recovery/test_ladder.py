@@ -24,15 +24,18 @@ from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
 from hf_ckpt.recovery.escalation import rung_after, share_of_batch, share_of_layers
-from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 from hf_ckpt.recovery.recovery import RUNGS_FILE
-from hf_ckpt.recovery.room_for_faster_plan import Room
 from hf_ckpt.regions.offload.transfer import DeviceMemory
 from hf_ckpt.structure.layers import find_layers
+from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.saved_files import PLAN_FILE
 from tests.recovery.limits import FULL, LimitedTrainer
 from tests.training import VOCAB, During, arguments, changed, llama, weights
+
+UNKNOWN = Room(None, DevicePeak(torch.device("cpu")))
+"""Nothing is predicted."""
 
 
 def rungs(model: nn.Module, policy: Any, *, is_exact: bool = True, drops_offload: bool = False) -> list[Rung]:
@@ -147,7 +150,7 @@ def test_the_planner_is_asked_for_what_was_missing(message: str, share: float) -
 
 def test_what_failed_for_a_size_is_not_tried_again_for_batches_as_large() -> None:
     plans = {mode: make_plan(llama(), Policy.parse(mode)) for mode in ("none", "attention", "full")}
-    ladder = Ladder(plans["none"], quiet_steps=2)
+    ladder = Ladder(plans["none"], quiet_steps=2, room=UNKNOWN)
     order = iter([Rung(plans["attention"]), Rung(plans["full"]), None])
     assert ladder.fail(100, lambda plan: next(order))
     assert ladder.fail(300, lambda plan: next(order))
@@ -158,10 +161,10 @@ def test_what_failed_for_a_size_is_not_tried_again_for_batches_as_large() -> Non
     assert [ladder.level_for(size) for size in (50, 100, 299, 300)] == [0, 1, 1, 2]
     assert not ladder.fail(400, lambda plan: next(order))
 
-    other = Ladder(plans["none"], quiet_steps=2)
+    other = Ladder(plans["none"], quiet_steps=2, room=UNKNOWN)
     assert other.resume(json.loads(json.dumps(ladder.to_json())))
     assert (other.level, other.rungs, other.level_for(50)) == (ladder.level, ladder.rungs, ladder.level_for(50))
-    assert not Ladder(plans["full"], quiet_steps=2).resume(ladder.to_json())
+    assert not Ladder(plans["full"], quiet_steps=2, room=UNKNOWN).resume(ladder.to_json())
 
 
 class PerByte(Room):
@@ -233,7 +236,7 @@ def test_without_a_prediction_as_much_smaller_batches_run_fast_as_was_missing() 
     assert share_of_batch(failure, 200 * 2**20) == 0.1
     assert share_of_batch(failure, None) == share_of_batch(failure, 2**30) == 0
     none, full = (make_plan(llama(), Policy.parse(mode)) for mode in ("none", "full"))
-    ladder = Ladder(none, 1)
+    ladder = Ladder(none, 1, UNKNOWN)
     assert ladder.fail(100, lambda plan: Rung(full), of_batch=0.1)
     ladder.end_step()
     assert [ladder.level_for(size) for size in (1, 89, 90)] == [0, 0, 1]

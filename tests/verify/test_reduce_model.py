@@ -15,11 +15,12 @@ from transformers import CONFIG_MAPPING, Trainer
 from hf_ckpt import HFCkptCallback, PolicyError, RecipeError, find_layers
 from hf_ckpt.loading import config_files
 from hf_ckpt.loading import model as model_config
-from hf_ckpt.loading.known_models import known_configs
+from hf_ckpt.loading.config_files import known_configs
 from hf_ckpt.loading.model import build_model
 from hf_ckpt.loading.training_args import training_arguments
 from hf_ckpt.recipe.checkpointing import Checkpointing
 from hf_ckpt.recipe.recipe import Recipe, load_recipe
+from hf_ckpt.verify import run
 from hf_ckpt.verify.reduce_model import ReducedRecipe, reduce_recipe
 from hf_ckpt.verify.run import sample_rows
 from tests import zoo, zoo_tables
@@ -349,3 +350,15 @@ def test_full_size_with_weights_keeps_them(tmp_path: Path) -> None:
     assert made.recipe.model["name_or_path"] == first.recipe.model["name_or_path"]
     assert made.recipe.checkpointing == {"policy": "full"}
     assert fact(made, "size") == "full, 172,352 parameters, its own weights"
+
+
+def test_full_size_with_weights_has_the_tokenizer_of_the_recipe(tmp_path: Path) -> None:
+    first = small(tmp_path, recipe_of(tmp_path, llama()))
+    weights, own = Path(first.recipe.model["name_or_path"]), tmp_path / "own"
+    first.tokenizer.pad_token = first.tokenizer.bos_token
+    first.tokenizer.save_pretrained(own)
+    for path in weights.glob("*token*"):
+        path.unlink()
+    recipe = replace(first.recipe, model={"name_or_path": str(weights), "tokenizer": str(own)})
+    inputs = run._trial_inputs(reduce_recipe(recipe, tmp_path / "again", is_full=True), tmp_path, 1, None)
+    assert inputs.tokenizer.pad_token == first.tokenizer.bos_token

@@ -34,7 +34,7 @@ def proven(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrialInputs, Trial
     """A recipe with adapters, its three trials and a resumed one, as `verify` makes them."""
     folder = tmp_path_factory.mktemp("proven")
     recipe = load_recipe(small_recipes.write(folder, lora=small_recipes.LORA, checkpointing={"policy": "full"}))
-    small = run.reduce_recipe(recipe, folder / "model", is_full=False).recipe
+    small = run.reduce_recipe(recipe, folder / "model", is_full=False)
     inputs = run._trial_inputs(small, folder, 2, None)
     runs = _Verification(inputs, folder, 2, lambda line: None, saves_model_only=False)
     reference, repeated = runs._run("without", ""), runs._run("repeated", "")
@@ -86,7 +86,7 @@ def with_name(when: str) -> Change:
 
 
 def count_again(path: str, number: int) -> Change:
-    return lambda record: record.forward_counts.__setitem__((path, True), number)
+    return lambda record: record.recomputations.__setitem__(path, number)
 
 
 def draw(record: Record) -> None:
