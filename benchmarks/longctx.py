@@ -42,10 +42,11 @@ from benchmarks.predict import StepGauge, reserved_bytes
 from benchmarks.result_files import carry_out
 from benchmarks.runner import RESULTS, add_device, add_out, main
 from hf_ckpt import HFCkptCallback, Plan
-from hf_ckpt.estimate.max_length_and_batch import LENGTH_UNIT, leanest_plans, with_length
+from hf_ckpt.estimate.max_length_and_batch import leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.measure.track_real_step import follow_trainer
+from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -230,7 +231,7 @@ def next_length(tried: Mapping[int, bool], predicted: int) -> int | None:
         tried: lengths, and whether a step trained.
         predicted: the longest row as predicted; the first one to try.
     """
-    unit = max(LENGTH_UNIT, int(predicted * CLOSE) // LENGTH_UNIT * LENGTH_UNIT)
+    unit = max(LENGTH_MULTIPLE, int(predicted * CLOSE) // LENGTH_MULTIPLE * LENGTH_MULTIPLE)
     fits = max((length for length, is_good in tried.items() if is_good), default=0)
     fails = min((length for length, is_good in tried.items() if not is_good), default=0)
     if not tried:
@@ -240,10 +241,10 @@ def next_length(tried: Mapping[int, bool], predicted: int) -> int | None:
     if not fits:
         # Further away each time: nothing is known of where it begins to fit.
         below = fails - unit * 2 ** len(tried)
-        return below if below > 0 else fails // 2 // LENGTH_UNIT * LENGTH_UNIT or None
+        return below if below > 0 else fails // 2 // LENGTH_MULTIPLE * LENGTH_MULTIPLE or None
     if fails - fits <= unit:
         return None
-    return (fits + fails) // 2 // LENGTH_UNIT * LENGTH_UNIT
+    return (fits + fails) // 2 // LENGTH_MULTIPLE * LENGTH_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_smal
 
 
 def _at(predictor: Predictor, plan: Plan, length: int) -> StepMemory:
-    return predictor.memory(plan, with_length(predictor.subject.step, max(length, LENGTH_UNIT)))
+    return predictor.memory(plan, with_length(predictor.subject.step, max(length, LENGTH_MULTIPLE)))
 
 
 def _of_few(plan: Plan, few: Subject) -> Plan:

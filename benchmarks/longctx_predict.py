@@ -24,9 +24,10 @@ from benchmarks.environment import describe
 from benchmarks.longctx_cases import GIB, recipe_of, subject
 from benchmarks.result_files import write
 from benchmarks.runner import RESULTS, add_out, main
-from hf_ckpt.estimate.max_length_and_batch import LENGTH_UNIT, leanest_plans, with_length
+from hf_ckpt.estimate.max_length_and_batch import leanest_plans, with_length
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
+from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.integer_search import Limit
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.simulation.devices import find_device
@@ -170,7 +171,7 @@ class Contenders:
 
 
 def _memory(predictor: Predictor, plan: Plan | None, length: int) -> StepMemory:
-    return predictor.memory(plan, with_length(predictor.subject.step, max(length, LENGTH_UNIT)))
+    return predictor.memory(plan, with_length(predictor.subject.step, max(length, LENGTH_MULTIPLE)))
 
 
 def _num_layers(subject_: Subject) -> int:
@@ -197,7 +198,7 @@ class Search:
         self._known: dict[int, int] = {}
 
     def longest(self, budget_bytes: int) -> Limit:
-        """Return a row that fits, in steps of `LENGTH_UNIT`, and within `_CLOSE` the longest that does.
+        """Return a row that fits, in steps of `LENGTH_MULTIPLE`, and within `_CLOSE` the longest that does.
 
         Args:
             budget_bytes: that the step may use.
@@ -209,16 +210,16 @@ class Search:
             fails = min((length for length, peak in self._known.items() if peak > budget_bytes), default=0)
             guess = self._guess(budget_bytes)
             if fails:
-                guess = min(guess, fails - LENGTH_UNIT)
-            if guess - fits <= max(LENGTH_UNIT, _CLOSE * fits) and (fits or guess <= 0):
+                guess = min(guess, fails - LENGTH_MULTIPLE)
+            if guess - fits <= max(LENGTH_MULTIPLE, _CLOSE * fits) and (fits or guess <= 0):
                 return Limit(fits, self._known.get(fits, 0))
-            self._ask(max(guess, fits + LENGTH_UNIT))
+            self._ask(max(guess, fits + LENGTH_MULTIPLE))
 
     def _guess(self, budget_bytes: int) -> int:
         near = sorted(self._known, key=lambda length: abs(self._known[length] - budget_bytes))[:2]
         first, second = min(near), max(near)
         slope = (self._known[second] - self._known[first]) / (second - first)
-        return int(first + (budget_bytes - self._known[first]) / slope) // LENGTH_UNIT * LENGTH_UNIT
+        return int(first + (budget_bytes - self._known[first]) / slope) // LENGTH_MULTIPLE * LENGTH_MULTIPLE
 
     def _ask(self, length: int) -> None:
         if length not in self._known:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hf_ckpt.errors import BudgetError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of, own_budget, planned_on
-from hf_ckpt.estimate.launch_sharding import Launch
-from hf_ckpt.estimate.max_length_and_batch import longest_row, longest_row_of_all
+from hf_ckpt.estimate.launch_config import Launch
+from hf_ckpt.estimate.max_length_and_batch import largest_fitting, largest_of_all
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of
 from hf_ckpt.estimate.tables import format_seconds
@@ -83,9 +83,9 @@ def needs_of(path: Path) -> Needs:
     budget = budget_of(subject, device)
     if is_auto(subject.recipe):
         memory = predictor.planned(budget).memory
-        limit = longest_row_of_all(predictor, budget)
+        limit = largest_of_all(predictor, budget, is_length=True)
     else:
-        memory, limit = predictor.memory(subject.plan), longest_row(predictor, subject.plan, budget)
+        memory, limit = predictor.memory(subject.plan), largest_fitting(predictor, subject.plan, budget, is_length=True)
     return Needs(device, memory.peak_bytes, limit.number, limit.is_bound, memory.host_bytes)
 
 

@@ -31,7 +31,7 @@ def paragraph(text: str) -> str:
     return element("p", escape(text))
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
+def html_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     """Return rows of text as a table; amounts are aligned to the right."""
     lines = [element("tr", *(element("th", escape(cell), scope="col") for cell in header))] if header else []
     lines += [element("tr", *(_cell(cell) for cell in row)) for row in rows]
@@ -48,7 +48,7 @@ def notebook(*parts: str) -> str:
     return element("div", *parts, style=_STYLE)
 
 
-def svg(width: float, height: float, *children: str, label: str, **attributes: object) -> str:
+def svg(width: float, height: float, *children: str, label: str) -> str:
     """Return a picture that is never wider than its place. `label`: what those hear who cannot see it."""
     style = f"max-width:{width:g}px;width:100%;height:auto"
     return element(
@@ -59,7 +59,6 @@ def svg(width: float, height: float, *children: str, label: str, **attributes: o
         role="img",
         aria_label=label,
         style=style,
-        **attributes,
     )
 
 

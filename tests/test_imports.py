@@ -175,7 +175,7 @@ def submodules_of(node: ast.AST) -> list[str]:
 
 def test_what_the_base_installs_is_enough_for_all_commands_that_do_not_train() -> None:
     commands = {
-        f"hf_ckpt.cli.{name}" for name in ("answer_cache", "estimate", "init", "inspect", "plan", "recipes", "ui_page")
+        f"hf_ckpt.cli.{name}" for name in ("answer_cache", "estimate", "init", "inspect", "plan", "recipes", "ui")
     }
     bodies = [ast.walk(ast.parse((PACKAGE / f"cli/{name.rpartition('.')[2]}.py").read_text())) for name in commands]
     imported = {

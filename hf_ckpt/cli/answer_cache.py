@@ -1,18 +1,26 @@
 """What a command answered before: the key that says all that an answer depends on, and the answer given again.
 
+Answers lie on disk, one JSON file each, by key, the least recently used out. Whatever that folder holds and whoever
+writes there, an answer is read whole or not at all; where nothing can be read or written, nothing is remembered, and
+nothing is said.
+
 Loads neither torch nor transformers nor numpy: an answer that is there costs the reading of a recipe and of sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +28,6 @@ from typing import Any
 import yaml
 from huggingface_hub import constants
 
-from hf_ckpt.cli import answer_store
 from hf_ckpt.errors import BudgetError
 from hf_ckpt.loading.config_files import in_hub_cache, known_configs, shaping_recipes
 from hf_ckpt.recipe.recipe import Recipe
@@ -43,7 +50,7 @@ _NO_VARIABLES = ("HF_CKPT_CACHE",)
 _SECRET = ("TOKEN", "SECRET", "PASSWORD")
 # What is asked of the answer, or was read into the recipe.
 _NOT_ASKED = ("words", "recipe", "overrides", "json", "verbose", "no_cache", "out", "plot", "html")
-_MOST_BYTES = 2**20
+_MOST_HASHED_BYTES = 2**20
 """Up to this size files count by their content, above it by size and date: configs, plans and code are smaller."""
 
 
@@ -65,18 +72,17 @@ def remembered(
     """
     # Libraries write into the environment when they are imported.
     environment = dict(os.environ)
-    is_wanted = (
-        not options.no_cache and getattr(options, "plot", None) is None and getattr(options, "html", None) is None
-    )
+    is_wanted = not options.no_cache and options.plot is None and options.html is None
     key = answer_key(command, recipe, options, environment) if is_wanted else None
-    if key is not None and (kept := answer_store.read(key)) is not None:
-        return _given(kept), True
+    kept = None if key is None else read_answer(key)
     # As it will be read: the same types the first time and later.
-    document: dict[str, Any] = json.loads(json.dumps(_made(make)))
+    document: dict[str, Any] = json.loads(json.dumps(_made(make))) if kept is None else kept
     # Sources may have been edited meanwhile, or a config fetched from the hub.
-    if key is not None and key == answer_key(command, recipe, options, environment):
-        answer_store.write(key, document)
-    return _given(document), False
+    if kept is None and key is not None and key == answer_key(command, recipe, options, environment):
+        write_answer(key, document)
+    if _NOTHING_FITS in document:
+        raise BudgetError(document[_NOTHING_FITS])
+    return document, kept is not None
 
 
 _NOTHING_FITS = "nothing_fits"
@@ -90,19 +96,13 @@ def _made(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {_NOTHING_FITS: str(error)}
 
 
-def _given(document: dict[str, Any]) -> dict[str, Any]:
-    if _NOTHING_FITS in document:
-        raise BudgetError(document[_NOTHING_FITS])
-    return document
-
-
 def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
     """Return a hash of all that the answer depends on; None where that is not known, and nothing is to be kept.
 
     It cannot where the answer may be about this machine's GPU (what is free in host memory counts then), or where
     the config has to be fetched from the hub.
     """
-    if not getattr(options, "device", None) and may_have_gpu():
+    if not options.device and may_have_gpu():
         return None
     asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED}
     try:
@@ -136,7 +136,7 @@ def answer_key(command: str, recipe: Recipe, options: argparse.Namespace, enviro
 def _machine(recipe: Recipe, options: argparse.Namespace) -> list[object]:
     """Return what runs the code, and what the device "cpu" is described by where the answer is about it."""
     runs = [sys.version, sys.platform, platform.machine(), may_have_gpu()]
-    if not recipe.training.get("use_cpu") and "cpu" not in str(getattr(options, "device", None)).lower():
+    if not recipe.training.get("use_cpu") and "cpu" not in str(options.device).lower():
         # Virtual machines may be given memory while they run.
         return runs
     return [*runs, os.cpu_count(), os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0]
@@ -150,11 +150,10 @@ def _version(package: str) -> str:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    named = {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
     return {
         name: "" if any(word in name for word in _SECRET) else value
-        for name, value in named.items()
-        if name not in _NO_VARIABLES
+        for name, value in environment.items()
+        if name.startswith(_VARIABLES) and name not in _NO_VARIABLES
     }
 
 
@@ -187,7 +186,7 @@ def _unreadable(error: OSError) -> None:
 def _file(path: str) -> str:
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
-        if found.st_size > _MOST_BYTES:
+        if found.st_size > _MOST_HASHED_BYTES:
             return f"{found.st_size} {found.st_mtime_ns}"
         return hashlib.sha256(file.read()).hexdigest()
 
@@ -247,3 +246,94 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
+
+
+# --- Answers on disk. ---
+
+
+MAX_BYTES = 256 * 2**20
+"""Of all answers together."""
+_ABANDONED_S = 3600.0
+"""Age from which a temporary file is taken for that of a writer that was killed."""
+_ANSWER = re.compile(r"[0-9a-f]{64}\.json")
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.\w+\.tmp")
+_UNAVAILABLE = (OSError, RuntimeError)
+"""RuntimeError: a user without a home."""
+
+
+def read_answer(key: str) -> dict[str, Any] | None:
+    """Return the answer that was written under `key` (a SHA-256 in hex), and note that it was used."""
+    try:
+        path = _folder() / f"{key}.json"
+        content = path.read_bytes()
+    except _UNAVAILABLE:
+        return None
+    document = _checked(key, content)
+    with contextlib.suppress(OSError):
+        if document is None:
+            path.unlink()
+        else:
+            os.utime(path)
+    return document
+
+
+def write_answer(key: str, document: dict[str, Any]) -> None:
+    """Keep an answer, in one move: a reader finds the whole of it or nothing. Others go until there is room."""
+    content = json.dumps({"key": key, "sha256": _digest(document), "document": document}).encode()
+    with contextlib.suppress(*_UNAVAILABLE):
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        _make_room(folder, len(content))
+        # In the same folder, else it would be copied and not moved.
+        handle, temporary = tempfile.mkstemp(prefix=f"{key}.", suffix=".tmp", dir=folder)
+        try:
+            with open(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, folder / f"{key}.json")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _folder() -> Path:
+    # A folder of its own: what is removed there is never the user's.
+    own = os.environ.get("HF_CKPT_CACHE")
+    if own:
+        return Path(own).expanduser() / "answers"
+    general = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    return (Path(general) if os.path.isabs(general) else Path.home() / ".cache") / "hf_ckpt" / "answers"
+
+
+def _digest(document: object) -> str:
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+
+
+def _checked(key: str, content: bytes) -> dict[str, Any] | None:
+    """Return the document of a file, or nothing where it is not what `write_answer` wrote under this key."""
+    try:
+        read = json.loads(content)
+        document: dict[str, Any] = read["document"]
+        is_whole = read["key"] == key and read["sha256"] == _digest(document)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return document if is_whole else None
+
+
+def _make_room(folder: Path, num_bytes: int) -> None:
+    """Remove the answers used least recently until `num_bytes` more fit, and what killed writers left."""
+    answers: list[tuple[int, int, Path]] = []
+    for path in folder.iterdir():
+        # Another process may remove it first.
+        with contextlib.suppress(FileNotFoundError):
+            found = path.stat()
+            if _ANSWER.fullmatch(path.name):
+                answers.append((found.st_mtime_ns, found.st_size, path))
+            elif _TEMPORARY.fullmatch(path.name) and time.time() - found.st_mtime > _ABANDONED_S:
+                path.unlink()
+    excess = sum(size for _, size, _ in answers) + num_bytes - MAX_BYTES
+    for _, size, path in sorted(answers):
+        if excess <= 0:
+            break
+        path.unlink(missing_ok=True)
+        excess -= size

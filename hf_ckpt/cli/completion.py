@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 
 from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.shared_options import Command
+from hf_ckpt.cli.shared_options import Command, command_parser
 from hf_ckpt.recipe import shipped
 
 _EPILOG = """to switch it on:
@@ -52,13 +52,8 @@ def completion(commands: Mapping[str, Command]) -> Command:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-ckpt completion",
-        allow_abbrev=False,
-        description="Print what makes a shell complete commands, options and names of recipes.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Print what makes a shell complete commands, options and names of recipes."
+    parser = command_parser("completion", description, _EPILOG)
     parser.add_argument("shell", choices=tuple(_SHELLS))
     return parser
 

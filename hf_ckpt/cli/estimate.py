@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, STOPPED, leaving_at_ctrl_c
 from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
-from hf_ckpt.cli.progress import Progress
 from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
-    add_exact_option,
     add_html_option,
-    add_launch_options,
-    check_devices,
-    check_folder,
-    check_launch,
-    launch_of,
+    add_step_options,
+    check_predicting,
     quiet,
     recipe_parser,
     say,
-    with_exact,
+    subject_asked,
 )
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.optional_packages import require
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.estimate import Estimate
@@ -35,6 +31,52 @@ if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.recipe.recipe import Recipe
     from hf_ckpt.simulation.devices import Device
+
+_BAR = 20
+"""Columns of a bar of progress."""
+
+
+class Progress:
+    """What goes on, on standard error, and what is found, on standard output as it was when this was made.
+
+    On a terminal the first is a bar below the second, which is taken away when more is found and in the end.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Parts of the work; 0 while that is not known."""
+        self.done = 0
+        self._out = sys.stdout
+        self._is_bar = sys.stderr.isatty() and sys.stdout.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def say(self, text: str) -> None:
+        """Tell what goes on."""
+        if not self._is_bar:
+            say(text)
+            return
+        filled = _BAR * self.done // max(self.total, 1)
+        bar = f"[{'#' * filled:<{_BAR}}] {self.done} of {self.total}  " if self.total else ""
+        self._write(f"{bar}{text}")
+
+    def show(self, text: str) -> None:
+        """Print what was found."""
+        self.clear()
+        print(text, file=self._out, flush=True)
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._is_bar:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        room = shutil.get_terminal_size().columns - 1
+        print(f"\r{text[:room]:<{room}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,8 +102,7 @@ examples:
         help="such as rtx4090 or a100-80gb; may be given again. This machine's GPU if left out, or, where there is "
         "none, one card each with 24, 48 and 80 GB",
     )
-    add_exact_option(parser)
-    add_launch_options(parser)
+    add_step_options(parser)
     parser.add_argument(
         "--quick", action="store_true", help="stop after the recipe's own plan, none, full and the planner's choice"
     )
@@ -91,12 +132,7 @@ examples:
 def _run(options: argparse.Namespace) -> int:
     # A wrong recipe is refused before torch is loaded.
     recipe = read_recipe_or_model(options)
-    check_launch(options)
-    check_folder("--html", options.html)
-    check_devices(options.device or ())
-    if options.plot is not None:
-        require("matplotlib")
-        check_folder("--plot", options.plot)
+    check_predicting(options, options.device or ())
     if options.html is not None and (options.grid or options.max_length or options.max_batch):
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
     # Need YAML, as the recipe did.
@@ -122,15 +158,9 @@ def _run(options: argparse.Namespace) -> int:
         if is_kept and options.verbose:
             say("From cache.")
         progress.show(_text(document, options, is_kept=is_kept))
-        if options.plot is not None:
-            with quiet():
-                for found in drawn:
-                    _plot(found, options.plot, progress)
-        if options.html is not None:
-            with quiet():
-                for found in drawn:
-                    _write_page(found, document, options)
-            progress.clear()
+        with quiet():
+            for found in drawn:
+                _draw(found, document, options, progress)
     return HOLDS if _is_well(document, options) else FAILS
 
 
@@ -139,32 +169,29 @@ def _document(recipe: Recipe, options: argparse.Namespace, progress: Progress, d
     progress.say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import max_length_and_batch
-        from hf_ckpt.estimate.json_documents import as_json
+        from hf_ckpt.estimate.json_documents import estimate_as_json
         from hf_ckpt.estimate.predict import Predictor, devices_for
-        from hf_ckpt.estimate.step_of_recipe import subject_of
 
         devices = devices_for(recipe, options.device or ())
-        subject = with_exact(subject_of(recipe, launch_of(options)), options)
+        subject = subject_asked(recipe, options)
     with quiet():
         if options.grid:
-            predictor = Predictor(subject, devices[0])
-            return max_length_and_batch.grids_as_json(max_length_and_batch.grids(predictor, progress.say), predictor)
+            return max_length_and_batch.grids(Predictor(subject, devices[0]), progress.say)
         if options.max_length or options.max_batch:
-            sizes = max_length_and_batch.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
-            return max_length_and_batch.sizes_as_json(sizes)
+            return max_length_and_batch.fitting_sizes(subject, devices, is_length=options.max_length, say=progress.say)
         drawn.append(_grown(subject, devices, options, progress))
-        return as_json(drawn[0])
+        return estimate_as_json(drawn[0])
 
 
 def _text(document: tables.Document, options: argparse.Namespace, *, is_kept: bool) -> str:
     """Return what is still to be printed."""
     if options.json:
-        return tables.to_json(document, options.words)
+        return tables.json_text(document, options.words)
     if options.grid:
         return tables.grid_table(document)
     if options.max_length or options.max_batch:
         return tables.sizes_table(document)
-    return (tables.table if is_kept else tables.closing)(document, is_verbose=options.verbose)
+    return (tables.estimate_table if is_kept else tables.closing)(document, is_verbose=options.verbose)
 
 
 def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
@@ -178,15 +205,15 @@ def _is_well(document: tables.Document, options: argparse.Namespace) -> bool:
 def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Namespace, progress: Progress) -> Estimate:
     """Return the estimate, whose rows were printed as they came, unless all is to be JSON."""
     from hf_ckpt.estimate import estimate as estimates
-    from hf_ckpt.estimate.json_documents import as_json, row_as_json
+    from hf_ckpt.estimate.json_documents import estimate_as_json, row_as_json
 
     names = estimates.QUICK if options.quick else ()
-    progress.total = estimates.num_rows(subject, devices, names)
+    progress.total = estimates.num_estimate_rows(subject, devices, names)
     opening: dict[str, Any] = {}
     for found in estimates.growing(subject, devices, progress.say, names):
         if not options.json:
             if not opening:
-                opening = as_json(found)
+                opening = estimate_as_json(found)
                 progress.show(tables.opening(opening))
             for row in found.rows[progress.done :]:
                 text = tables.row_text(opening, row_as_json(found, row), is_verbose=options.verbose)
@@ -196,17 +223,18 @@ def _grown(subject: Subject, devices: tuple[Device, ...], options: argparse.Name
     return found
 
 
-def _plot(found: Estimate, path: Path, progress: Progress) -> None:
-    from hf_ckpt.estimate.pictures import draw_all
+def _draw(found: Estimate, document: dict[str, Any], options: argparse.Namespace, progress: Progress) -> None:
+    """Write the pictures and the page that are asked for."""
+    if options.plot is not None:
+        from hf_ckpt.estimate.pictures import draw_all
 
-    for written in draw_all(found, path, progress.say):
+        for written in draw_all(found, options.plot, progress.say):
+            progress.clear()
+            say(f"Wrote {written}")
+    if options.html is not None:
+        page_of(found, document, options.words).write(options.html)
         progress.clear()
-        say(f"Wrote {written}")
-
-
-def _write_page(found: Estimate, document: dict[str, Any], options: argparse.Namespace) -> None:
-    page_of(found, document, options.words).write(options.html)
-    say(f"Wrote {options.html}")
+        say(f"Wrote {options.html}")
 
 
 def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> Page:
@@ -217,12 +245,11 @@ def page_of(found: Estimate, document: dict[str, Any], words: Sequence[str]) -> 
 
     device, steps = found.devices[0], found.steps()
     decides = found.decides if found.decides in steps else next(iter(steps))
-    facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
     return Page(
         title=f"hf-ckpt estimate {found.subject.title}",
         verdict=" ".join([tables.verdict(document), *tables.advice_on_segments(document)]),
         device=device,
-        facts=[*facts, *tables.facts_of(document["devices"][0])],
+        facts=tables.named_facts(document, document["devices"][:1]),
         steps=steps,
         decides=decides,
         chain=Predictor(found.subject, device).chain,

@@ -10,13 +10,19 @@ import logging
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hf_ckpt.cli.exit_codes import FAILS, HOLDS, INTERRUPTED, WRONG_INPUT
 from hf_ckpt.cli.model_options import read_recipe
-from hf_ckpt.cli.shared_options import Command, add_recipe_arguments, check_config_file, count, shipped_config
+from hf_ckpt.cli.shared_options import (
+    Command,
+    add_recipe_arguments,
+    check_config_file,
+    count,
+    quieten_peft,
+    shipped_config,
+)
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, RecipeError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
@@ -54,7 +60,8 @@ def _train(options: argparse.Namespace) -> int:
             _carry_out(options, processes)
     except HFCkptError as error:
         if processes.rank == 0 or not _is_said_by_another(processes, error):
-            print(f"{_process(processes)}{error}", file=sys.stderr)
+            speaker = "" if processes.rank == 0 else f"[process {processes.rank}] "
+            print(f"{speaker}{error}", file=sys.stderr)
         return FAILS if isinstance(error, OutOfMemoryError) else WRONG_INPUT
     return HOLDS
 
@@ -97,11 +104,6 @@ def _is_said_by_another(processes: LaunchedProcesses, error: HFCkptError) -> boo
     return isinstance(error, PlanMismatchError | SavedFilesError) or processes.is_printed_by_another(error)
 
 
-def _process(processes: LaunchedProcesses) -> str:
-    """Return which process speaks, where it is not the first one."""
-    return "" if processes.rank == 0 else f"[process {processes.rank}] "
-
-
 def _leave(processes: LaunchedProcesses) -> None:
     """Leave the process group when all are through, as torch asks for at the end of a program."""
     if processes.size > 1:
@@ -117,12 +119,9 @@ def _quieten(*, is_first: bool) -> None:
     logging.getLogger("hf_ckpt").setLevel(logging.INFO if is_first else logging.WARNING)
     if not is_first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-    # peft imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    quieten_peft()
     # Where DeepSpeed is installed, accelerate imports it, and it tells on standard output that it found no GPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
-    # peft asks transformers 5.2x by the old name whether checkpointing is on.
-    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
 
 
 # --- The command, which may start several processes. ---

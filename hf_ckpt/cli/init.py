@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_ckpt.cli.estimate import ESTIMATE
 from hf_ckpt.cli.exit_codes import HOLDS
 from hf_ckpt.cli.model_options import add_model_options, model_of, training_of
-from hf_ckpt.cli.shared_options import Command, check_devices, check_folder, say
+from hf_ckpt.cli.shared_options import Command, check_devices, check_folder, command_parser, say
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.recipe.for_model import METHODS, Training
 from hf_ckpt.recipe.optional_packages import require_for
@@ -21,13 +21,11 @@ _COLUMNS = "a `text`, a `prompt` and a `completion`, or `messages`"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-ckpt init",
-        allow_abbrev=False,
-        description="Write a recipe for a model and a data set, checked as a whole, under policy\n"
+    parser = command_parser(
+        "init",
+        "Write a recipe for a model and a data set, checked as a whole, under policy\n"
         "auto: the fastest plan that fits the card it meets. On a terminal, what is left\n"
         "out is asked. With a card it is estimated at once.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""exit codes: 0 it is written; 1 it is written and does not fit the card; 2 wrong
 input, and nothing is written
 

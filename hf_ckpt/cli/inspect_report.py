@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from hf_ckpt.errors import HFCkptError, PolicyError, UnsupportedError
 from hf_ckpt.estimate.predict import devices_for
 from hf_ckpt.estimate.recipe_plan import with_auto_plan
-from hf_ckpt.estimate.step_of_recipe import describe_batch, subject_of
+from hf_ckpt.estimate.step_of_recipe import describe_rows, subject_of
 from hf_ckpt.estimate.tables import columns
 from hf_ckpt.loading.model import find_config
 from hf_ckpt.patch.tileable_modules import tiled_modules
@@ -68,14 +69,10 @@ def _structure(stacks: Sequence[Stack]) -> Iterator[str]:
     for stack in stacks:
         yield ""
         yield f"{stack.path}: {len(stack.layers)} layers ({', '.join(sorted(stack.roles))})"
-        for what, layers in _runs(stack):
+        for what, alike in groupby(stack.layers, key=_describe):
+            layers = list(alike)
             first, last = layers[0].layer_idx, layers[-1].layer_idx
             yield f"  {f'{first} to {last}' if last > first else first!s:<10}  {what}"
-
-
-def _runs(stack: Stack) -> Iterator[tuple[str, list[Layer]]]:
-    for what, layers in groupby(stack.layers, key=_describe):
-        yield what, list(layers)
 
 
 def _describe(layer: Layer) -> str:
@@ -152,8 +149,7 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
     except HFCkptError as error:
         yield f"What the layers hold is not known: {error}"
         return
-    batch = describe_batch(subject.step).partition(";")[0]
-    yield f"What the layers hold for their backward without a plan: {batch}; {device.title}"
+    yield f"What the layers hold for their backward without a plan: {describe_rows(subject.step)}; {device.title}"
     yield from ledger(memory)
     yield f"  outside the layers: {format_bytes(outside(memory))}"
 
@@ -161,13 +157,12 @@ def _held(recipe: Recipe, names: Mapping[str, str]) -> Iterator[str]:
 _SMALL = 0.01
 """Share of a layer's bytes below which tensors are counted together."""
 _SHOWN_MODULES = 2
-_NUMBERS = (2,)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Tensors of one layer that differ in their module only."""
+class _Kind(NamedTuple):
+    """A tensor that a layer holds, as it is shown; without a module, all that differ in that only."""
 
+    module: str  # Below the layer.
     part: str
     operator: str
     what: str
@@ -175,23 +170,19 @@ class _Kind:
     why: str
 
 
-_Signature = tuple[tuple[str, _Kind], ...]
-"""What a layer holds: the module below the layer, and the kind of tensor."""
-
-
 def ledger(memory: StepMemory) -> Iterator[str]:
     """Yield lines of text: for each kind of layer what it holds, the most first."""
-    kinds: dict[tuple[str, _Signature], tuple[_Signature, list[int]]] = {}
-    for (stack, layer_idx), held in _by_layer(memory.ledger).items():
-        signature = _signature(f"{stack}.{layer_idx}", held)
+    kinds: dict[tuple[str, tuple[_Kind, ...]], tuple[list[_Kind], list[int]]] = {}
+    for (stack, layer_idx), tensors in _by_layer(memory.ledger).items():
+        held = [_kind(tensor, f"{stack}.{layer_idx}") for tensor in tensors]
         # What the last layer returns is held for what comes after the layers: that makes it no other kind.
-        alike = tuple((module, replace(kind, why="")) for module, kind in signature)
-        kinds.setdefault((stack, alike), (signature, []))[1].append(layer_idx)
-    for (stack, _), (signature, indices) in kinds.items():
-        total = sum(kind.num_bytes for _, kind in signature)
+        alike = tuple(kind._replace(why="") for kind in held)
+        kinds.setdefault((stack, alike), (held, []))[1].append(layer_idx)
+    for (stack, _), (held, indices) in kinds.items():
+        total = sum(kind.num_bytes for kind in held)
         each = " each" if len(indices) > 1 else ""
         yield f"  {_ranges(indices)} of {stack}: {format_bytes(total)}{each}"
-        yield from (f"  {line}" for line in _rows(signature, total))
+        yield from (f"  {line}" for line in _rows(held, total))
 
 
 def outside(memory: StepMemory) -> int:
@@ -207,10 +198,6 @@ def _by_layer(held: Sequence[HeldTensor]) -> dict[tuple[str, int], list[HeldTens
     return dict(sorted(found.items()))
 
 
-def _signature(path: str, held: Sequence[HeldTensor]) -> _Signature:
-    return tuple((module, _kind(tensor, module)) for tensor in held for module in (_module(tensor, path),))
-
-
 def _ranges(indices: Sequence[int]) -> str:
     """Return `layer 3`, or `layers 0 to 4, 6 to 10`."""
     runs = [
@@ -221,16 +208,13 @@ def _ranges(indices: Sequence[int]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {', '.join(words)}"
 
 
-def _module(tensor: HeldTensor, above: str) -> str:
-    return tensor.place.module.removeprefix(above).lstrip(".").removesuffix(".default") or "the layer"
-
-
-def _kind(tensor: HeldTensor, module: str) -> _Kind:
+def _kind(tensor: HeldTensor, layer: str) -> _Kind:
+    module = tensor.place.module.removeprefix(layer).lstrip(".").removesuffix(".default") or "the layer"
     operator = tensor.place.operator.removeprefix("aten.").partition(".")[0].lstrip("_")
     what = f"{tensor.dtype} {list(tensor.shape)}"
     reasons = [_reason(reason, module) for reason in tensor.why.split(", ")] if tensor.why else []
     why = f"for {', '.join(dict.fromkeys(reasons))}" if reasons else ""
-    return _Kind(tensor.place.part, operator, what, tensor.num_bytes, why)
+    return _Kind(module, tensor.place.part, operator, what, tensor.num_bytes, why)
 
 
 def _reason(reason: str, module: str) -> str:
@@ -239,19 +223,19 @@ def _reason(reason: str, module: str) -> str:
     return operator if where.removesuffix(".default") == module else reason
 
 
-def _rows(signature: Sequence[tuple[str, _Kind]], total: int) -> Iterator[str]:
+def _rows(held: Sequence[_Kind], total: int) -> Iterator[str]:
     modules: dict[_Kind, list[str]] = {}
-    for module, kind in signature:
-        modules.setdefault(kind, []).append(module)
-    ordered = sorted(modules.items(), key=lambda item: -item[0].num_bytes * len(item[1]))
-    shown = [(kind, names) for kind, names in ordered if kind.num_bytes * len(names) >= _SMALL * total]
-    rest = [(kind, names) for kind, names in ordered if kind.num_bytes * len(names) < _SMALL * total]
-    rows = [_row(kind, names) for kind, names in shown]
+    for kind in held:
+        modules.setdefault(kind._replace(module=""), []).append(kind.module)
+    sizes = {kind: kind.num_bytes * len(names) for kind, names in modules.items()}
+    ordered = sorted(sizes, key=lambda kind: -sizes[kind])
+    shown = [kind for kind in ordered if sizes[kind] >= _SMALL * total]
+    rest = ordered[len(shown) :]
+    rows = [_row(kind, modules[kind]) for kind in shown]
     if rest:
-        number = sum(len(names) for _, names in rest)
-        size = sum(kind.num_bytes * len(names) for kind, names in rest)
+        number, size = sum(len(modules[kind]) for kind in rest), sum(sizes[kind] for kind in rest)
         rows.append(("", "smaller tensors", format_bytes(size), f"{number} together", "", ""))
-    return columns(rows, numeric=_NUMBERS)
+    return columns(rows, numeric=(2,))
 
 
 def _row(kind: _Kind, names: Sequence[str]) -> tuple[str, ...]:

@@ -47,22 +47,19 @@ def read_recipe(options: argparse.Namespace) -> Recipe:
 
 def read_recipe_or_model(options: argparse.Namespace) -> Recipe:
     """Read the recipe that the command was given, or make one for the model, which is going to be simulated."""
-    recipe = _recipe_or_model(options)
+    given = _given(options)
+    if not _is_recipe(Path(options.recipe)) and (given or _is_model(options.recipe)):
+        recipe = training_of(options).recipe_for(_model(options.recipe), options.overrides)
+    elif given:
+        written = ", ".join(f"--{name}" for name in given)
+        raise RecipeError(
+            f"{options.recipe} is a recipe, and {written} says how to train a model that has none. Override the "
+            "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
+        )
+    else:
+        recipe = load_recipe(options.recipe, options.overrides)
     require_for(recipe)
     return recipe
-
-
-def _recipe_or_model(options: argparse.Namespace) -> Recipe:
-    given = _given(options)
-    if _is_recipe(Path(options.recipe)) or not (given or _is_model(options.recipe)):
-        if given:
-            written = ", ".join(f"--{name}" for name in given)
-            raise RecipeError(
-                f"{options.recipe} is a recipe, and {written} says how to train a model that has none. Override the "
-                "recipe's own keys instead, such as lora.r=16 data.max_length=2048."
-            )
-        return load_recipe(options.recipe, options.overrides)
-    return training_of(options).recipe_for(_model(options.recipe), options.overrides)
 
 
 def training_of(options: argparse.Namespace) -> Training:

@@ -12,21 +12,17 @@ from hf_ckpt.cli.model_options import add_model_options, read_recipe_or_model
 from hf_ckpt.cli.shared_options import (
     Command,
     add_cache_option,
-    add_exact_option,
     add_html_option,
-    add_launch_options,
-    check_devices,
+    add_step_options,
     check_folder,
-    check_launch,
-    launch_of,
+    check_predicting,
     quiet,
     recipe_parser,
     say,
-    with_exact,
+    subject_asked,
 )
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate import tables
-from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import NO_DEVICE, may_have_gpu
 from hf_ckpt.units import Budget, parse_budget
 
@@ -56,8 +52,7 @@ examples:
         "device's memory less a reserve, if left out",
     )
     parser.add_argument("--device", metavar="NAME", help="such as rtx4090; this machine's GPU if left out")
-    add_exact_option(parser)
-    add_launch_options(parser)
+    add_step_options(parser)
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write the plan, for checkpointing.policy=FILE.json"
     )
@@ -75,14 +70,12 @@ def _run(options: argparse.Namespace) -> int:
     recipe = read_recipe_or_model(options)
     budget = None if options.memory_budget is None else parse_budget(options.memory_budget, key="--memory-budget")
     _check_out(options.out)
-    check_launch(options)
-    check_folder("--html", options.html)
-    check_devices([options.device] if options.device else [])
-    if options.plot is not None:
-        require("matplotlib")
-        check_folder("--plot", options.plot)
+    check_predicting(options, [options.device] if options.device else [])
     if options.device is None and not may_have_gpu() and not recipe.training.get("use_cpu"):
-        _check_amount(_amount(recipe, budget))
+        amount = _amount(recipe, budget)
+        if amount is None or amount.num_bytes is None:
+            # No card can be assumed for it.
+            raise RecipeError(NO_DEVICE)
     # Need YAML, as the recipe did.
     from hf_ckpt.cli.answer_cache import remembered
     from hf_ckpt.loading.config_files import check_config
@@ -96,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.out is not None:
         options.out.write_text(json.dumps(document["plan"], indent=1) + "\n", encoding="utf-8")
         say(f"Wrote {options.out}. A recipe names it: checkpointing.policy={options.out}")
-    print(tables.to_json(document, options.words) if options.json else tables.plan_text(document))
+    print(tables.json_text(document, options.words) if options.json else tables.plan_text(document))
     return HOLDS
 
 
@@ -105,16 +98,15 @@ def _document(recipe: Recipe, options: argparse.Namespace, budget: Budget | None
     say("Building the model without weights ...")
     with quiet(), leaving_at_ctrl_c():
         from hf_ckpt.estimate import recipe_plan
-        from hf_ckpt.estimate.step_of_recipe import subject_of
 
         device, assumed = recipe_plan.device_for(recipe, options.device, _amount(recipe, budget))
-        subject = with_exact(subject_of(recipe, launch_of(options)), options)
+        subject = subject_asked(recipe, options)
     with quiet():
         with_fixed = options.plot is not None or options.html is not None
-        found = recipe_plan.plan_recipe(subject, device, budget, say, assumed=assumed, with_fixed=with_fixed)
+        found = recipe_plan.plan_recipe(subject, device, budget, say, with_fixed=with_fixed)
         if options.plot is not None:
             _plot(found, options.plot)
-        document = recipe_plan.as_json(found)
+        document = recipe_plan.plan_as_json(found, assumed)
         if options.html is not None:
             _write_page(found, document, options)
     return document
@@ -126,12 +118,6 @@ def _amount(recipe: Recipe, budget: Budget | None) -> Budget | None:
     return own if budget is None else budget
 
 
-def _check_amount(budget: Budget | None) -> None:
-    """Refuse a budget that no card can be assumed for."""
-    if budget is None or budget.num_bytes is None:
-        raise RecipeError(NO_DEVICE)
-
-
 def _check_out(path: Path | None) -> None:
     if path is not None and path.suffix != ".json":
         raise RecipeError(f"--out {path}: recipes know a plan's file by its ending. Write {path}.json.")
@@ -141,7 +127,7 @@ def _check_out(path: Path | None) -> None:
 def _plot(found: PlannedRecipe, path: Path) -> None:
     from hf_ckpt.estimate.pictures import draw_planned
 
-    draw_planned(found.chain, found.steps(), path, subject=found.subject, device=found.device)
+    draw_planned(found.planned.chain, found.steps(), path, subject=found.subject, device=found.device)
     say(f"Wrote {path}")
 
 
@@ -150,16 +136,15 @@ def _write_page(found: PlannedRecipe, document: dict[str, Any], options: argpars
     from hf_ckpt.estimate.page import Page
     from hf_ckpt.policy.policy import AUTO
 
-    facts = [(fact["name"], fact["text"]) for fact in document["facts"]]
     page = Page(
         title=f"hf-ckpt plan {found.subject.title}",
         verdict=tables.verdict_on_plan(document),
         device=found.device,
-        facts=[*facts, *tables.facts_of(document["card"])],
+        facts=tables.named_facts(document, [document["card"]]),
         steps=found.steps(),
         decides=AUTO,
-        chain=found.chain,
-        ledger=ledger(found.memory),
+        chain=found.planned.chain,
+        ledger=ledger(found.planned.memory),
         words=options.words,
         fits={AUTO: document["verdict"]["fits"]},
     )

@@ -39,10 +39,14 @@ def _run(options: argparse.Namespace) -> int:
     say("Building the model without weights ...")
     with quiet(), tempfile.TemporaryDirectory(prefix="hf_ckpt-profile-") as folder:
         from hf_ckpt.estimate import profiled_recipe
-        from hf_ckpt.estimate.tables import to_json
+        from hf_ckpt.estimate.tables import json_text
 
         found = profiled_recipe.measure(recipe, say, num_steps=options.steps, trace=options.trace, folder=Path(folder))
-    print(to_json(profiled_recipe.as_json(found), options.words) if options.json else profiled_recipe.text(found))
+    print(
+        json_text(profiled_recipe.profile_as_json(found), options.words)
+        if options.json
+        else profiled_recipe.text(found)
+    )
     return HOLDS
 
 

@@ -7,16 +7,15 @@ import json
 from dataclasses import asdict
 
 from hf_ckpt.cli.exit_codes import HOLDS
-from hf_ckpt.cli.shared_options import Command
+from hf_ckpt.cli.shared_options import Command, command_parser
 from hf_ckpt.estimate.tables import columns, wrapped
 from hf_ckpt.recipe import shipped
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-ckpt recipes",
-        allow_abbrev=False,
-        description="List the recipes that come with the package, with the hardware that each is for and what it is "
+    parser = command_parser(
+        "recipes",
+        "List the recipes that come with the package, with the hardware that each is for and what it is "
         "predicted to need there. The other commands take their names, and so does `extends` in a recipe of your own.",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what each is for, and all that it needs")

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.recipe import shipped
+from hf_ckpt.recipe.optional_packages import require
 from hf_ckpt.simulation.devices import find_device
 
 if TYPE_CHECKING:
     from hf_ckpt.estimate.step_of_recipe import Subject
     from hf_ckpt.policy.allowances import Exact
+    from hf_ckpt.recipe.recipe import Recipe
 
 _CONFIGS = "accelerate"
 
@@ -38,15 +40,20 @@ class Command:
     only_predicts: bool = False  # Runs nothing that has to be ended in order.
 
 
-def recipe_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of a command that takes a recipe and overrides."""
-    parser = argparse.ArgumentParser(
+def command_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command, without arguments."""
+    return argparse.ArgumentParser(
         prog=f"hf-ckpt {name}",
         allow_abbrev=False,
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
     )
+
+
+def recipe_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes a recipe and overrides."""
+    parser = command_parser(name, description, epilog)
     add_recipe_arguments(parser)
     return parser
 
@@ -62,8 +69,8 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_exact_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--exact` to the parser of a command that chooses a plan."""
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--exact`, `--accelerate-config`, `--engine` and `--processes` to the parser of a command that predicts."""
     parser.add_argument(
         "--exact",
         choices=("prefer", "true", "false"),
@@ -71,10 +78,21 @@ def add_exact_option(parser: argparse.ArgumentParser) -> None:
         "the fastest plan, which may add sums in another order. The recipe's checkpointing.exact, or prefer, if left "
         "out",
     )
+    parser.add_argument(
+        "--accelerate-config",
+        type=shipped_config,
+        metavar="FILE",
+        help="the configuration that the run is launched with: fsdp2_8gpu, which comes with the package, or a file",
+    )
+    parser.add_argument("--engine", metavar="NAME", help="ddp, fsdp1, fsdp2, zero1, zero2 or zero3, over --processes")
+    parser.add_argument("--processes", type=count, metavar="N", help="processes of the run, of all machines together")
 
 
-def with_exact(subject: Subject, options: argparse.Namespace) -> Subject:
-    """Return what a plan is chosen for, with `--exact` in place of the recipe's."""
+def subject_asked(recipe: Recipe, options: argparse.Namespace) -> Subject:
+    """Return what is predicted: a recipe, launched as the options say, with `--exact` in place of its own."""
+    from hf_ckpt.estimate.step_of_recipe import subject_of
+
+    subject = subject_of(recipe, _launch(options))
     if options.exact is None:
         return subject
     exact: Exact = "prefer" if options.exact == "prefer" else options.exact == "true"
@@ -89,14 +107,20 @@ def count(text: str) -> int:
     return int(text)
 
 
+def quieten_peft() -> None:
+    """Leave out what peft's import and use tell that nobody can act on."""
+    # It imports bitsandbytes where it is installed, which tells on the CPU of kernels that it does not need.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # It asks transformers 5.2x by the old name whether checkpointing is on.
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what libraries print of themselves out of the report."""
-    # bitsandbytes tells on the CPU of kernels that it does not need, DeepSpeed of the accelerator it sees.
-    for name in ("bitsandbytes", "DeepSpeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # peft asks transformers 5.2x by the old name whether checkpointing is on.
-    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+    quieten_peft()
+    # It tells of the accelerator that it sees.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
 
@@ -106,22 +130,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--accelerate-config`, `--engine` and `--processes` to the parser of a command."""
-    parser.add_argument(
-        "--accelerate-config",
-        type=shipped_config,
-        metavar="FILE",
-        help="the configuration that the run is launched with: fsdp2_8gpu, which comes with the package, or a file",
-    )
-    parser.add_argument("--engine", metavar="NAME", help="ddp, fsdp1, fsdp2, zero1, zero2 or zero3, over --processes")
-    parser.add_argument("--processes", type=count, metavar="N", help="processes of the run, of all machines together")
+def _launch(options: argparse.Namespace) -> Launch:
+    return Launch(config=options.accelerate_config, engine=options.engine, num_processes=options.processes)
 
 
-def check_launch(options: argparse.Namespace) -> None:
-    """Refuse what cannot be how a recipe is launched, before torch is loaded."""
+def check_predicting(options: argparse.Namespace, devices: Sequence[str]) -> None:
+    """Refuse a launch and devices that nobody knows, and files that could not be written, before torch is loaded."""
     check_config_file("--accelerate-config", options.accelerate_config, or_use="--engine and --processes")
-    launch_of(options).check()
+    _launch(options).check()
+    check_folder("--html", options.html)
+    check_devices(devices)
+    if options.plot is not None:
+        require("matplotlib")
+        check_folder("--plot", options.plot)
 
 
 def shipped_config(name: str) -> Path:
@@ -165,8 +186,3 @@ def check_folder(option: str, path: Path | None) -> None:
         raise RecipeError(f"{option} {path}: this is a folder. Name a file in it.")
     if not path.absolute().parent.is_dir():
         raise RecipeError(f"{option} {path}: there is no folder {path.absolute().parent}.")
-
-
-def launch_of(options: argparse.Namespace) -> Launch:
-    """Return how the recipe is launched."""
-    return Launch(config=options.accelerate_config, engine=options.engine, num_processes=options.processes)

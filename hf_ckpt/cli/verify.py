@@ -143,18 +143,12 @@ def _report_of_many(options: argparse.Namespace) -> dict[str, Any]:
         from hf_ckpt.verify.processes import join_processes, with_engine
 
         is_first = join_processes()
-        report = _verified(
-            with_engine(recipe, options.engine), options, setup, _say_onward if is_first else _say_nothing
-        )
-        return report.as_json()
 
+        def tell(text: str) -> None:
+            if is_first:
+                say(f"{PROGRESS}{text}")
 
-def _say_onward(text: str) -> None:
-    say(f"{PROGRESS}{text}")
-
-
-def _say_nothing(text: str) -> None:
-    """Leave it to the first process."""
+        return _verified(with_engine(recipe, options.engine), options, setup, tell).as_json()
 
 
 VERIFY = Command(_parser, _run, "run a recipe a few steps with and without its plan, and compare everything")

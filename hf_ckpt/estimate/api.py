@@ -11,8 +11,7 @@ from torch import nn
 
 from hf_ckpt.errors import PolicyError, RecipeError
 from hf_ckpt.estimate.estimate import budget_of
-from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.max_length_and_batch import longest_row, longest_row_of_all
+from hf_ckpt.estimate.max_length_and_batch import largest_fitting, largest_of_all
 from hf_ckpt.estimate.predict import Predictor, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto, subject_of, subject_of_model
 from hf_ckpt.policy.allowances import ALLOWANCES, allowed_by
@@ -115,8 +114,9 @@ def max_length(
     where = _device(subject, device, memory_budget)
     budget = _bytes(subject, where, memory_budget)
     if plan == AUTO or (plan is None and is_auto(subject.recipe)):
-        return longest_row_of_all(Predictor(_allowing(subject, of_policy), where), budget).number
-    return longest_row(Predictor(subject, where), _chosen(subject, plan, of_policy), budget).number
+        return largest_of_all(Predictor(_allowing(subject, of_policy), where), budget, is_length=True).number
+    chosen = _chosen(subject, plan, of_policy)
+    return largest_fitting(Predictor(subject, where), chosen, budget, is_length=True).number
 
 
 def _apart(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -156,7 +156,7 @@ def _subject(asked: Asked, fields: dict[str, Any]) -> Subject:
             # As `apply` and the callback prove it by default.
             return subject_of_model(asked, Step(**{"is_proven": True, **fields}))
         recipe = asked if isinstance(asked, Recipe) else load_recipe(Path(asked))
-        subject = subject_of(recipe, Launch())
+        subject = subject_of(recipe)
         return replace(subject, step=replace(subject.step, **fields))
     except TypeError as error:
         names = ", ".join(Step.__dataclass_fields__)

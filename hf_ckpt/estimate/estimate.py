@@ -71,24 +71,12 @@ class Estimate:
     evaluation: StepMemory | None = None
     """What a batch of the recipe's evaluation needs, between two steps; None where it does not evaluate."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether the recipe fits on at least one of the devices, whatever the reserve is."""
-        return any(
-            row.memory is not None and fit_of(self.peak_with_evaluation(row.memory), device, row.reserved) is Fit.YES
-            for device, row in self.deciding()
-        )
-
     def deciding(self) -> Iterator[tuple[Device, Row]]:
         """Yield, for each device, the row that decides whether the recipe fits there."""
         for device in self.devices:
             for row in self.rows:
                 if row.name == self.decides and row.device in (None, device):
                     yield device, row
-
-    def peak_with_evaluation(self, memory: StepMemory) -> int:
-        """Return the most that a run with such steps needs, in bytes."""
-        return max(memory.peak_bytes, 0 if self.evaluation is None else self.evaluation.peak_bytes)
 
     def steps(self) -> dict[str, StepMemory]:
         """Return the steps that can be done, by name; of the planner's the first one."""
@@ -173,7 +161,7 @@ def growing(subject: Subject, devices: Sequence[Device], say: Say, names: Sequen
         yield found
 
 
-def num_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
+def num_estimate_rows(subject: Subject, devices: Sequence[Device], names: Sequence[str] = ()) -> int:
     """Return how many rows an estimate will have."""
     return len(names or FIXED) + len(devices) + (not is_auto(subject.recipe))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from hf_ckpt.estimate.estimate import Estimate, Row, budget_of, fit_of
+from hf_ckpt.estimate.estimate import Estimate, Fit, Row, budget_of, fit_of
 from hf_ckpt.estimate.predict import Reserved
 from hf_ckpt.planner.advice import Exactness
 from hf_ckpt.regions.offload import host_memory
@@ -15,16 +15,18 @@ from hf_ckpt.simulation.reserve import context, reserve
 from hf_ckpt.simulation.step_memory import StepMemory
 
 
-def as_json(found: Estimate) -> dict[str, Any]:
+def estimate_as_json(found: Estimate) -> dict[str, Any]:
     """Return an estimate as JSON types."""
+    verdicts = [
+        verdict_as_json(device, row.memory, found.evaluation, row.reserved, row.refusal)
+        for device, row in found.deciding()
+    ]
     return {
         "recipe": found.subject.title,
-        "fits": found.fits,
+        # On at least one of the devices, whatever the reserve is.
+        "fits": any(verdict["fits"] == Fit.YES for verdict in verdicts),
         "decides": found.decides,
-        "verdicts": [
-            verdict_as_json(device, row.memory, found.evaluation, row.reserved, row.refusal)
-            for device, row in found.deciding()
-        ],
+        "verdicts": verdicts,
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
         "devices": [
             {**device_as_json(device), "budget_bytes": budget_of(found.subject, device)} for device in found.devices
@@ -33,7 +35,8 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "evaluation": None if found.evaluation is None else memory_as_json(found.evaluation),
         "host": [
             {"device": device.name, "needed_bytes": needed, "free_bytes": _free_host_bytes(found, device)}
-            for device, needed in _needed_of_host(found)
+            for device, row in found.deciding()
+            if row.memory is not None and (needed := row.memory.host_bytes)
         ],
     }
 
@@ -64,7 +67,7 @@ def verdict_as_json(
     """Return whether a run fits on a device: its steps, and its evaluation between them."""
     read: dict[str, Any] = {
         "device": device.name,
-        "fits": "no",
+        "fits": str(Fit.NO),
         "peak_bytes": None,
         "is_evaluation": False,
         "refusal": refusal,
@@ -92,21 +95,13 @@ def verdict_as_json(
 
 def memory_as_json(memory: StepMemory) -> dict[str, Any]:
     """Return what a step needs as JSON types, without the timeline and the ledger."""
-    time = memory.time
     return {
         "peak_bytes": memory.peak_bytes,
         "peak_at": memory.peak_at.describe(),
         "by_category": {str(category): num_bytes for category, num_bytes in memory.by_category.items()},
         "host_bytes": memory.host_bytes,
         "tokens": memory.tokens,
-        "seconds": {
-            "forward": time.forward,
-            "backward": time.backward,
-            "recomputation": time.recomputation,
-            "optimizer": time.optimizer,
-            "copies": time.copies,
-            "total": time.total,
-        },
+        "seconds": {**asdict(memory.time), "total": memory.time.total},
         "num_flops": {str(phase): flops for phase, flops in memory.num_flops.items()},
     }
 
@@ -133,12 +128,6 @@ def device_as_json(device: Device) -> dict[str, Any]:
         "reserve_for": [item.name for item in kept.items],
         "attention": device.describe_attention(),
     }
-
-
-def _needed_of_host(found: Estimate) -> Iterator[tuple[Device, int]]:
-    for device, row in found.deciding():
-        if row.memory is not None and row.memory.host_bytes:
-            yield device, row.memory.host_bytes
 
 
 def _free_host_bytes(found: Estimate, device: Device) -> int | None:

@@ -15,12 +15,12 @@ from typing import Any
 from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch, check_number, read_config
-from hf_ckpt.loading.sharding_engine import Engine
+from hf_ckpt.loading.sharding_engine import Engine, is_on
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 
 _UNSHARDED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
-_WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")
+_WHOLE_LAYERS_IN_BACKWARD = ("FULL_SHARD", "1", "TRUE")
 _PREFETCHES_IN_BACKWARD = {
     **dict.fromkeys(("BACKWARD_PRE", "1"), True),
     # A layer is freed before the next one is gathered.
@@ -50,7 +50,7 @@ def sharding_of(recipe: Recipe, launch: Launch) -> Sharding:
     return replace(found, engine=engine, world_size=world_size)
 
 
-def describe(sharding: Sharding) -> str:
+def describe_sharding(sharding: Sharding) -> str:
     """Return the engine in words, such as `FSDP2 on 8 processes`."""
     if sharding.engine == "none":
         return str(Engine.NONE)
@@ -70,7 +70,7 @@ def _of_file(path: Path) -> Sharding:
     if kind in _UNSHARDED:
         return Sharding(engine="ddp" if world_size > 1 else "none", world_size=world_size)
     if kind == "FSDP":
-        return _fsdp(_without_prefix(read.get("fsdp_config")), world_size, default_version="1", where=str(path))
+        return _fsdp(read.get("fsdp_config"), world_size, where=str(path))
     if kind == "DEEPSPEED":
         config = dict(read.get("deepspeed_config") or {})
         if "deepspeed_config_file" in config:
@@ -95,8 +95,10 @@ def _check_whole_rows_and_weights(config: Mapping[str, Any], path: Path) -> None
         )
 
 
-def _fsdp(config: Mapping[str, Any], world_size: int, *, default_version: str, where: str) -> Sharding:
-    version = str(config.get("version", default_version))
+def _fsdp(written: Any, world_size: int, *, where: str) -> Sharding:
+    config = {name.removeprefix("fsdp_"): value for name, value in _mapping(written or {}).items()}
+    # accelerate itself takes version 1 where nothing is said.
+    version = str(config.get("version", "1"))
     if config.get("offload_params") or config.get("cpu_offload"):
         raise RecipeError(
             f"{where}: FSDP's offloading of parameters to the host cannot be simulated. Set fsdp_offload_params: false."
@@ -115,16 +117,12 @@ def _fsdp(config: Mapping[str, Any], world_size: int, *, default_version: str, w
     return Sharding(
         engine="fsdp1",
         world_size=world_size,
-        reshards_after_forward=strategy in (*_WHOLE_LAYERS_IN_BACKWARD, "TRUE"),
+        reshards_after_forward=strategy in _WHOLE_LAYERS_IN_BACKWARD,
         prefetches_in_backward=_prefetches_in_backward(config, where),
         # accelerate does where it loads the weights on rank 0 alone.
-        broadcasts_weights=_is_on(config.get("sync_module_states", True))
-        or _is_on(config.get("cpu_ram_efficient_loading")),
+        broadcasts_weights=is_on(config.get("sync_module_states", True))
+        or is_on(config.get("cpu_ram_efficient_loading")),
     )
-
-
-def _is_on(written: Any) -> bool:
-    return str(written).lower() in ("true", "1")
 
 
 def _prefetches_in_backward(config: Mapping[str, Any], where: str) -> bool:
@@ -159,14 +157,10 @@ def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sha
 def _of_recipe(recipe: Recipe) -> Sharding | None:
     training = recipe.training
     if training.get("fsdp"):
-        return _fsdp(_without_prefix(training.get("fsdp_config")), 1, default_version="1", where="training.fsdp_config")
+        return _fsdp(training.get("fsdp_config"), 1, where="training.fsdp_config")
     if training.get("deepspeed"):
         return _deepspeed(_mapping(training["deepspeed"]), 1, where="training.deepspeed")
     return None
-
-
-def _without_prefix(written: Any) -> dict[str, Any]:
-    return {name.removeprefix("fsdp_"): value for name, value in _mapping(written or {}).items()}
 
 
 def _mapping(written: Any) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Say, budget_of, fit_of
 from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject, is_auto
+from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.integer_search import Limit, largest
 from hf_ckpt.planner.layer_costs import may_tile
 from hf_ckpt.policy.allowances import Allowed
@@ -21,39 +22,26 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.step_memory import StepMemory
 
-LENGTH_UNIT = 64
-"""Tokens that lengths are counted in: kernels work on tiles of so many."""
-
 _MOST_TOKENS = 2**22
 _MOST_ROWS = 4096
 
 
-def longest_row(predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None) -> Limit:
-    """Return the longest row that fits, in tokens, in steps of `LENGTH_UNIT`.
+def largest_fitting(
+    predictor: Predictor, plan: Plan | None, budget_bytes: int, *, is_length: bool, host_bytes: int | None = None
+) -> Limit:
+    """Return the longest row that fits, in tokens, or the largest micro-batch, in rows.
 
     `host_bytes`: that may wait on the host; None for any amount.
     """
-    step = predictor.subject.step
+    step, resized = predictor.subject.step, with_length if is_length else with_rows
 
-    def peak(length: int) -> int:
-        memory = predictor.memory(plan, with_length(step, length))
-        return _peak_within_host(memory, budget_bytes, host_bytes)
+    def peak(number: int) -> int:
+        return _peak_within_host(predictor.memory(plan, resized(step, number)), budget_bytes, host_bytes)
 
+    if not is_length:
+        return largest(peak, budget_bytes, start=step.batch_size, most=_MOST_ROWS)
     most = predictor.subject.longest or _MOST_TOKENS
-    return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_UNIT, most))
-
-
-def largest_batch(
-    predictor: Predictor, plan: Plan | None, budget_bytes: int, *, host_bytes: int | None = None
-) -> Limit:
-    """Return the largest micro-batch that fits, in rows. See `longest_row`."""
-    step = predictor.subject.step
-
-    def peak(rows: int) -> int:
-        memory = predictor.memory(plan, with_rows(step, rows))
-        return _peak_within_host(memory, budget_bytes, host_bytes)
-
-    return largest(peak, budget_bytes, start=step.batch_size, most=_MOST_ROWS)
+    return largest(peak, budget_bytes, start=step.seq_length, most=most, multiple=min(LENGTH_MULTIPLE, most))
 
 
 def _peak_within_host(memory: StepMemory, budget_bytes: int, host_bytes: int | None) -> int:
@@ -80,33 +68,24 @@ _SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the layers that offload, where there is a cap on host memory."""
 
 
-def longest_row_of_all(predictor: Predictor, budget_bytes: int) -> Limit:
-    """Return the longest row that fits under one of the plans that need least, in tokens."""
-    subject, found = predictor.subject, None
+def largest_of_all(predictor: Predictor, budget_bytes: int, *, is_length: bool) -> Limit:
+    """Return the longest row or the largest micro-batch that fits under one of the plans that need least."""
+    resized, unit = (with_length, LENGTH_MULTIPLE) if is_length else (with_rows, 1)
+    subject = predictor.subject
     host_bytes = None if subject.allowed.offload is None else subject.allowed.offload.host_memory
-    for plan in leanest_plans(subject):
-        if found is not None and found.is_bound:
+    first, *others = leanest_plans(subject)
+    found = largest_fitting(predictor, first, budget_bytes, is_length=is_length, host_bytes=host_bytes)
+    for plan in others:
+        if found.is_bound:
             break
-        if found is not None and found.number:
-            longer = predictor.memory(plan, with_length(subject.step, found.number + LENGTH_UNIT))
-            is_more = longer.peak_bytes <= budget_bytes and (host_bytes is None or longer.host_bytes <= host_bytes)
-            if not is_more:
+        if found.number:
+            # One simulation tells whether a search would find more.
+            larger = predictor.memory(plan, resized(subject.step, found.number + unit))
+            if _peak_within_host(larger, budget_bytes, host_bytes) > budget_bytes:
                 continue
-        limit = longest_row(predictor, plan, budget_bytes, host_bytes=host_bytes)
-        if found is None or limit.number > found.number:
-            found = limit
-    assert found is not None, "there is always the plan that keeps everything"
+        limit = largest_fitting(predictor, plan, budget_bytes, is_length=is_length, host_bytes=host_bytes)
+        found = max(found, limit, key=lambda each: each.number)
     return found
-
-
-def largest_batch_of_all(predictor: Predictor, budget_bytes: int) -> Limit:
-    """Return the largest micro-batch that fits under one of the plans that need least, in rows."""
-    offload = predictor.subject.allowed.offload
-    host_bytes = None if offload is None else offload.host_memory
-    found = (
-        largest_batch(predictor, plan, budget_bytes, host_bytes=host_bytes) for plan in leanest_plans(predictor.subject)
-    )
-    return max(found, key=lambda limit: limit.number)
 
 
 def leanest_plans(subject: Subject) -> Iterator[Plan]:
@@ -149,48 +128,37 @@ def _tiled_where_possible(plan: Plan, subject: Subject) -> Plan:
     return replace(plan, stacks=stacks)
 
 
-@dataclass(frozen=True)
-class FittingSize:
-    """What fits on one device under one plan."""
-
-    plan: str
-    device: Device
-    budget_bytes: int
-    limit: Limit
-
-
-@dataclass(frozen=True)
-class FittingSizes:
-    """What fits."""
-
-    subject: Subject
-    is_length: bool  # Whether rows are counted in tokens, or micro-batches in rows.
-    rows: tuple[FittingSize, ...]  # By device and plan.
-
-    @property
-    def unit(self) -> str:
-        """What is counted."""
-        return "tokens" if self.is_length else "rows"
-
-
-def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: bool, say: Say) -> FittingSizes:
-    """Find the longest row or the largest micro-batch that fits.
-
-    `is_length`: rows in tokens, or micro-batches in rows.
-    """
-    search = longest_row if is_length else largest_batch
+def fitting_sizes(subject: Subject, devices: Sequence[Device], *, is_length: bool, say: Say) -> dict[str, Any]:
+    """Find the longest row in tokens (`is_length`) or the largest micro-batch in rows that fits; return JSON types."""
     predictor = Predictor(subject, devices[0])
-    rows = []
-    for device in devices:
-        budget = budget_of(subject, device)
-        if is_auto(subject.recipe):
-            say(f"Searching what fits on {device.name}: {AUTO} ...")
-            of_all = longest_row_of_all if is_length else largest_batch_of_all
-            rows.append(FittingSize(AUTO, device, budget, of_all(predictor, budget)))
-        for name, plan in _plans(subject):
-            say(f"Searching what fits on {device.name}: {name} ...")
-            rows.append(FittingSize(name, device, budget, search(predictor, plan, budget)))
-    return FittingSizes(subject, is_length, tuple(rows))
+    return {
+        "recipe": subject.title,
+        "unit": "tokens" if is_length else "rows",
+        "facts": [{"name": name, "text": text} for name, text in subject.facts],
+        "rows": [row for device in devices for row in _fitting_on(predictor, device, is_length=is_length, say=say)],
+    }
+
+
+def _fitting_on(predictor: Predictor, device: Device, *, is_length: bool, say: Say) -> Iterator[dict[str, Any]]:
+    """Yield what fits on one device, plan by plan."""
+    budget = budget_of(predictor.subject, device)
+    if is_auto(predictor.subject.recipe):
+        say(f"Searching what fits on {device.name}: {AUTO} ...")
+        yield _row(device, AUTO, budget, largest_of_all(predictor, budget, is_length=is_length))
+    for name, plan in _plans(predictor.subject):
+        say(f"Searching what fits on {device.name}: {name} ...")
+        yield _row(device, name, budget, largest_fitting(predictor, plan, budget, is_length=is_length))
+
+
+def _row(device: Device, plan: str, budget_bytes: int, limit: Limit) -> dict[str, Any]:
+    return {
+        "device": device.name,
+        "plan": plan,
+        "budget_bytes": budget_bytes,
+        "number": limit.number,
+        "peak_bytes": limit.peak_bytes,
+        "is_bound": limit.is_bound,
+    }
 
 
 def _plans(subject: Subject) -> Iterator[tuple[str, Plan | None]]:
@@ -204,76 +172,28 @@ def _plans(subject: Subject) -> Iterator[tuple[str, Plan | None]]:
         return
 
 
-def sizes_as_json(found: FittingSizes) -> dict[str, Any]:
-    """Return what fits as JSON types."""
-    return {
-        "recipe": found.subject.title,
-        "unit": found.unit,
-        "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
-        "rows": [
-            {
-                "device": row.device.name,
-                "plan": row.plan,
-                "budget_bytes": row.budget_bytes,
-                "number": row.limit.number,
-                "peak_bytes": row.limit.peak_bytes,
-                "is_bound": row.limit.is_bound,
-            }
-            for row in found.rows
-        ],
-    }
-
-
 _SHORTER, _LONGER, _GRID_ROWS = 2, 2, 4
 
 
-Grid = dict[tuple[int, int], int]
-"""Peaks of one plan in bytes, by (tokens of a row, rows)."""
-
-
-def grids(predictor: Predictor, say: Say) -> dict[str, Grid]:
-    """Simulate the recipe at lengths and micro-batches around its own, under plans by name."""
-    subject = predictor.subject
-    lengths = _lengths(subject.step.seq_length, subject.longest)
-    rows = _powers(subject.step.batch_size)
-    plans: list[tuple[str, Plan | None]] = [("none", None)]
-    plans += [(RECIPE, subject.plan)] if subject.plan is not None else []
-    return {name: _grid(predictor, name, plan, lengths, rows, say) for name, plan in plans}
-
-
-def grids_as_json(found: Mapping[str, Grid], predictor: Predictor) -> dict[str, Any]:
-    """Return grids as JSON types."""
+def grids(predictor: Predictor, say: Say) -> dict[str, Any]:
+    """Simulate the recipe at lengths and micro-batches around its own, plan by plan; return peaks as JSON types."""
+    own = predictor.subject.plan
+    plans = [("none", None), *([(RECIPE, own)] if own is not None else [])]
     return {
         "recipe": predictor.subject.title,
         "device": predictor.device.name,
-        "grids": [
-            {
-                "plan": name,
-                "peaks": [
-                    {
-                        "seq_length": length,
-                        "batch_size": rows,
-                        "peak_bytes": peak,
-                        "fits": str(fit_of(peak, predictor.device)),
-                    }
-                    for (length, rows), peak in grid.items()
-                ],
-            }
-            for name, grid in found.items()
-        ],
+        "grids": [{"plan": name, "peaks": list(_peaks(predictor, name, plan, say))} for name, plan in plans],
     }
 
 
-def _grid(
-    predictor: Predictor, name: str, plan: Plan | None, lengths: Sequence[int], rows: Sequence[int], say: Say
-) -> Grid:
-    peaks = {}
-    for length in lengths:
-        for number in rows:
-            say(f"Simulating {name}: {number} x {length:,} tokens ...")
-            step = with_rows(with_length(predictor.subject.step, length), number)
-            peaks[length, number] = predictor.memory(plan, step).peak_bytes
-    return peaks
+def _peaks(predictor: Predictor, name: str, plan: Plan | None, say: Say) -> Iterator[dict[str, Any]]:
+    step = predictor.subject.step
+    for length in _lengths(step.seq_length, predictor.subject.longest):
+        for rows in _powers(step.batch_size):
+            say(f"Simulating {name}: {rows} x {length:,} tokens ...")
+            peak = predictor.memory(plan, with_rows(with_length(step, length), rows)).peak_bytes
+            fits = str(fit_of(peak, predictor.device))
+            yield {"seq_length": length, "batch_size": rows, "peak_bytes": peak, "fits": fits}
 
 
 def _lengths(own: int, longest: int | None) -> list[int]:

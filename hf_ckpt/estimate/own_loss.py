@@ -2,6 +2,10 @@
 
 Its constructor runs as it will for a training: what it does to the model, and what its loss reads, is there. What
 `transformers.Trainer` would do for a device, an optimizer or a data loader is left out.
+
+Where data has images, its largest batch is made of bounds: `data.max_pixels` bounds an image, `data.max_images` the
+images of an example, `data.max_length` a row. The tensors are those that a processor of Qwen's makes: every image is a
+grid of patches, and a few patches become one token.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isqrt
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +25,14 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from hf_ckpt.auto.trainer_loss import TrainerLoss
+from hf_ckpt.auto.largest_batch_in_data import forward_names, without_adapter
+from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_trainers import trl_loss
 from hf_ckpt.errors import RecipeError, UnsupportedError
-from hf_ckpt.estimate.image_rows import image_rows_of
+from hf_ckpt.loading.images import TOKENS_AROUND, check_images_fit
 from hf_ckpt.loading.rewards import is_model
 from hf_ckpt.loading.trainer import make_trainer, trainer_class
 from hf_ckpt.loading.training_args import arguments_class, implied
@@ -51,17 +58,8 @@ _OF_ENGINES = ("deepspeed", "fsdp", "fsdp_config", "tf32", "torch_compile", "acc
 _PRECOMPUTE = "precompute_ref_log_probs"
 
 
-@dataclass(frozen=True)
-class OwnStep:
-    """What a trainer of trl makes of a model, and its loss."""
-
-    model: nn.Module  # On `meta`, with adapters.
-    loss: TrainerLoss
-    what: str  # Whose loss it is and whom it asks, in words.
-
-
-def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
-    """Return the model and the loss of a recipe whose trainer is one of trl.
+def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> tuple[nn.Module, TrainerLoss, str]:
+    """Return the model of a recipe whose trainer is one of trl, on `meta` with adapters, its loss, and that in words.
 
     Args:
         recipe: the recipe.
@@ -85,8 +83,8 @@ def own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
             f"{sharding.engine}. Write a recipe without trainer for an estimate of the model's own loss."
         )
     if images is not None:
-        return OwnStep(model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}")
-    return OwnStep(model, _of_any_length(loss), _words(loss, recipe))
+        return model, replace(loss, batch=images), f"{_words(loss, recipe)}; {images.describe()}"
+    return model, _of_any_length(loss), _words(loss, recipe)
 
 
 def _check_rewards(recipe: Recipe) -> None:
@@ -243,3 +241,79 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "</s>": 1, "a": 2}
     backend = Tokenizer(models.WordLevel(words, unk_token="a"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")  # type: ignore[no-untyped-call]  # upstream
+
+
+# --- Rows with images, made of bounds instead of data. ---
+
+_TOKEN = 5
+_OF_PATCHES = ("patch_size", "spatial_merge_size", "temporal_patch_size")
+_MOST_OBLONG = 200
+"""The processor refuses images whose sides differ by more."""
+
+
+@dataclass(frozen=True)
+class ImageRows(ModelInputs):
+    """Rows that each hold as many images as an example may have, of the most pixels, and a text up to their end."""
+
+    max_images: int = 1
+    tokens_per_image: int = 1
+
+    def make(self, step: Step, model: nn.Module) -> dict[str, Tensor]:
+        """Return a micro-batch of the step's size. In rows that are too short for it an image is smaller."""
+        config: Any = without_adapter(model).config
+        vision, length = config.vision_config, step.seq_length
+        fitting = length // self.max_images - TOKENS_AROUND
+        height, width = largest_grid(max(1, min(self.tokens_per_image, fitting)))
+        num_images, merge = step.rows * self.max_images, vision.spatial_merge_size
+        start, end = (getattr(config, f"vision_{name}_token_id", _TOKEN) for name in ("start", "end"))
+        image = [start, *[config.image_token_id] * (height * width), end]
+        with _disable_current_modes():
+            ids = torch.full((step.rows, length), _TOKEN)
+            ids[:, : len(image) * self.max_images] = torch.tensor(image * self.max_images)
+            mask = torch.ones_like(ids)
+            # For code that checks whether there is any padding.
+            mask[0, -1] = int(not step.is_padded)
+            grid = torch.tensor([[1, merge * height, merge * width]] * num_images)
+            made = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask, "image_grid_thw": grid}
+            if "mm_token_type_ids" in forward_names(model):
+                made["mm_token_type_ids"] = (ids == config.image_token_id).long()
+        patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        patches = num_images * height * width * merge**2
+        return made | {"pixel_values": next(model.parameters()).new_empty((patches, patch), dtype=torch.float32)}
+
+    def describe(self) -> str:
+        """Return the bounds of a row in words."""
+        images = "1 image" if self.max_images == 1 else f"{self.max_images} images"
+        return f"each row with {images} of {self.tokens_per_image:,} tokens"
+
+
+def largest_grid(most: int) -> tuple[int, int]:
+    """Return height and width of the largest image of at most so many tokens, the squarest of those."""
+    heights = range(max(1, isqrt(most // _MOST_OBLONG)), isqrt(most) + 1)
+    height = max(heights, key=lambda height: (height * (most // height), height))
+    return height, most // height
+
+
+def image_rows_of(recipe: Recipe, model: nn.Module) -> ImageRows:
+    """Return what a recipe whose data has images trains on at most.
+
+    Raises:
+        RecipeError: it names no bounds, or the model makes something else of images.
+    """
+    data, config = recipe.data, getattr(model, "config", None)
+    if not {"max_pixels", "max_images"} <= data.keys():
+        raise RecipeError(
+            "data.format = images: how large a batch is, is not known before images are read. Bound them by "
+            "data.max_pixels and data.max_images, or train under policy: auto with a memory_budget, which plans for "
+            "the largest batch when the run begins."
+        )
+    vision: Any = getattr(config, "vision_config", None)
+    if not (hasattr(config, "image_token_id") and all(hasattr(vision, name) for name in _OF_PATCHES)):
+        raise RecipeError(
+            f"data.max_pixels = {data['max_pixels']}: how many tokens an image becomes is known of models that read it "
+            f"as a grid of patches, such as Qwen3-VL, and not of {type(model).__name__}. Train under policy: auto with "
+            "a memory_budget, which plans for the largest batch when the run begins."
+        )
+    tokens = data["max_pixels"] // (vision.patch_size * vision.spatial_merge_size) ** 2
+    check_images_fit(data, tokens)
+    return ImageRows(max_images=data["max_images"], tokens_per_image=max(1, tokens))

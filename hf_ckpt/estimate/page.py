@@ -10,20 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 
 from hf_ckpt.estimate.estimate import Fit, fit_of
-from hf_ckpt.estimate.tables import format_seconds, versions
-from hf_ckpt.html_svg import element, escape, svg, table
+from hf_ckpt.estimate.pictures import frontier
+from hf_ckpt.estimate.tables import FIT_WORDS, format_seconds, versions
+from hf_ckpt.html_svg import element, escape, html_table, svg
 from hf_ckpt.planner.chain import Chain
-from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.step_memory import StepMemory
 from hf_ckpt.units import UNITS, format_bytes
 
-_POINTS = 60
 _WIDTH, _HEIGHT = 720.0, 360.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 26.0, 44.0
 _TICKS = 4
 _LETTER, _LINE_HEIGHT = 7.2, 16.0
-_WORDS = {Fit.YES: "fits", Fit.PERHAPS: "perhaps fits", Fit.NO: "does not fit"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Page:
             yield _headed("The plan", memory.plan._repr_html_())
         ledger = "\n".join(self.ledger)
         yield _headed("What layers hold from forward to backward", element("pre", escape(ledger or "nothing")))
-        yield _headed("What was taken for what", element("div", table(self.facts), class_="wide"))
+        yield _headed("What was taken for what", element("div", html_table(self.facts), class_="wide"))
         yield _headed("The command", element("pre", escape(shlex.join(["hf-ckpt", *self.words])), class_="command"))
         used = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield element("p", escape(f"Predicted; nothing was run. {used}."), class_="quiet")
@@ -94,7 +92,7 @@ class Page:
 
     def _said(self, name: str, step: StepMemory) -> str:
         peak, seconds = format_bytes(step.peak_bytes), format_seconds(step.time.total)
-        return f"{name}: peak {peak}, a step in {seconds}; it {_WORDS[self._fit(name, step)]}"
+        return f"{name}: peak {peak}, a step in {seconds}; it {FIT_WORDS[self._fit(name, step)]}"
 
     def _fit(self, name: str, step: StepMemory) -> Fit:
         return Fit(self.fits.get(name) or fit_of(step.peak_bytes, self.device))
@@ -108,7 +106,7 @@ class Page:
         return element("div", element("table", *lines), class_="wide rows")
 
     def _frontier(self) -> str:
-        curve = [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(self.chain).frontier(_POINTS)]
+        curve = frontier(self.chain)
         marks = [(step.time.total, float(step.peak_bytes)) for step in self.steps.values()]
         scale = _Scale.of([*curve, *marks])
         drawn = [*scale.axes(), *scale.limit(self.device)]
@@ -188,18 +186,18 @@ def _point(at: tuple[float, float], said: str, row: str, *, is_choice: bool = Fa
 
 def _stairs(curve: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """Yield the corners too: between two choices the slower one is the best that fits."""
-    before: float | None = None
-    for seconds, peak in curve:
-        if before is not None:
-            yield seconds, before
+    for (seconds, peak), (slower, _) in pairwise(curve):
         yield seconds, peak
-        before = peak
+        yield slower, peak
+    yield from curve[-1:]
 
 
 def _labels(points: Mapping[str, tuple[float, float]], line: Sequence[tuple[float, float]]) -> Iterator[str]:
     """Yield names beside their points where there is room; the others are said when they are pointed at."""
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y in points.values()]
-    taken += [(x - 3, y - 3, x + 3, y + 3) for ends in pairwise(line) for x, y in _between(*ends)]
+    # The line is one of stairs: each stretch of it is as good as a box.
+    for (x, y), (to_x, to_y) in pairwise(line):
+        taken.append((min(x, to_x) - 3, min(y, to_y) - 3, max(x, to_x) + 3, max(y, to_y) + 3))
     for name, (x, y) in points.items():
         width = _LETTER * len(name)
         for at, low, anchor in _places(x, y):
@@ -216,13 +214,6 @@ def _places(x: float, y: float) -> Iterator[tuple[float, float, str]]:
     """Yield where a name may stand beside its point, and which end of it: text that is larger grows away from it."""
     yield from ((x + 11, y + 4, "start"), (x - 11, y + 4, "end"), (x, y - 12, "middle"), (x, y + 24, "middle"))
     yield from ((x + 11, y - 8, "start"), (x - 11, y + 20, "end"))
-
-
-def _between(one: tuple[float, float], other: tuple[float, float]) -> Iterator[tuple[float, float]]:
-    """Yield points from one to another, so near to each other that no text stands between them."""
-    steps = 1 + int(math.dist(one, other) / 8)
-    for step in range(steps + 1):
-        yield tuple(start + (end - start) * step / steps for start, end in zip(one, other, strict=True))  # type: ignore[misc]
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.estimate.estimate import RECIPE, Estimate, Say
 from hf_ckpt.estimate.predict import Predictor
-from hf_ckpt.estimate.step_of_recipe import Subject, describe_batch
+from hf_ckpt.estimate.step_of_recipe import Subject, describe_rows
 from hf_ckpt.planner.chain import FULL, NONE, Chain
 from hf_ckpt.planner.pareto import ChainPlanner
 from hf_ckpt.policy.policy import AUTO
@@ -49,9 +49,15 @@ def draw_all(found: Estimate, path: Path, say: Say) -> Iterator[Path]:
 
 def draw_planned(chain: Chain, steps: dict[str, StepMemory], path: Path, *, subject: Subject, device: Device) -> Path:
     """Draw the frontier of a chain, with steps as marks, and return the file."""
-    points = [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(chain).frontier(_POINTS)]
-    draw_frontier(steps, Curve("planner", points), path, title=_title(subject, device), limit_bytes=device.memory_bytes)
+    draw_frontier(
+        steps, Curve("planner", frontier(chain)), path, title=_title(subject, device), limit_bytes=device.memory_bytes
+    )
     return path
+
+
+def frontier(chain: Chain) -> list[tuple[float, float]]:
+    """Return what the planner chooses as the budget changes: the time of a step, and its peak."""
+    return [(point.seconds, float(point.peak_bytes)) for point in ChainPlanner(chain).frontier(_POINTS)]
 
 
 def _simulated(predictor: Predictor, num_layers: int, nested: bool) -> list[tuple[float, float]]:
@@ -98,4 +104,4 @@ def _beside(path: Path, what: str) -> Path:
 
 def _title(subject: Subject, device: Device) -> str:
     name = Path(subject.title).name
-    return f"{name}, {describe_batch(subject.step).partition(';')[0]}, {device.title}"
+    return f"{name}, {describe_rows(subject.step)}, {device.title}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from hf_ckpt.auto.replan import cannot_prepare
-from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of, is_auto
+from hf_ckpt.estimate.step_of_recipe import Subject, evaluation_step_of
 from hf_ckpt.planner.advice import as_keywords
 from hf_ckpt.planner.chain import Chain
 from hf_ckpt.planner.search import Planned, StepPlanner
@@ -183,36 +183,31 @@ def written(subject: Subject, options: Mapping[str, object]) -> str:
     """
     if subject.recipe is None:
         return as_keywords({_OF_STEPS.get(name, name): value for name, value in options.items()})
-    return " ".join(_parts(subject, options))
+    return " ".join(_overrides(subject, subject.recipe, options))
 
 
-def _parts(subject: Subject, options: Mapping[str, object]) -> Iterator[str]:
+def _overrides(subject: Subject, recipe: Recipe, options: Mapping[str, object]) -> Iterator[str]:
     given = subject.command_options
     if any(name in (*OF_AUTO, *ALLOWANCES) and name not in ("max_length", *given) for name in options):
-        yield from _policy_auto(subject)
+        yield from _policy_auto(recipe)
     for name, value in options.items():
         if name in given:
             yield f"{given[name]} {value}"
         elif name == "row_length":
             assert isinstance(value, int), "tokens are counted"
-            yield f"data.max_length={value // _rows(subject)}"
+            # As many examples are packed into a row.
+            examples = max(1, subject.step.seq_length // int(recipe.data.get("max_length", DEFAULT_MAX_LENGTH)))
+            yield f"data.max_length={value // examples}"
         else:
             section = "data" if name == "max_length" else "training" if name in _OF_TRAINING else "checkpointing"
             yield f"{section}.{name}={value}"
 
 
-def _policy_auto(subject: Subject) -> Iterator[str]:
+def _policy_auto(recipe: Recipe) -> Iterator[str]:
     """Yield what leaves the plan to the planner, where the recipe has a policy of its own."""
-    assert subject.recipe is not None, "a model has no overrides"
-    if is_auto(subject.recipe):
+    if recipe.is_auto:
         return
     yield f"checkpointing.policy={AUTO}"
     for name in POLICY_OPTIONS:
-        if name not in ALLOWANCES and (subject.recipe.checkpointing or NO_CHECKPOINTING).get(name):
+        if name not in ALLOWANCES and (recipe.checkpointing or NO_CHECKPOINTING).get(name):
             yield f"checkpointing.{name}={'false' if name == 'skip_frozen' else 'null'}"
-
-
-def _rows(subject: Subject) -> int:
-    """Return how many examples are packed into a row."""
-    assert subject.recipe is not None, "a model has no overrides"
-    return max(1, subject.step.seq_length // int(subject.recipe.data.get("max_length", DEFAULT_MAX_LENGTH)))

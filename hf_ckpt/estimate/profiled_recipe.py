@@ -86,7 +86,7 @@ def text(found: Measured) -> str:
     return "\n".join([*parts, "", found.profile.table(), "", *_beside(found)])
 
 
-def as_json(found: Measured) -> dict[str, Any]:
+def profile_as_json(found: Measured) -> dict[str, Any]:
     """Return what was measured and predicted as JSON types."""
     device = found.device
     return {

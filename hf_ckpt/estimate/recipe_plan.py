@@ -14,8 +14,7 @@ from hf_ckpt.estimate.json_documents import device_as_json, exactness_as_json, m
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.predict import Predictor, Reserved, devices_for, usual_device_with
 from hf_ckpt.estimate.step_of_recipe import Subject, subject_of
-from hf_ckpt.planner.advice import Exactness
-from hf_ckpt.planner.chain import Chain
+from hf_ckpt.planner.search import Planned
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recipe.recipe import Recipe
@@ -31,18 +30,14 @@ class PlannedRecipe:
     subject: Subject
     device: Device  # Whose speed was taken.
     budget_bytes: int
-    plan: Plan
-    memory: StepMemory  # What the step needs under it, simulated whole.
-    exactness: Exactness | None  # Whether it is bitwise, and the time that takes.
-    chain: Chain  # The step as the planner saw it.
+    planned: Planned
     fixed: dict[str, StepMemory]  # What it needs under fixed modes that were simulated too.
     evaluation: StepMemory | None = None  # What a batch of its evaluation needs; None where it does not evaluate.
     reserved: Reserved | None = None  # What torch holds of a CUDA device.
-    assumed: str = ""  # Why the device, where none was named.
 
     def steps(self) -> dict[str, StepMemory]:
         """Return the simulated steps by name."""
-        return {**self.fixed, AUTO: self.memory}
+        return {**self.fixed, AUTO: self.planned.memory}
 
 
 def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple[Device, str]:
@@ -66,19 +61,12 @@ def device_for(recipe: Recipe, name: str | None, budget: Budget | None) -> tuple
 
 
 def plan_recipe(
-    subject: Subject,
-    device: Device,
-    budget: Budget | None,
-    say: Callable[[str], None],
-    *,
-    assumed: str = "",
-    with_fixed: bool = False,
+    subject: Subject, device: Device, budget: Budget | None, say: Callable[[str], None], *, with_fixed: bool = False
 ) -> PlannedRecipe:
     """Return the fastest plan that fits.
 
-    `device`: whose speed is taken, and whose memory where the budget is none or a fraction; `assumed`: why this one,
-    where none was named. `budget`: what the step may use; None takes the recipe's, or the device's memory less its
-    reserve.
+    `device`: whose speed is taken, and whose memory where the budget is none or a fraction. `budget`: what the step may
+    use; None takes the recipe's, or the device's memory less its reserve.
     """
     if budget is not None:
         subject = replace(subject, command_options={**subject.command_options, "memory_budget": budget.key})
@@ -94,14 +82,10 @@ def plan_recipe(
         subject,
         device,
         num_bytes,
-        found.plan,
-        found.memory,
-        found.exactness,
-        found.chain,
+        found,
         fixed,
         predictor.evaluation(),
         predictor.reserved(found.plan, [device], with_expandable=True),
-        assumed,
     )
 
 
@@ -118,20 +102,21 @@ def _fixed(predictor: Predictor, say: Callable[[str], None]) -> dict[str, StepMe
     return found
 
 
-def as_json(found: PlannedRecipe) -> dict[str, Any]:
-    """Return a plan and what it needs as JSON types."""
+def plan_as_json(found: PlannedRecipe, assumed: str) -> dict[str, Any]:
+    """Return a plan and what it needs as JSON types. `assumed`: why this device, where none was named."""
+    plan, memory, exactness = found.planned.plan, found.planned.memory, found.planned.exactness
     return {
         "recipe": found.subject.title,
         "device": found.device.name,
-        "device_was_assumed": found.assumed,
+        "device_was_assumed": assumed,
         "card": device_as_json(found.device),
         "budget_bytes": found.budget_bytes,
-        "verdict": verdict_as_json(found.device, found.memory, found.evaluation, found.reserved),
+        "verdict": verdict_as_json(found.device, memory, found.evaluation, found.reserved),
         "facts": [{"name": name, "text": text} for name, text in found.subject.facts],
-        **memory_as_json(found.memory),
-        "exactness": None if found.exactness is None else exactness_as_json(found.exactness),
-        "plan": json.loads(found.plan.to_json()),
-        "plan_in_words": found.plan.summary(),
+        **memory_as_json(memory),
+        "exactness": None if exactness is None else exactness_as_json(exactness),
+        "plan": json.loads(plan.to_json()),
+        "plan_in_words": plan.summary(),
     }
 
 
@@ -147,14 +132,12 @@ def with_auto_plan(recipe: Recipe) -> tuple[Recipe, list[str]]:
         return recipe, []
     launch = Launch(num_processes=int(os.environ.get("WORLD_SIZE", "1")))
     try:
-        plan, note = _plan_for_first_of(devices_for(recipe, ()), subject_of(recipe, launch))
+        chosen, note = _plan_for_first_of(devices_for(recipe, ()), subject_of(recipe, launch))
     except UnsupportedError as error:
         if checkpointing.fallback is None:
             raise
-        return replace(recipe, checkpointing=checkpointing.with_plan(checkpointing.fallback)), [
-            f"policy auto: the fallback, {checkpointing.fallback}, as no plan is made. {error}"
-        ]
-    return replace(recipe, checkpointing=checkpointing.with_plan(plan)), [f"policy auto: {note}"]
+        chosen, note = checkpointing.fallback, f"the fallback, {checkpointing.fallback}, as no plan is made. {error}"
+    return replace(recipe, checkpointing=checkpointing.with_plan(chosen)), [f"policy auto: {note}"]
 
 
 def _plan_for_first_of(devices: Sequence[Device], subject: Subject) -> tuple[Plan, str]:

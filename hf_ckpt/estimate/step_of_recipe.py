@@ -5,12 +5,11 @@ recipe -> config -> model on `meta`, in the dtype that weights are loaded in -> 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from hf_ckpt.auto.largest_batch_in_data import Batch
 from hf_ckpt.auto.live_step import NOT_SIMULATED, OPTIMIZER_FIELDS, step_from
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.launch_sharding import describe, sharding_of
+from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
 from hf_ckpt.loading.model import (
     Found,
     bits_and_bytes,
@@ -47,10 +46,9 @@ from hf_ckpt.structure.layers import Stack, find_layers
 from hf_ckpt.structure.lm_head import find_head
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
-if TYPE_CHECKING:
-    from hf_ckpt.estimate.own_loss import OwnStep
-
 _SDPA = "sdpa"
+_EVERYWHERE = ("eager", _SDPA)
+"""The attention that needs no GPU."""
 _NOT_COUNTED = "not counted", "the time that takes, what functions take that reward completions, and evaluation"
 
 
@@ -131,14 +129,19 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     # Before the model is built: what is wrong here takes no time to find.
     step = step_of(recipe, sharding_of(recipe, launch or Launch()))
     found = find_config(recipe)
-    attention, notes = _attention(recipe)
-    base = _base(recipe, found, attention, torch.device("meta"))
-    base = _quantised(base, recipe, found)
-    own = _own_step(recipe, base, step.sharding) if recipe.kind.of_trl else None
-    model: Any = with_empty_adapter(base, recipe) if own is None else own.model
-    if own is not None:
-        is_padded = step.is_padded or own.loss.rows_per_example > 1 or recipe.kind.generates
-        step = replace(step, loss=own.loss, is_padded=is_padded)
+    base = _quantised(_base(recipe, found, torch.device("meta")), recipe, found)
+    words: list[tuple[str, str]] = []
+    if recipe.kind.of_trl:
+        # trl, and the datasets that it needs, are loaded for recipes that ask for it.
+        from hf_ckpt.estimate.own_loss import own_step
+
+        model: Any
+        model, loss, what = own_step(recipe, base, step.sharding)
+        is_padded = step.is_padded or loss.rows_per_example > 1 or recipe.kind.generates
+        step = replace(step, loss=loss, is_padded=is_padded)
+        words.append(("loss", what))
+    else:
+        model = with_empty_adapter(base, recipe)
     model.train()
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     names = checkpointing.structure | dict(structure or {})
@@ -152,9 +155,9 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
         stacks=stacks,
         facts=(
             *_facts(recipe, found, model, step),
-            *(() if own is None else (("loss", own.what),)),
+            *words,
             *((("before", f"{step.prepares}, scoring"), _NOT_COUNTED) if step.prepares else ()),
-            *(("changed", note) for note in notes),
+            *_changed(recipe),
         ),
         structure=names,
         allowed=checkpointing.allowed,
@@ -165,22 +168,14 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     return replace(subject, plan=plan, allowed=subject.allowed if plan is None else allowed_in(plan))
 
 
-def _own_step(recipe: Recipe, base: Any, sharding: Sharding) -> OwnStep:
-    # trl, and the datasets that it needs, are loaded for recipes that ask for it.
-    from hf_ckpt.estimate.own_loss import own_step
-
-    return own_step(recipe, base, sharding)
-
-
-def subject_of_model(model: nn.Module, step: Step, plan: Plan | None = None) -> Subject:
+def subject_of_model(model: nn.Module, step: Step) -> Subject:
     """Take a model as it is: on `meta`, on the CPU or on a device.
 
     Args:
         model: the model; it is not changed.
         step: the optimizer step.
-        plan: what it is trained under.
     """
-    return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model), plan=plan)
+    return Subject(title=_class_name(model), model=model, step=step, stacks=find_layers(model))
 
 
 def is_auto(recipe: Recipe | None) -> bool:
@@ -214,14 +209,15 @@ def random_model(recipe: Recipe, place: torch.device) -> nn.Module:
 
 def random_base(recipe: Recipe, place: torch.device) -> Any:
     """Return the same without adapters."""
-    attention, _ = _attention(recipe)
-    return _base(recipe, find_config(recipe), attention, place)
+    return _base(recipe, find_config(recipe), place)
 
 
-def _base(recipe: Recipe, found: Found, attention: str | None, place: torch.device) -> Any:
+def _base(recipe: Recipe, found: Found, place: torch.device) -> Any:
     section = {key: found.section[key] for key in ("trust_remote_code",) if key in found.section}
-    if attention is not None:
-        section["attn_implementation"] = attention
+    wanted = recipe.model.get("attn_implementation")
+    if wanted is not None:
+        # Kernels that are installed only where there is a GPU have a stand-in.
+        section["attn_implementation"] = wanted if wanted in _EVERYWHERE else _SDPA
     _set_vocabulary(found)
     with place:
         return made(found.config, section, recipe, dtype=_dtype(recipe, found))
@@ -244,14 +240,6 @@ def _set_vocabulary(found: Found) -> None:
     tokenizer = found.section.get("tokenizer")
     if fields is not None and "vocab_size" not in fields and isinstance(tokenizer, Mapping):
         found.config.vocab_size = int(tokenizer["train"]["vocab_size"])
-
-
-def _attention(recipe: Recipe) -> tuple[str | None, list[str]]:
-    """Return the attention to build with: kernels that are installed only where there is a GPU have a stand-in."""
-    wanted = recipe.model.get("attn_implementation")
-    if wanted in (None, "eager", _SDPA):
-        return wanted, []
-    return _SDPA, [f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"]
 
 
 def _quantised(model: Any, recipe: Recipe, found: Found) -> Any:
@@ -295,18 +283,24 @@ def _facts(recipe: Recipe, found: Found, model: Any, step: Step) -> Iterator[tup
         "model",
         f"{_class_name(model)}, {num_all:,} parameters, {num_trained:,} of them trained; config from {found.source}",
     )
-    yield "batch", describe_batch(step)
+    times = step.gradient_accumulation_steps
+    yield "batch", f"{describe_rows(step)}; {times} micro-batch{'es' if times > 1 else ''} in each step"
     precision = f"{step.autocast} autocast" if step.autocast else "no autocast"
     yield "training", f"weights {_dtype_words(recipe, found)}, {precision}, {step.optim}"
-    yield "engine", describe(step.sharding)
+    yield "engine", describe_sharding(step.sharding)
 
 
-def describe_batch(step: Step) -> str:
-    """Return the batch in words, such as `2 rows of 2,048 tokens, 8 micro-batches in each step`."""
+def _changed(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    wanted = recipe.model.get("attn_implementation")
+    if wanted not in (None, *_EVERYWHERE):
+        yield "changed", f"attention {_SDPA} in place of {wanted}: both keep the output and one number a row and head"
+
+
+def describe_rows(step: Step) -> str:
+    """Return a micro-batch in words, such as `2 rows of 2,048 tokens, padded`."""
     rows = "1 row" if step.rows == 1 else f"{step.rows} rows"
     how = ", packed" if step.is_packed else ", padded" if step.is_padded else ""
-    times = step.gradient_accumulation_steps
-    return f"{rows} of {step.seq_length:,} tokens{how}; {times} micro-batch{'es' if times > 1 else ''} in each step"
+    return f"{rows} of {step.seq_length:,} tokens{how}"
 
 
 def _dtype_words(recipe: Recipe, found: Found) -> str:
@@ -383,8 +377,6 @@ def evaluation_step_of(recipe: Recipe, step: Step) -> Step | None:
 def training_value(recipe: Recipe, name: str) -> Any:
     """Return a field of the `training` section, or the default of the trainer's arguments."""
     value = recipe.training.get(name)
-    return _defaults(recipe)[name] if value is None else value
-
-
-def _defaults(recipe: Recipe) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(arguments_class(recipe))} | implied(recipe)
+    if value is not None:
+        return value
+    return implied(recipe).get(name, arguments_class(recipe).__dataclass_fields__[name].default)

@@ -1,6 +1,6 @@
 """What is printed, from JSON: estimates and plans as text of 80 columns. Pure Python, so that nothing waits for torch.
 
-An estimate can be printed while it grows: `opening`, `row_text` of each row, `closing`; `table` is all of it.
+An estimate can be printed while it grows: `opening`, `row_text` of each row, `closing`; `estimate_table` is all of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any
 
 from hf_ckpt.units import UNITS, format_bytes
 
+FIT_WORDS = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}
+"""Whether a step fits, by the value of a `Fit`."""
+
 Document = Mapping[str, Any]
-"""What `documents.as_json` returns, or a part of it."""
+"""What `json_documents.estimate_as_json` returns, or a part of it."""
 
 WIDTH = 80
 _SHOWN_CATEGORIES = 2
@@ -81,6 +84,12 @@ def facts_of(device: Document) -> list[tuple[str, str]]:
     return rows if attention is None else [*rows, ("attention", f"{device['name']}: {attention}")]
 
 
+def named_facts(document: Document, devices: Sequence[Document] = ()) -> list[tuple[str, str]]:
+    """Return rows of `facts`: what was taken for what, and devices."""
+    own = [(fact["name"], fact["text"]) for fact in document["facts"]]
+    return [*own, *(fact for device in devices for fact in facts_of(device))]
+
+
 def format_seconds(seconds: float) -> str:
     """Return seconds with three digits, in milliseconds below one."""
     if seconds >= 1000:
@@ -91,7 +100,7 @@ def format_seconds(seconds: float) -> str:
 # --- An estimate. ---
 
 
-def table(document: Document, *, is_verbose: bool = False) -> str:
+def estimate_table(document: Document, *, is_verbose: bool = False) -> str:
     """Return an estimate as text."""
     rows = [row_text(document, row, is_verbose=is_verbose) for row in document["rows"]]
     return "\n".join([opening(document), *filter(None, rows), closing(document, is_verbose=is_verbose)])
@@ -99,11 +108,8 @@ def table(document: Document, *, is_verbose: bool = False) -> str:
 
 def opening(document: Document) -> str:
     """Return what stands above the rows: the verdict, what was taken for what, and the header."""
-    named = [
-        *((fact["name"], fact["text"]) for fact in document["facts"]),
-        *(fact for device in document["devices"] for fact in facts_of(device)),
-    ]
-    return "\n".join([_title("estimate", document), *_verdicts(document), "", *facts(named), "", _header(document)])
+    named = facts(named_facts(document, document["devices"]))
+    return "\n".join([_title("estimate", document), *_verdicts(document), "", *named, "", _header(document)])
 
 
 def row_text(document: Document, row: Document, *, is_verbose: bool = False, block: int = 0) -> str:
@@ -140,14 +146,12 @@ def closing(document: Document, *, is_verbose: bool = False) -> str:
 
 def verdict(document: Document) -> str:
     """Return whether the recipe fits, in one line."""
-    by_fit: dict[str, list[Document]] = {"yes": [], "perhaps": [], "no": []}
-    for found in document["verdicts"]:
-        by_fit[found["fits"]].append(found)
-    words = {"yes": "fits on", "perhaps": "perhaps fits on", "no": "does not fit on"}
+    by_fit = {fit: [found["device"] for found in document["verdicts"] if found["fits"] == fit] for fit in FIT_WORDS}
+    words = {fit: f"{said} on" for fit, said in FIT_WORDS.items()}
     if len(document["verdicts"]) > 1:
         words |= {"no": "not on"} if by_fit["yes"] or by_fit["perhaps"] else {}
         words |= {"perhaps": "perhaps on"} if by_fit["yes"] else {}
-    named = [(words[fit], [found["device"] for found in there]) for fit, there in by_fit.items() if there]
+    named = [(words[fit], names) for fit, names in by_fit.items() if names]
     texts = [
         "; ".join(f"{word} {', '.join(names)}" for word, names in named),
         ", ".join(f"{word} {len(names)} of {len(document['verdicts'])} devices" for word, names in named),
@@ -322,20 +326,19 @@ def _host(document: Document) -> Iterator[str]:
 
 
 def sizes_table(document: Document) -> str:
-    """Return the sizes that fit, as text. `document`: of `sizes_as_json`."""
+    """Return the sizes that fit, as text. `document`: of `fitting_sizes`."""
     is_length = document["unit"] == "tokens"
     header = ("device", "plan", "longest row" if is_length else "largest micro-batch", "peak", "budget")
-    body, is_bound = [], False
+    body = []
     for row in document["rows"]:
         number, peak = "none", "-"
         if row["number"]:
             # The model's positions end rows; of micro-batches there is no such end.
             mark = "*" if is_length and row["is_bound"] else ""
-            is_bound = is_bound or bool(mark)
             number, peak = f"{row['number']:,} {document['unit']}{mark}", format_bytes(row["peak_bytes"])
         body.append((row["device"], row["plan"], number, peak, format_bytes(row["budget_bytes"])))
-    named = [(fact["name"], fact["text"]) for fact in document["facts"]]
-    bound = ["*: all that the model has positions for"] if is_bound else []
+    named = named_facts(document)
+    bound = ["*: all that the model has positions for"] if any(cells[2].endswith("*") for cells in body) else []
     lines = [_title("estimate", document), *facts(named), "", *columns([header, *body], numeric=(2, 3, 4)), *bound]
     return "\n".join(lines)
 
@@ -345,7 +348,7 @@ _GRID_MARKS = {"yes": "", "perhaps": " ?", "no": " x"}
 
 
 def grid_table(document: Document) -> str:
-    """Return grids as text; what does not fit on the device is marked. `document`: of `grids_as_json`."""
+    """Return grids as text; what does not fit on the device is marked. `document`: of `grids`."""
     parts = []
     for grid in document["grids"]:
         # By row length, in the order of micro-batches.
@@ -366,11 +369,10 @@ def grid_table(document: Document) -> str:
 
 
 def plan_text(document: Document) -> str:
-    """Return a plan and what it needs as text, equal layers on one line. `document`: of `plan.as_json`."""
+    """Return a plan and what it needs as text, equal layers on one line. `document`: of `recipe_plan.plan_as_json`."""
     assumed = document["device_was_assumed"]
     named = [
-        *((fact["name"], fact["text"]) for fact in document["facts"]),
-        *facts_of(document["card"]),
+        *named_facts(document, [document["card"]]),
         *([("assumed", assumed)] if assumed else []),
         ("budget", format_bytes(document["budget_bytes"])),
     ]
@@ -397,18 +399,16 @@ def plan_text(document: Document) -> str:
 def verdict_on_plan(document: Document) -> str:
     """Return whether a plan fits, in one line."""
     found, card = document["verdict"], document["card"]
-    words = {"yes": "fits", "perhaps": "perhaps fits", "no": "does not fit"}[found["fits"]]
     peak = f"peak {format_bytes(found['peak_bytes'])}{' in evaluation' if found['is_evaluation'] else ''}"
-    verdict = (
-        f"The plan {words} on {card['name']}: {peak}, {_held(found, card)}, of {format_bytes(card['memory_bytes'])}."
-    )
+    size = format_bytes(card["memory_bytes"])
+    verdict = f"The plan {FIT_WORDS[found['fits']]} on {card['name']}: {peak}, {_held(found, card)}, of {size}."
     return " ".join([verdict, *advice_on_segments({"verdicts": [found]})])
 
 
 # --- JSON text. ---
 
 
-def to_json(read: Mapping[str, Any], words: Sequence[str]) -> str:
+def json_text(read: Mapping[str, Any], words: Sequence[str]) -> str:
     """Return JSON text, with the command that made it and the versions that it holds for."""
     command = shlex.join(["hf-ckpt", *words])
     return json.dumps({"command": command, "versions": versions(), **read}, indent=1, allow_nan=False)

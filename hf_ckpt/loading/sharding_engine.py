@@ -248,4 +248,9 @@ def _zero_stage(trainer: Trainer) -> int | None:
 
 
 def _is_set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("true", "1")
+    return is_on(os.environ.get(name))
+
+
+def is_on(written: object) -> bool:
+    """Whether a value of accelerate's configuration, or of a variable that it sets, says yes."""
+    return str(written).lower() in ("true", "1")

@@ -20,7 +20,7 @@ from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
 from hf_ckpt.units import as_budget, format_bytes
 
 LENGTH_MULTIPLE = 64
-"""Lengths that are advised are multiples of it: kernels work on tiles of so many tokens."""
+"""Lengths that are searched for are multiples of it: kernels work on tiles of so many tokens."""
 
 _SMALLER_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit")
 

@@ -199,7 +199,7 @@ class Plan:
         for stack in self.stacks:
             cells = [(MODE_COLOURS[layer.mode], f"{idx}: {layer.describe()}") for idx, layer in enumerate(stack.layers)]
             shown.append(html_svg.strip(cells, label=f"{stack.path}: {len(stack.layers)} layers"))
-            shown.append(html_svg.table([*_grouped(stack.layers)], header=(stack.path, "what it does")))
+            shown.append(html_svg.html_table([*_grouped(stack.layers)], header=(stack.path, "what it does")))
         modes = {layer.mode for stack in self.stacks for layer in stack.layers}
         shown.append(html_svg.legend({mode: colour for mode, colour in MODE_COLOURS.items() if mode in modes}))
         return html_svg.notebook(*shown)

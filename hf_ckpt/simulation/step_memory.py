@@ -224,7 +224,7 @@ class StepMemory:
         rows = [(str(category), format_bytes(size)) for category, size in self.by_category.items() if size]
         return html_svg.notebook(
             html_svg.paragraph(f"{head}."),
-            html_svg.table(rows, header=("at the peak", "bytes")),
+            html_svg.html_table(rows, header=("at the peak", "bytes")),
             self.picture(),
         )
 

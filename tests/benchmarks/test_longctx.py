@@ -12,7 +12,7 @@ import torch
 from benchmarks import longctx, runner
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.longctx_predict import Search
-from hf_ckpt.estimate.max_length_and_batch import LENGTH_UNIT
+from hf_ckpt.planner.advice import LENGTH_MULTIPLE
 from hf_ckpt.planner.integer_search import Limit
 from hf_ckpt.simulation.devices import CPU
 
@@ -24,7 +24,7 @@ def test_search_ends_at_the_longest_row_that_trains(longest: int) -> None:
     tried: dict[int, bool] = {}
     while (length := longctx.next_length(tried, 32_000)) is not None:
         assert length not in tried
-        assert length % LENGTH_UNIT == 0
+        assert length % LENGTH_MULTIPLE == 0
         tried[length] = length <= longest
     found = max(length for length, fits in tried.items() if fits)
     assert longest - 320 <= found <= longest
@@ -35,7 +35,7 @@ def test_search_ends_where_nothing_trains() -> None:
     tried: dict[int, bool] = {}
     while (length := longctx.next_length(tried, 32_000)) is not None:
         tried[length] = False
-    assert min(tried) == LENGTH_UNIT
+    assert min(tried) == LENGTH_MULTIPLE
 
 
 def test_longest_row_is_found_with_few_simulations() -> None:
@@ -81,7 +81,7 @@ def test_prediction_comes_back_from_json(told: longctx.Prediction) -> None:
 
 
 def test_result_is_gone_on_with(told: longctx.Prediction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = told.length + 2 * LENGTH_UNIT
+    limit = told.length + 2 * LENGTH_MULTIPLE
     tried: list[int] = []
 
     def train(trial: longctx.Trial, device: str) -> Entry:
@@ -129,7 +129,7 @@ def test_lack_of_memory_is_a_length_that_does_not_fit(
     told: longctx.Prediction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(trial: longctx.Trial, device: str) -> Entry:
-        if trial.length > told.length - 3 * LENGTH_UNIT:
+        if trial.length > told.length - 3 * LENGTH_MULTIPLE:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return {"peak_bytes": told.cap_bytes}
 
@@ -139,7 +139,7 @@ def test_lack_of_memory_is_a_length_that_does_not_fit(
     read = ReadJournal(json.loads(json.dumps(journal.entries)))
     longctx.collect(read, SMALL)
     result = longctx.assemble(read, SMALL)
-    assert result["longest"] == told.length - 3 * LENGTH_UNIT
+    assert result["longest"] == told.length - 3 * LENGTH_MULTIPLE
     assert "CUDA out of memory. Tried to allocate 2.00 GiB" in [one.get("out_of_memory") for one in result["trials"]]
 
 

@@ -36,7 +36,9 @@ def _few_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def options_with(**given: Any) -> argparse.Namespace:
     defaults = {"device": ["rtx4090"], "exact": None, "engine": None, "processes": None, "accelerate_config": None}
-    return argparse.Namespace(**defaults | {"words": [], "json": False, "no_cache": False} | given)
+    return argparse.Namespace(
+        **defaults | {"words": [], "json": False, "no_cache": False, "plot": None, "html": None} | given
+    )
 
 
 def key_of(path: Path, *overrides: str, command: str = "estimate", **given: Any) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hf_ckpt.cli import answer_store
+from hf_ckpt.cli import answer_cache
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = {"peak_bytes": 2**34, "seconds": 0.1, "rows": [{"name": "full", "refusal": None}]}
@@ -36,16 +36,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(code: str) -> subprocess.Popen[str]:
-    """A process of its own, with `key` and `answer_store` at hand."""
-    first = f"import os, time\nfrom hf_ckpt.cli import answer_store\nkey = {KEY!r}\n"
+    """A process of its own, with `key` and `answer_cache` at hand."""
+    first = f"import os, time\nfrom hf_ckpt.cli import answer_cache\nkey = {KEY!r}\n"
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", first + code], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
 
 
 def test_what_was_written_is_read(folder: Path) -> None:
-    assert answer_store.read(KEY) is None
-    answer_store.write(KEY, DOCUMENT)
-    assert answer_store.read(KEY) == DOCUMENT
+    assert answer_cache.read_answer(KEY) is None
+    answer_cache.write_answer(KEY, DOCUMENT)
+    assert answer_cache.read_answer(KEY) == DOCUMENT
     assert [path.name for path in folder.iterdir()] == [f"{KEY}.json"]
 
 
@@ -63,7 +63,7 @@ def test_folder_is_ours_or_that_of_all_caches(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert answer_store._folder() == Path(where)
+    assert answer_cache._folder() == Path(where)
 
 
 # --- Files that are not what was written. ---
@@ -89,13 +89,13 @@ def _changed(content: bytes) -> bytes:
     ],
 )
 def test_spoiled_file_is_absent_and_removed(spoil: Any, folder: Path) -> None:
-    answer_store.write(KEY, DOCUMENT)
+    answer_cache.write_answer(KEY, DOCUMENT)
     path = folder / f"{KEY}.json"
     path.write_bytes(spoil(path.read_bytes()))
-    assert answer_store.read(KEY) is None
+    assert answer_cache.read_answer(KEY) is None
     assert not path.exists()
-    answer_store.write(KEY, DOCUMENT)
-    assert answer_store.read(KEY) == DOCUMENT
+    answer_cache.write_answer(KEY, DOCUMENT)
+    assert answer_cache.read_answer(KEY) == DOCUMENT
 
 
 # --- Other processes. ---
@@ -108,7 +108,7 @@ def hang(*_):
     print("written", flush=True)
     time.sleep(60)
 os.replace = hang
-answer_store.write(key, {"half": True})
+answer_cache.write_answer(key, {"half": True})
 """
     with started(code) as process:
         assert process.stdout is not None
@@ -116,14 +116,14 @@ answer_store.write(key, {"half": True})
         process.send_signal(signal.SIGKILL)
     (left,) = folder.iterdir()
     assert left.suffix == ".tmp"
-    assert answer_store.read(KEY) is None
+    assert answer_cache.read_answer(KEY) is None
 
     # It may still be written: only an old one is taken away.
-    answer_store.write(KEY, DOCUMENT)
-    assert (answer_store.read(KEY), left.exists()) == (DOCUMENT, True)
+    answer_cache.write_answer(KEY, DOCUMENT)
+    assert (answer_cache.read_answer(KEY), left.exists()) == (DOCUMENT, True)
     os.utime(left, (time.time() - 3601,) * 2)
-    answer_store.write(KEY, DOCUMENT)
-    assert (answer_store.read(KEY), left.exists()) == (DOCUMENT, False)
+    answer_cache.write_answer(KEY, DOCUMENT)
+    assert (answer_cache.read_answer(KEY), left.exists()) == (DOCUMENT, False)
 
 
 def test_two_writers_at_once_leave_one_whole_answer(folder: Path) -> None:
@@ -131,8 +131,8 @@ def test_two_writers_at_once_leave_one_whole_answer(folder: Path) -> None:
 print("ready", flush=True)
 input()
 for number in range(200):
-    answer_store.write(key, {"writer": WRITER, "numbers": list(range(number * 20))})
-    found = answer_store.read(key)
+    answer_cache.write_answer(key, {"writer": WRITER, "numbers": list(range(number * 20))})
+    found = answer_cache.read_answer(key)
     assert found is not None and found["numbers"] == list(range(len(found["numbers"])))
 """
     writers = [started(code.replace("WRITER", str(number))) for number in range(2)]
@@ -144,12 +144,12 @@ for number in range(200):
         writer.stdin.write("go\n")
         writer.stdin.flush()
     while any(writer.poll() is None for writer in writers):
-        found = answer_store.read(KEY)
+        found = answer_cache.read_answer(KEY)
         assert found is None or found["numbers"] == list(range(len(found["numbers"])))
     for writer in writers:
         writer.communicate()
         assert writer.returncode == 0
-    last = answer_store.read(KEY)
+    last = answer_cache.read_answer(KEY)
     assert last is not None
     assert len(last["numbers"]) == 199 * 20
     assert len(list(folder.iterdir())) == 1
@@ -160,7 +160,7 @@ for number in range(200):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full is needed")
 def test_full_disk_keeps_what_was_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_store.write(KEY, DOCUMENT)
+    answer_cache.write_answer(KEY, DOCUMENT)
 
     def on_full_disk(dir: Path, prefix: str, suffix: str) -> tuple[int, str]:
         handle, path = made(dir=dir, prefix=prefix, suffix=suffix)
@@ -168,10 +168,10 @@ def test_full_disk_keeps_what_was_there(folder: Path, monkeypatch: pytest.Monkey
         return os.open("/dev/full", os.O_WRONLY), path
 
     made = tempfile.mkstemp
-    monkeypatch.setattr(answer_store.tempfile, "mkstemp", on_full_disk)
-    answer_store.write(KEY, {"other": True})
-    answer_store.write(key_of("two"), {"other": True})
-    assert answer_store.read(KEY) == DOCUMENT
+    monkeypatch.setattr(answer_cache.tempfile, "mkstemp", on_full_disk)
+    answer_cache.write_answer(KEY, {"other": True})
+    answer_cache.write_answer(key_of("two"), {"other": True})
+    assert answer_cache.read_answer(KEY) == DOCUMENT
     assert [path.name for path in folder.iterdir()] == [f"{KEY}.json"]
 
 
@@ -180,28 +180,28 @@ def test_file_that_cannot_be_moved_is_taken_away(number: int, folder: Path, monk
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(answer_store.os, "replace", refuse)
-    answer_store.write(KEY, DOCUMENT)
+    monkeypatch.setattr(answer_cache.os, "replace", refuse)
+    answer_cache.write_answer(KEY, DOCUMENT)
     assert list(folder.iterdir()) == []
-    assert answer_store.read(KEY) is None
+    assert answer_cache.read_answer(KEY) is None
 
 
 def test_file_in_the_folders_place_means_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("HF_CKPT_CACHE", str(tmp_path / "file"))
-    answer_store.write(KEY, DOCUMENT)
-    assert answer_store.read(KEY) is None
+    answer_cache.write_answer(KEY, DOCUMENT)
+    assert answer_cache.read_answer(KEY) is None
     assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="the superuser may write everywhere")
 def test_folder_without_the_right_to_write_is_read_and_not_written(folder: Path) -> None:
-    answer_store.write(KEY, DOCUMENT)
+    answer_cache.write_answer(KEY, DOCUMENT)
     folder.chmod(0o500)
     try:
-        answer_store.write(key_of("two"), DOCUMENT)
-        assert answer_store.read(KEY) == DOCUMENT
-        assert answer_store.read(key_of("two")) is None
+        answer_cache.write_answer(key_of("two"), DOCUMENT)
+        assert answer_cache.read_answer(KEY) == DOCUMENT
+        assert answer_cache.read_answer(key_of("two")) is None
     finally:
         folder.chmod(0o700)
 
@@ -212,9 +212,9 @@ def test_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv("HF_CKPT_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setattr(answer_store.Path, "home", homeless)
-    answer_store.write(KEY, DOCUMENT)
-    assert answer_store.read(KEY) is None
+    monkeypatch.setattr(answer_cache.Path, "home", homeless)
+    answer_cache.write_answer(KEY, DOCUMENT)
+    assert answer_cache.read_answer(KEY) is None
 
 
 # --- Room. ---
@@ -223,13 +223,13 @@ def test_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> No
 def test_least_recently_used_answers_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["first", "second", "third"]
     for age, name in zip((30, 20, 10), names, strict=True):
-        answer_store.write(key_of(name), DOCUMENT)
+        answer_cache.write_answer(key_of(name), DOCUMENT)
         os.utime(folder / f"{key_of(name)}.json", (time.time() - age,) * 2)
     size = (folder / f"{key_of('first')}.json").stat().st_size
-    monkeypatch.setattr(answer_store, "MAX_BYTES", 3 * size)
-    assert answer_store.read(key_of("first")) == DOCUMENT  # now used last
-    answer_store.write(key_of("fourth"), DOCUMENT)
-    kept = [name for name in (*names, "fourth") if answer_store.read(key_of(name)) is not None]
+    monkeypatch.setattr(answer_cache, "MAX_BYTES", 3 * size)
+    assert answer_cache.read_answer(key_of("first")) == DOCUMENT  # now used last
+    answer_cache.write_answer(key_of("fourth"), DOCUMENT)
+    kept = [name for name in (*names, "fourth") if answer_cache.read_answer(key_of(name)) is not None]
     assert kept == ["first", "third", "fourth"]
 
 
@@ -239,7 +239,7 @@ def test_only_answers_are_ever_removed(folder: Path, monkeypatch: pytest.MonkeyP
     for path in theirs:
         path.write_text(json.dumps("x" * 10_000))
         os.utime(path, (0, 0))
-    monkeypatch.setattr(answer_store, "MAX_BYTES", 1_000)
-    answer_store.write(KEY, DOCUMENT)
+    monkeypatch.setattr(answer_cache, "MAX_BYTES", 1_000)
+    answer_cache.write_answer(KEY, DOCUMENT)
     assert all(path.exists() for path in theirs)
-    assert answer_store.read(KEY) == DOCUMENT
+    assert answer_cache.read_answer(KEY) == DOCUMENT

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from hf_ckpt import Plan
-from hf_ckpt.cli import answer_store
+from hf_ckpt.cli import answer_cache
 from hf_ckpt.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -133,7 +133,7 @@ def test_no_cache_neither_reads_nor_writes(planned: tuple[Path, Done], monkeypat
     before = kept_files(cache)
     assert len(before) == 1
     asked: list[str] = []
-    monkeypatch.setattr(answer_store, "read", asked.append)
+    monkeypatch.setattr(answer_cache, "read_answer", asked.append)
     without = run_here(cache, "plan", "--no-cache")
     assert (without.code, without.out, asked) == (0, first.out, [])
     assert kept_files(cache) == before

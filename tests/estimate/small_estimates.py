@@ -37,7 +37,7 @@ def silent(text: str) -> None:
 
 def table(found: Estimate, **options: bool) -> str:
     """What is printed of an estimate: no line is wider than 80 columns, but for that of a long path."""
-    text = tables.table(json.loads(json.dumps(json_documents.as_json(found))), **options)
+    text = tables.estimate_table(json.loads(json.dumps(json_documents.estimate_as_json(found))), **options)
     assert max(len(line) for line in text.splitlines() if ".yaml" not in line) <= 80, text
     return text
 

@@ -15,8 +15,8 @@ import yaml
 from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.auto.live_step import zero_of
 from hf_ckpt.estimate.launch_config import Launch
-from hf_ckpt.estimate.launch_sharding import describe, sharding_of
-from hf_ckpt.estimate.step_of_recipe import Subject, describe_batch, step_of, subject_of
+from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
+from hf_ckpt.estimate.step_of_recipe import Subject, step_of, subject_of
 from hf_ckpt.simulation.step import Sharding, Zero
 from tests import small_recipes
 
@@ -158,9 +158,10 @@ def test_what_the_recipe_leaves_out_is_as_training_arguments_have_it(tmp_path: P
 
 
 def test_packed_examples_are_one_row(tmp_path: Path) -> None:
-    step = step_of(load_recipe(small_recipes.write(tmp_path, data={"packing": True})), Sharding())
+    subject = subject_of(load_recipe(small_recipes.write(tmp_path, data={"packing": True})))
+    step = subject.step
     assert (step.batch_size, step.seq_length, step.is_padded, step.is_packed) == (1, 128, False, True)
-    assert describe_batch(step) == "1 row of 128 tokens, packed; 1 micro-batch in each step"
+    assert dict(subject.facts)["batch"] == "1 row of 128 tokens, packed; 1 micro-batch in each step"
 
 
 def test_single_row_is_not_padded(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_what_is_not_simulated_is_refused_by_name(override: str, without: str, t
 def test_engine_is_read_from_accelerates_file(name: str, words: str, tmp_path: Path) -> None:
     recipe = load_recipe(small_recipes.write(tmp_path))
     launch = Launch(config=RECIPES / "accelerate" / f"{name}.yaml")
-    assert describe(sharding_of(recipe, launch)) == words
+    assert describe_sharding(sharding_of(recipe, launch)) == words
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_name_that_is_too_long_has_a_line_of_its_own() -> None:
 def test_last_line_names_the_devices_that_it_fits_on(peaks: tuple[int, int], expected: str) -> None:
     cards = (CARD, find_device("a6000"))
     rows = [json_documents.verdict_as_json(card, step_of(peak), None) for card, peak in zip(cards, peaks, strict=True)]
-    assert tables.verdict(json_documents.as_json(by_hand(*cards)) | {"verdicts": rows}) == expected
+    assert tables.verdict(json_documents.estimate_as_json(by_hand(*cards)) | {"verdicts": rows}) == expected
 
 
 def step_of(gib: int) -> StepMemory:
@@ -156,14 +156,14 @@ def test_the_attention_that_is_assumed_has_a_line_where_there_is_a_choice() -> N
     words = " ".join(table(by_hand(CARD, hopper)).split())
     assert words.count(" attention h100: ") == words.count(f" attention h100: {hopper.describe_attention()} ") == 1
     assert " attention rtx4090" not in words
-    devices = json_documents.as_json(by_hand(CARD, hopper))["devices"]
+    devices = json_documents.estimate_as_json(by_hand(CARD, hopper))["devices"]
     assert [device["attention"] for device in devices] == [None, hopper.describe_attention()]
 
 
 def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_hand(CARD)
     assert "host memory" not in table(found)
-    assert json_documents.as_json(found)["host"] == []
+    assert json_documents.estimate_as_json(found)["host"] == []
     rows = tuple(
         replace(row, memory=replace(row.memory, host_bytes=3 * steps_by_hand.GIB))
         if row.name == RECIPE and row.memory
@@ -183,7 +183,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
         "It needs 3.0 GiB of host memory; 2.0 GiB are free here: it does not fit: offload",
         "fewer layers (fraction), or to disk.",
     ]
-    assert json_documents.as_json(found)["host"] == [
+    assert json_documents.estimate_as_json(found)["host"] == [
         {"device": "rtx4090", "needed_bytes": 3 * steps_by_hand.GIB, "free_bytes": 2 * steps_by_hand.GIB},
     ]
     allowed = Allowed(offload=Offload(trust_host_memory=True))
@@ -193,7 +193,7 @@ def test_host_memory_has_a_column_and_a_sentence_where_some_is_needed(monkeypatc
 
 def test_json_has_every_figure() -> None:
     read = json.loads(
-        tables.to_json(json_documents.as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"])
+        tables.json_text(json_documents.estimate_as_json(by_hand(CARD)), ["estimate", "recipe.yaml", "data.path=a b"])
     )
     assert read["command"] == "hf-ckpt estimate recipe.yaml 'data.path=a b'"
     assert read["versions"].keys() >= {"python", "hf_ckpt", "torch", "transformers", "accelerate"}

@@ -21,8 +21,8 @@ from transformers import (
 from hf_ckpt import DataError, RecipeError, load_recipe
 from hf_ckpt.auto.largest_batch_in_data import batch_of_forward
 from hf_ckpt.auto.replan import RunPlanner
-from hf_ckpt.estimate.image_rows import ImageRows, largest_grid
 from hf_ckpt.estimate.max_length_and_batch import with_length, with_rows
+from hf_ckpt.estimate.own_loss import ImageRows, largest_grid
 from hf_ckpt.estimate.step_of_recipe import subject_of
 from hf_ckpt.finetune import train
 from hf_ckpt.loading.training_args import training_arguments
