@@ -7,10 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from hf_ckpt.distributed import watchdog
-from hf_ckpt.patch.apply import Applied, apply_plan
+from hf_ckpt.distributed.store import gather_results, num_processes
+from hf_ckpt.errors import PlanMismatchError
+from hf_ckpt.patch.apply import Applied, apply, apply_plan, make_plan
 from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.patch.use_cache import UseCache
 from hf_ckpt.policy.options import Prove
@@ -22,7 +25,6 @@ from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.trainer.metrics import StepClock, run_figures
-from hf_ckpt.trainer.plan_sync import apply_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class TrainingRun:
         self.peak = DevicePeak(next(model.parameters()).device)
         self._watchdog = watch
         self._call = train_call()
-        self.applied: Applied = apply_on_all_ranks(model, policy, structure, prove)
+        self.applied: Applied = _apply_on_all_ranks(model, policy, structure, prove)
         if self._call is not None:
             # At once: an exception from here on leaves the plan to whoever uses the model next.
             self.applied.belongs_to(self._call)
@@ -62,8 +64,7 @@ class TrainingRun:
         for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self.clock.restore):
             self.applied.on_remove(undo)
         is_on = choose_input_gradients(model, self.applied.stacks, input_require_grads)
-        if is_on is not None:
-            self.applied.on_remove(InputGradients(model, is_on).restore)
+        self.applied.on_remove(InputGradients(model, is_on).restore)
 
     def remove_when_interrupted(self) -> None:
         """Have the plan taken off at the next use of the model, should an exception end this call of `train()`."""
@@ -83,7 +84,7 @@ class TrainingRun:
             if is_alone:
                 # Batches of different lengths may change it in each step: nothing is looked for again.
                 return apply_plan(self.model, plan, self.applied.stacks, prove=prove)
-            return apply_on_all_ranks(self.model, plan, self._structure, prove)
+            return _apply_on_all_ranks(self.model, plan, self._structure, prove)
 
         self.applied = self.applied.exchange(put)
         if self._call is not None:
@@ -181,3 +182,56 @@ class TrainingRun:
 
     def _note_removal(self) -> None:
         self.is_removed = True
+
+
+def _apply_on_all_ranks(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove) -> Applied:
+    """Put a policy in force on every rank's model: rank 0 makes the plan, all apply it, and compare what is in force.
+
+    A rank that went on with another plan, or alone, would leave the others waiting in a collective for as long as the
+    engine's timeout, or train with gradients of something else.
+
+    Raises what `apply` raises on the rank where it does, and `OtherProcessError` on the others; `PlanMismatchError` on
+    all where ranks were given different policies, or different plans are in force.
+    """
+    if num_processes() == 1:
+        return apply(model, policy, prove=prove, **structure)
+    plan = _plan_of_rank_0(model, policy, structure)
+    applied: list[Applied] = []
+
+    def apply_mine() -> str:
+        applied.append(apply(model, plan, prove=prove, **structure))
+        return applied[0].plan.digest()
+
+    try:
+        _check_equal(gather_results(apply_mine, "applying the policy"), "plan is in force")
+    except BaseException:
+        for handle in applied:
+            handle.remove()
+        raise
+    return applied[0]
+
+
+def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Plan:
+    def plan_here() -> tuple[str, str | None]:
+        plan = make_plan(model, policy, **structure).to_json() if dist.get_rank() == 0 else None
+        return _describe(policy, structure), plan
+
+    gathered = gather_results(plan_here, "making the plan")
+    _check_equal([description for description, _ in gathered], "policy was asked for")
+    return Plan.from_json(gathered[0][1] or "")
+
+
+def _check_equal(values: list[str], what: str) -> None:
+    if len(set(values)) == 1:
+        return
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    raise PlanMismatchError(
+        f"Another {what} in process {other} than in process 0: {values[other]}, and not {values[0]}. All processes of "
+        "a run train under one plan. Give all of them the same policy and the same model."
+    )
+
+
+def _describe(policy: Policy | Plan, structure: dict[str, Any]) -> str:
+    given = {name: value for name, value in structure.items() if value is not None}
+    what = f"plan {policy.digest()}" if isinstance(policy, Plan) else policy.describe()
+    return f"{what} with {given}" if given else what
