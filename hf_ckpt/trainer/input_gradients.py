@@ -22,12 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class InputGradients:
-    """A hook that switches gradients of the input embeddings' output on, or off where another library has them on."""
+    """A hook that switches gradients of the input embeddings' output on, or off where another library has them on.
 
-    def __init__(self, model: nn.Module, is_on: bool) -> None:
-        embeddings = input_embeddings(model)
+    None leaves them as they are.
+    """
+
+    def __init__(self, model: nn.Module, is_on: bool | None) -> None:
         self._hook: RemovableHandle | None = None
-        if embeddings is not None:
+        if is_on is not None and (embeddings := input_embeddings(model)) is not None:
             # Placed last, so that it sees what the hook of `enable_input_require_grads` has done.
             self._hook = embeddings.register_forward_hook(partial(_set_requires_grad, is_on))
 
