@@ -37,6 +37,11 @@ def is_hooked(module: nn.Module) -> bool:
     return "ds_id" in vars(module)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has sharded the model, or a part of it."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 def check_own_checkpointing(args: TrainingArguments) -> None:
     """Refuse DeepSpeed's own activation checkpointing, by configuration or `deepspeed.checkpointing.configure`."""
     requested = [key for key, value in _section(args).items() if value]

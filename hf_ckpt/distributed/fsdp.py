@@ -79,18 +79,14 @@ def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], N
     Its `checkpoint_wrapper_fn` may return what it was given: the settings are made in place, no module is wrapped, and
     so no name changes, which PEFT and state dicts rely on.
     """
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=lambda module: _made(module, settings.pop(module, [])),
-        check_fn=lambda module: module in settings,
-    )
+
+    def set_on(module: nn.Module) -> nn.Module:
+        for make in settings.pop(module, []):
+            make()
+        return module
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=set_on, check_fn=lambda module: module in settings)
     assert not settings, "torch visits every module below the model"
-
-
-def _made(module: nn.Module, settings: list[Callable[[], None]]) -> nn.Module:
-    for make in settings:
-        make()
-    return module
 
 
 def check_wrappers(model: nn.Module) -> None:

@@ -9,13 +9,13 @@ Loads torch only where there are several processes: a wrong recipe is refused be
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -93,7 +93,7 @@ class LaunchedProcesses:
         else:
             self._watchdog.leave(f"{type(error).__name__}: {error}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Run the body in every process, and wait until all are through.
 
@@ -156,11 +156,14 @@ class LaunchedProcesses:
         """Return each process's value by rank. If patient, wait for those known to be alive as long as they take."""
         if (store := self._store) is None:
             return [value]
+        from torch.distributed import DistError
+
         self._num_gathered += 1
         keys = [f"{self._num_gathered}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps(value))
         # A process that is gone says nothing, nor does one that is held up in a collective.
-        _wait(store, keys, timeout_s, lambda: is_patient and self._are_missing_alive(keys))
+        with contextlib.suppress(DistError):
+            _wait(store, keys, timeout_s, lambda: is_patient and self._are_missing_alive(keys))
         return [json.loads(store.get(key)) if store.check([key]) else _MISSING for key in keys]
 
     def _are_missing_alive(self, keys: Sequence[str]) -> bool:
@@ -232,13 +235,9 @@ def broadcast_result(work: Callable[[], Value], timeout_s: float, doing: str) ->
         return work()
     import torch.distributed as dist
 
-    results: list[Any] = gather_results(work if dist.get_rank() == 0 else _nothing, doing, timeout_s)
+    results: list[Any] = gather_results(work if dist.get_rank() == 0 else lambda: None, doing, timeout_s)
     result: Value = results[0]
     return result
-
-
-def _nothing() -> None:
-    return None
 
 
 def all_gather(value: Value, doing: str, timeout_s: float | None = None) -> list[Value]:
@@ -262,19 +261,16 @@ def _value_of(store: Store, rank: int, number: int, doing: str, timeout_s: float
     import torch.distributed as dist
 
     key = f"hf_ckpt/{rank}/{number}"
-    error: Exception | None = None
     try:
-        error = _wait(store, [key], timeout_s, lambda: _is_alive(rank, doing))
-        if error is None:
-            return json.loads(store.get(key))
-    # The store may be gone between the two.
-    except dist.DistError as gone:
-        error = gone
-    raise OtherProcessError(
-        f"Process {rank} has not come to {doing} within {timeout_s:.0f} s of process {dist.get_rank()}. Pass "
-        "HFCkptCallback to the Trainer in all processes of a run, or in none; if all have it, see what that "
-        "process is waiting for."
-    ) from error
+        _wait(store, [key], timeout_s, lambda: _is_alive(rank, doing))
+        return json.loads(store.get(key))
+    # The store may also be gone between the two.
+    except dist.DistError as error:
+        raise OtherProcessError(
+            f"Process {rank} has not come to {doing} within {timeout_s:.0f} s of process {dist.get_rank()}. Pass "
+            "HFCkptCallback to the Trainer in all processes of a run, or in none; if all have it, see what that "
+            "process is waiting for."
+        ) from error
 
 
 def _is_alive(rank: int, doing: str) -> bool:
@@ -286,18 +282,16 @@ def _is_alive(rank: int, doing: str) -> bool:
     return True
 
 
-def _wait(store: Store, keys: Sequence[str], timeout_s: float, is_worth_it: Callable[[], bool]) -> Exception | None:
-    """Wait for keys, and again after each timeout for which it is worth it. Return why they did not come, if so."""
+def _wait(store: Store, keys: list[str], timeout_s: float, is_worth_it: Callable[[], bool]) -> None:
+    """Wait for keys, and again after each timeout for which it is worth it. Raises `DistError` if they do not come."""
     from torch.distributed import DistError
 
     while True:
         start = time.monotonic()
         try:
-            store.wait(list(keys), datetime.timedelta(seconds=timeout_s))
-        except DistError as error:
+            return store.wait(keys, datetime.timedelta(seconds=timeout_s))
+        except DistError:
             # Sooner, the store itself is gone, and there is nothing to wait for.
             is_store_gone = time.monotonic() - start < timeout_s
             if is_store_gone or not is_worth_it():
-                return error
-        else:
-            return None
+                raise
