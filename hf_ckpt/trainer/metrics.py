@@ -248,11 +248,7 @@ def _joins_the_run(reporter: Any, output_dir: str | None) -> bool:
     Left alone, that of transformers 5.23 would begin a second run in the working directory.
     """
     if getattr(reporter, "logging_dir", None) is None:
-        reporter.logging_dir = _newest_event_folder(output_dir)
+        events = Path(output_dir or ".").rglob("events.out.tfevents.*")
+        newest = max(events, key=lambda path: path.stat().st_mtime, default=None)
+        reporter.logging_dir = None if newest is None else str(newest.parent)
     return reporter.logging_dir is not None
-
-
-def _newest_event_folder(output_dir: str | None) -> str | None:
-    events = Path(output_dir or ".").rglob("events.out.tfevents.*")
-    newest = max(events, key=lambda path: path.stat().st_mtime, default=None)
-    return None if newest is None else str(newest.parent)
