@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -146,32 +146,28 @@ class KeptOutputs:
         tensors = [detached] if isinstance(detached, Tensor) else list(tensors_in(detached))
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         entry = _KeptOutput(kind, detached, _shapes(args), random_state, self._num_kept)
-        if self._checks_writes:
-            entry.sums = _sums(tensors)
-        self._enter(number, entry, tensors)
-        if not self._sees_writes and not is_copied:
-            entry.returned = [(tensor, tensor._version) for tensor in tensors_in([output])]
+        self._enter(number, entry, tensors, () if is_copied else tensors_in([output]))
 
     def keep_module(self, number: CallId, output: Tensor) -> None:
         """Keep what a linear or adapted layer returned: as `keep` does, in less time, of one tensor."""
         is_copied = number in self._coverage.rewritten_calls
         detached = output.clone() if is_copied else output.detach()
         entry = _KeptOutput(LINEAR_LAYER, detached, (), None, self._num_kept)
-        if self._checks_writes:
-            entry.sums = _sums([detached])
-        self._enter(number, entry, [detached])
-        if not self._sees_writes and not is_copied:
-            entry.returned = [(output, output._version)]
+        self._enter(number, entry, [detached], () if is_copied else (output,))
 
-    def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor]) -> None:
+    def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor], returned: Iterable[Tensor]) -> None:
         self._num_kept += 1
         self._entries[number] = self._last = entry
+        if self._checks_writes:
+            entry.sums = _sums(tensors)
         if self._values is not None:
             self._values.record_kept(number, tensors)
-        if self._sees_writes:
-            for tensor in tensors:
-                for storage in storages_of(tensor):
-                    self._in_storage.setdefault(storage._cdata, []).append(entry)
+        if not self._sees_writes:
+            entry.returned = [(tensor, tensor._version) for tensor in returned]
+            return
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._in_storage.setdefault(storage._cdata, []).append(entry)
 
     def note_view(self, tensor: Tensor, view: Tensor) -> None:
         """Note that a tensor got a view that counts its own writes."""

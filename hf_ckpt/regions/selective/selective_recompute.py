@@ -17,8 +17,8 @@ which recomputes attention alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -167,7 +167,7 @@ def _contexts(
     coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     drive = KernelInterception if uses_kernels else partial(DispatchMode, ignores=_ignores(coverage, saves))
-    forward = ForwardContext(kept, drive(partial(ForwardRun, kept, saves, coverage)))
+    forward = _forward(kept, drive(partial(ForwardRun, kept, saves, coverage)))
     return forward, drive(partial(_recomputation, coverage, saves, kept, uses_kernels))
 
 
@@ -178,12 +178,8 @@ def _recomputation(coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, 
 
 def _ignores(coverage: SaveCoverage, saves: SaveRules) -> Callable[[Any], bool]:
     """Return a function that says which operators a mode can skip."""
-    # All of them until all is proved, and where probabilities are followed.
-    return saves.ignores if coverage.is_complete and not saves.attention else _sees_all
-
-
-def _sees_all(function: Any) -> bool:
-    return False
+    # None of them until all is proved, and where probabilities are followed.
+    return saves.ignores if coverage.is_complete and not saves.attention else lambda function: False
 
 
 def _compiled_policy(saves: SaveRules, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -359,29 +355,21 @@ class _RecomputedLayer:
     """It computes that only to be compared."""
 
 
-class ForwardContext:
-    """Runs a region's forward; at its end lets go what recomputation does not need.
-
-    `driver` gives the region's operators to a `ForwardRun`.
-    """
-
-    def __init__(self, kept: KeptOutputs, driver: AbstractContextManager[Any]) -> None:
-        self._kept = kept
-        self._driver = driver
-
-    def __enter__(self) -> None:
-        # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        torch._C._autograd._push_saved_tensors_default_hooks(partial(_pack, self._kept, pack), unpack)
-        self._driver.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._driver.__exit__(*raised)
+@contextmanager
+def _forward(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run a region's forward, whose operators `driver` gives to a `ForwardRun`; let go what no recomputation needs."""
+    # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    torch._C._autograd._push_saved_tensors_default_hooks(partial(_pack, kept, pack), unpack)
+    try:
+        with driver:
+            yield
+    except BaseException:
+        kept.forget_returned()
+        raise
+    finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        if raised[0] is None:
-            self._kept.finish()
-        else:
-            self._kept.forget_returned()
+    kept.finish()
 
 
 def _pack(kept: KeptOutputs, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
