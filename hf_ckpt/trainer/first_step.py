@@ -59,7 +59,13 @@ class FirstStep:
                 self._hooks.append(module.register_forward_pre_hook(partial(self._count, (number, region))))
             if entry.recomputes and any(True for _ in layer.module.buffers()):
                 self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
-        for module in self._watched():
+        regions = {
+            module
+            for _, layer, entry in self._layers
+            for region in _REGIONS
+            for module in _modules_of(layer, region, entry)
+        }
+        for module in regions | self._owners.keys():
             self._hooks.append(module.register_forward_hook(self._watch_output))
         for parameter in {parameter for named in self._owners.values() for parameter in named.values()}:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
@@ -74,15 +80,6 @@ class FirstStep:
         """Take the hooks off and return a message for each thing that is not as planned."""
         self.stop()
         return [*self._recomputation_faults(), *self._buffer_faults(), *self._gradient_faults()]
-
-    def _watched(self) -> set[nn.Module]:
-        regions = {
-            module
-            for _, layer, entry in self._layers
-            for region in _REGIONS
-            for module in _modules_of(layer, region, entry)
-        }
-        return regions | self._owners.keys()
 
     def _count(self, key: tuple[int, str], module: nn.Module, args: Any) -> None:
         if _is_seen():
