@@ -211,19 +211,15 @@ class KeptOutputs:
             for tensor in tensors_in(entry.output)
             for storage in storages_of(tensor)
         }
-        if self._keeper is not None:
+        if (keeper := self._keeper) is not None:
             for entry in self._entries.values():
-                entry.output = tree_map_only(Tensor, self._put, entry.output)
+                entry.output = tree_map_only(Tensor, lambda tensor: _KeeperHandle(keeper.put(tensor)), entry.output)
 
     def forget_returned(self) -> None:
         """Let go of tensors with a graph, which holds all this in turn."""
         for entry in self._entries.values():
             entry.sums, entry.returned = [], []
         self._last = None
-
-    def _put(self, tensor: Tensor) -> _KeeperHandle:
-        assert self._keeper is not None, "asked by the caller"
-        return _KeeperHandle(self._keeper.put(tensor))
 
     def note_returned(self, returned: Sequence[Tensor]) -> None:
         """Note what the region returned: its owner may write into it, where no mode of ours sees it."""
@@ -265,7 +261,9 @@ class KeptOutputs:
         if entry.random_state is not None:
             # What follows must draw the numbers that it drew behind this operator.
             entry.random_state.restore()
-        output = entry.output if self._keeper is None else tree_map_only(_KeeperHandle, self._get, entry.output)
+        output = entry.output
+        if (keeper := self._keeper) is not None:
+            output = tree_map_only(_KeeperHandle, lambda handle: keeper.get(handle.value).detach(), output)
         if self._values is not None:
             self._values.check_kept(number, entry.kind.name, list(tensors_in([output])))
         return output
@@ -301,10 +299,6 @@ class KeptOutputs:
                 "Leave it out of the policy."
             )
         return found.reshape(shape)
-
-    def _get(self, handle: _KeeperHandle) -> Tensor:
-        assert self._keeper is not None, "it made the handle"
-        return self._keeper.get(handle.value).detach()
 
 
 NOT_KEPT = object()

@@ -48,7 +48,9 @@ from hf_ckpt.regions.selective.save_rules import (
     OperatorRole,
     ProbabilityTracker,
     SaveRules,
+    is_by_modules,
     is_kept_in_modules,
+    may_keep,
     operator_kind,
 )
 
@@ -196,8 +198,8 @@ class ForwardRun:
         self.modules: list[str] = []
         self._kept = kept
         self._saves = saves
-        self._is_by_modules = saves.is_by_modules
-        self._may_keep = saves.may_keep()
+        self._is_by_modules = is_by_modules(saves)
+        self._may_keep = may_keep(saves)
         self._coverage = coverage
         self._proves = not coverage.is_complete
         self._calls = CallCounter()
@@ -278,7 +280,7 @@ class RecomputationRun:
     def __init__(self, kept: KeptOutputs, saves: SaveRules) -> None:
         self.modules: list[str] = []
         self._kept = kept
-        self._may_keep = saves.may_keep()
+        self._may_keep = may_keep(saves)
         self._calls = CallCounter()
         # The linear and adapted layers that run, and those among them that the forward took as a whole.
         self._entered: list[_RecomputedLayer | None] = []
