@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +120,11 @@ def _slices(hidden: Tensor, lengths: Sequence[int], watch: Watch | None) -> Sequ
 # --- Gradients of chunks. ---
 
 
-class Parts:
-    """Gives chunks their parts of a tensor, here the whole of it, and collects the gradients of the parts."""
+class Parts(Protocol):
+    """Gives chunks their parts of a tensor, here the whole of it, and collects the gradients of the parts.
+
+    Inherit from this class: what has a value or a body below may be left as it is.
+    """
 
     on_part: Callable[[Tensor, int], None] | None = None
     """Gets the gradient of each part, and its number."""
@@ -134,11 +137,9 @@ class Parts:
 
     def add(self, gradient: Tensor, number: int) -> None:
         """Collect the gradient of that part."""
-        raise NotImplementedError
 
     def total(self) -> Tensor | None:
         """Return the gradient of the tensor, and start again; None if no part had one."""
-        raise NotImplementedError
 
     def spread(self, gradient: Tensor, number: int) -> Tensor:
         """Return the gradient of the tensor that comes from that part alone."""

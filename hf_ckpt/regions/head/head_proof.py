@@ -78,9 +78,8 @@ class HeadProof:
             self._add_fault(f"its chunks do not cover its {len(self._hidden)} rows. {_OUR_FAULT}")
             return values
         expected = self._plain_losses()
-        for number, (value, plain) in enumerate(zip(values, expected, strict=True)):
+        for number, (value, plain, rows) in enumerate(zip(values, expected, self._rows, strict=True)):
             if not self._is_loss(value, plain, partial(self._plain_again, number)):
-                rows = self._rows[number]
                 self._add_fault(
                     f"its loss over rows {rows.start} to {rows.stop - 1} is {_figure(value)}, and that of the plain "
                     f"head {_figure(plain)}. {_OUR_FAULT}"
