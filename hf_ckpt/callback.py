@@ -434,7 +434,7 @@ class HFCkptCallback(TrainerCallback):
 
     def _stop(self, run: TrainingRun) -> None:
         self._run = self._recovery = None
-        run.remove()
+        run.applied.remove()
         self._restore_accelerate()
 
     def _restore_accelerate(self) -> None:
@@ -449,7 +449,9 @@ class HFCkptCallback(TrainerCallback):
             return
         run.is_reported = True
         predicted_bytes = 0 if self._planning is None else self._planning.predicted_bytes
-        self._report = run.figures(predicted_bytes) | ({} if self._recovery is None else self._recovery.figures())
+        self._report = metrics.run_figures(run.applied, run.peak, run.clock, predicted_bytes)
+        if self._recovery is not None:
+            self._report |= self._recovery.figures()
         compared = run.peak.compare(predicted_bytes) if predicted_bytes else None
         self._messages.end(compared, self._report)
         metrics.send_to_reporters(self._report, args, state, control, run.model)

@@ -157,10 +157,7 @@ def disable_accelerates_checkpointing() -> Callable[[], None] | None:
     plugin.activation_checkpointing = False
     logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
 
-    def put_back() -> None:
-        plugin.activation_checkpointing = True
-
-    return put_back
+    return partial(setattr, plugin, "activation_checkpointing", True)
 
 
 def accelerate_plugin() -> Any:

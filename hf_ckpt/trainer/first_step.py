@@ -92,12 +92,9 @@ class FirstStep:
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         for tensor in floating:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note_gradient, module))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._has_gradient.add(module))  # type: ignore[no-untyped-call]
         if floating and not any(tensor.requires_grad for tensor in floating):
             self._is_cut_off.add(module)
-
-    def _note_gradient(self, module: nn.Module, gradient: Tensor) -> None:
-        self._has_gradient.add(module)
 
     def _note_buffers(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():

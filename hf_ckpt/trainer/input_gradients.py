@@ -37,7 +37,6 @@ class InputGradients:
         """Take the hook off again."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
 
 
 def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested: bool | None) -> bool | None:
@@ -49,7 +48,7 @@ def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested:
     """
     if requested is not None:
         return requested
-    if not _is_peft(model):
+    if not any(hasattr(module, "peft_config") for module in model.modules()):
         return None
     language = next((stack for stack in stacks if "language" in stack.roles), stacks[0])
     first = next((layer.layer_idx for layer in language.layers if layer.needs_gradient), None)
@@ -79,10 +78,6 @@ def input_embeddings(model: nn.Module) -> nn.Module | None:
         if isinstance(embeddings, nn.Module):
             return embeddings
     return None
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return any(hasattr(module, "peft_config") for module in model.modules())
 
 
 def _set_requires_grad(is_on: bool, module: nn.Module, args: Any, output: Any) -> None:

@@ -73,7 +73,6 @@ class StepClock:
         """Take the hook off."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
 
     def tokens_per_sec(self) -> float | None:
         """Return tokens per second of this process, or None where none were counted after the first step."""
@@ -87,7 +86,7 @@ class StepClock:
             self._tokens_in_step += args[0].numel()
 
 
-def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_bytes: int | None) -> dict[str, float]:
+def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_bytes: int) -> dict[str, float]:
     """Return what the reporters get of a run, by the names in the docstring of `HFCkptCallback`."""
     plan = applied.plan
     figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}

@@ -49,12 +49,10 @@ class Contents:
     def missing(self, found: Shapes) -> list[str]:
         """Return the names of the tensors that `found` lacks or has in another shape."""
         missing = [min(names) for shape, names in self.tensors if not any(found.get(name) == shape for name in names)]
+        num_elements = sum(math.prod(shape) for shape, _ in self.tensors)
         # transformers saves some architectures under the names and in the pieces of their original weights.
-        is_renamed = self.what == "model" and self._num_elements() <= sum(map(math.prod, found.values()))
+        is_renamed = self.what == "model" and num_elements <= sum(map(math.prod, found.values()))
         return [] if is_renamed else missing
-
-    def _num_elements(self) -> int:
-        return sum(math.prod(shape) for shape, _ in self.tensors)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
-from hf_ckpt.trainer.metrics import StepClock, run_figures
+from hf_ckpt.trainer.metrics import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -164,14 +164,6 @@ class TrainingRun:
         """Give the cache back for what comes between steps."""
         self.clock.end_step()
         self._use_cache.restore()
-
-    def figures(self, predicted_bytes: int | None) -> dict[str, float]:
-        """Return what the reporters get, by the names in the docstring of `HFCkptCallback`."""
-        return run_figures(self.applied, self.peak, self.clock, predicted_bytes)
-
-    def remove(self) -> None:
-        """Put the model back as it was found."""
-        self.applied.remove()
 
     def _restore_use_cache(self) -> None:
         if self._is_use_cache_ours:
