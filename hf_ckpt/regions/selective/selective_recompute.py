@@ -168,7 +168,11 @@ def _recompute_eagerly(
 def _contexts(
     coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    drive = KernelInterception if uses_kernels else partial(DispatchMode, ignores=_ignores(coverage, saves))
+    drive: Callable[..., AbstractContextManager[Any]] = KernelInterception
+    if not uses_kernels:
+        # A mode can skip no operator until all is proved, and where probabilities are followed.
+        ignores = saves.ignores if coverage.is_complete and not saves.attention else lambda function: False
+        drive = partial(DispatchMode, ignores=ignores)
     forward = _forward(kept, drive(partial(ForwardRun, kept, saves, coverage)))
     return forward, drive(partial(_recomputation, coverage, saves, kept, uses_kernels))
 
@@ -176,12 +180,6 @@ def _contexts(
 def _recomputation(coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool) -> RecomputationRun:
     coverage.begin_recomputation(uses_kernels=uses_kernels)
     return RecomputationRun(kept, saves)
-
-
-def _ignores(coverage: SaveCoverage, saves: SaveRules) -> Callable[[Any], bool]:
-    """Return a function that says which operators a mode can skip."""
-    # None of them until all is proved, and where probabilities are followed.
-    return saves.ignores if coverage.is_complete and not saves.attention else lambda function: False
 
 
 def _compiled_policy(saves: SaveRules, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
