@@ -393,7 +393,7 @@ def _index(logits: DeferredLogits, index: Any) -> Any:
         is_basic = row_operations.is_basic(positions)
         return logits[(*positions, row_operations.ALL)][..., columns] if is_basic else NotImplemented
     if isinstance(columns, int):
-        return _compute_rows(logits, partial(row_operations.column, columns))
+        return _compute_rows(logits, lambda rows: rows[:, columns])
     made = _apply_to_rows(Tensor.__getitem__, logits, 0, (logits, (..., columns)), {})
     logits.shares_memory = made.shares_memory = True
     return made
