@@ -22,7 +22,6 @@ from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.policy.revolve import reruns
-from hf_ckpt.regions.offload.offloader import OffloadStats
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import Shapes, parameter_shapes
 from hf_ckpt.trainer.device_peak import DevicePeak
@@ -74,10 +73,6 @@ class StepClock:
         if self._hook is not None:
             self._hook.remove()
 
-    def tokens_per_sec(self) -> float | None:
-        """Return tokens per second of this process, or None where none were counted after the first step."""
-        return self.num_tokens / self.seconds if self.num_tokens else None
-
     def _count(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             # A changing count would be compiled in, again at each step.
@@ -93,11 +88,16 @@ def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_
     figures["recomputed_share"] = recomputed_share(plan, applied.stacks)
     stats = [offloader.stats for offloader in applied.offloaders]
     figures.update(_peak_memory(peak.highest(each.peak_before_reset_bytes for each in stats)))
-    figures.update(_offload_figures(stats))
+    if stats:
+        figures["host_peak_gib"] = sum(each.peak_host_bytes for each in stats) / GIB
+        figures["offloaded_gib"] = sum(each.bytes_out for each in stats) / GIB
+        figures["offload_wait_s"] = sum(each.seconds_waited for each in stats)
+        # The least share of theirs.
+        figures["offloaded_share"] = min(each.fraction for each in stats)
     if predicted_bytes:
         figures["predicted_peak_gib"] = predicted_bytes / GIB
-    if (speed := clock.tokens_per_sec()) is not None:
-        figures["tokens_per_sec"] = speed
+    if clock.num_tokens:
+        figures["tokens_per_sec"] = clock.num_tokens / clock.seconds
     return {f"ckpt/{name}": value for name, value in figures.items()}
 
 
@@ -116,18 +116,6 @@ def _peak_memory(of_device: int | None) -> dict[str, float]:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
-
-
-def _offload_figures(stats: Sequence[OffloadStats]) -> dict[str, float]:
-    """Return what all offloaders of a run have moved, and the least share of theirs; empty where there is none."""
-    if not stats:
-        return {}
-    return {
-        "host_peak_gib": sum(each.peak_host_bytes for each in stats) / GIB,
-        "offloaded_gib": sum(each.bytes_out for each in stats) / GIB,
-        "offload_wait_s": sum(each.seconds_waited for each in stats),
-        "offloaded_share": min(each.fraction for each in stats),
-    }
 
 
 def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:

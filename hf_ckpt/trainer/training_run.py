@@ -53,15 +53,15 @@ class TrainingRun:
         if self._call is not None:
             # At once: an exception from here on leaves the plan to whoever uses the model next.
             self.applied.belongs_to(self._call)
-        self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
-        self._is_checked_again = False
+        self._first_step: FirstStep | None = None
+        self._is_step_checked = True
         self._proven: list[Plan] = []
         self._states: tuple[Applied, list[ModuleState]] | None = None
         self._use_cache = UseCache(model)
         self._is_use_cache_ours = True
         self.clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
-        for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self.clock.restore):
+        for undo in (self._note_removal, self._restore_use_cache, self.clock.restore):
             self.applied.on_remove(undo)
         is_on = choose_input_gradients(model, self.applied.stacks, input_require_grads)
         self.applied.on_remove(InputGradients(model, is_on).restore)
@@ -93,7 +93,7 @@ class TrainingRun:
             # Part of the step may have run under the old plan: the next one is held against the new plan.
             self._first_step.stop()
             self._first_step = None
-            self._is_checked_again = True
+            self._is_step_checked = True
 
     def report_failures(self, is_handled: Callable[[BaseException], bool] | None = None) -> None:
         """Let the other processes know when a forward raises in this one, but for what is handled here."""
@@ -114,8 +114,8 @@ class TrainingRun:
         """Switch the cache off, and see that the plan is in force: raises `PlanMismatchError` if it cannot be."""
         self._use_cache.off()
         self.applied.assert_in_force()
-        if self._is_checked_again:
-            self._is_checked_again = False
+        if self._is_step_checked:
+            self._is_step_checked = False
             self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
             self.applied.on_remove(self._first_step.stop)
         if self._first_step is not None:
@@ -127,9 +127,16 @@ class TrainingRun:
         """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
         if self.applied.plan not in self._proven:
             self._proven.append(self.applied.plan)
-        if self._first_step is not None and self._prove != "off":
+        first_step, self._first_step = self._first_step, None
+        if first_step is None:
+            return self.applied.value_proof.take_faults()
+        if self._prove != "off":
             self._log_unproven(is_compiled=is_compiled)
-        return [*self._faults_of_first_step(), *self.applied.value_proof.take_faults()]
+        for offloader in self.applied.offloaders:
+            for fault in offloader.faults():
+                # Short rows may be all there is in the first step: nothing is wrong, but for the memory.
+                warnings.warn(fault, stacklevel=2)
+        return [*first_step.finish(), *self.applied.value_proof.take_faults()]
 
     def _log_unproven(self, *, is_compiled: bool) -> None:
         unseen = self.applied.value_proof.unseen
@@ -140,16 +147,6 @@ class TrainingRun:
                 unseen[0],
                 f" (and {len(unseen) - 1} more)" if len(unseen) > 1 else "",
             )
-
-    def _faults_of_first_step(self) -> list[str]:
-        first_step, self._first_step = self._first_step, None
-        if first_step is None:
-            return []
-        for offloader in self.applied.offloaders:
-            for fault in offloader.faults():
-                # Short rows may be all there is in the first step: nothing is wrong, but for the memory.
-                warnings.warn(fault, stacklevel=2)
-        return first_step.finish()
 
     def note_optimizer_step(self) -> None:
         """Note on each region that the weights have changed."""
