@@ -143,15 +143,13 @@ class HFCkptCallback(TrainerCallback):
         self._auto: Auto | None = None
         if policy == AUTO:
             check_no_rule(policy_options)
-            allowed = allowed_by(options)
             budget = None if options["memory_budget"] is None else parse_budget(options["memory_budget"])
-            is_proven = options["prove"] != "off"
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
             from hf_ckpt.auto.auto import Auto
 
             self._auto = Auto(
-                *(budget, options["max_length"], self._structure, allowed),
-                is_proven=is_proven,
+                *(budget, options["max_length"], self._structure, allowed_by(options)),
+                is_proven=options["prove"] != "off",
                 fallback=options["fallback"],
             )
         else:
@@ -203,7 +201,9 @@ class HFCkptCallback(TrainerCallback):
         self._restore_accelerates_checkpointing = fsdp.disable_accelerates_checkpointing()
         model = kwargs.get("model")
         if model is not None:
-            is_trained_now = _is_trained_now(model)
+            call = train_call_of(model)
+            # A call of a Trainer that goes on has put its plan on the model.
+            is_trained_now = call is not None and call.is_running()
             if not is_trained_now:
                 _remove_leftover(model)
             # With them some engines cannot even prepare the model.
@@ -500,12 +500,6 @@ def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
 def _remove_leftover(model: nn.Module) -> None:
     if remove(model):
         logger.info(LEFTOVER)
-
-
-def _is_trained_now(model: nn.Module) -> bool:
-    """Whether a call of a Trainer that goes on has put its plan on the model."""
-    call = train_call_of(model)
-    return call is not None and call.is_running()
 
 
 def _check_not_trained_now(model: nn.Module) -> None:

@@ -45,7 +45,8 @@ def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
                 for info in flat._param_infos:
                     found.setdefault(info.module, []).append(partial(getattr, flat, "_local_shard", flat))
         elif isinstance(unit, FSDPModule):
-            for parameter in _parameters_of(unit._get_fsdp_state()):
+            groups = _groups_of(unit._get_fsdp_state())
+            for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
                 if parameter.sharded_param.requires_grad:
                     read = partial(getattr, parameter, "_sharded_param_data")
                     found.setdefault(parameter._module_info.module, []).append(read)
@@ -61,10 +62,6 @@ def let_go(unit: nn.Module) -> None:
         group._reshard_after_forward for group in _groups_of(unit._get_fsdp_state())
     ):
         unit.reshard()
-
-
-def _parameters_of(state: Any) -> list[Any]:
-    return [parameter for group in _groups_of(state) for parameter in group.fsdp_params]
 
 
 def _groups_of(state: Any) -> list[Any]:

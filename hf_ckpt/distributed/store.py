@@ -219,10 +219,9 @@ def gather_results(work: Callable[[], Value], doing: str, timeout_s: float | Non
     gathered: list[Any] = all_gather((None if error is None else error_text(error), value), doing, timeout_s)
     if error is not None:
         raise error
-    failed = {rank: text for rank, (text, _) in enumerate(gathered) if text is not None}
-    if failed:
-        rank, text = min(failed.items())
-        raise OtherProcessError(f"Process {rank} failed while {doing}: {text}")
+    for rank, (text, _) in enumerate(gathered):
+        if text is not None:
+            raise OtherProcessError(f"Process {rank} failed while {doing}: {text}")
     return [result for _, result in gathered]
 
 
