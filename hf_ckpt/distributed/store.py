@@ -104,9 +104,9 @@ class LaunchedProcesses:
             yield
         # Whatever it is, the others would wait for this process in vain.
         except Exception as error:
-            self._gather_errors(error_text(error), self._grace_s)
+            self._gather_errors(error_text(error))
             raise
-        errors = self._gather_errors(None, self._timeout_s, is_patient=True)
+        errors = self._gather_errors(None)
         missing = [rank for rank, text in enumerate(errors) if text is _MISSING]
         if missing:
             raise OtherProcessError(
@@ -120,7 +120,7 @@ class LaunchedProcesses:
 
     def check_same(self, value: str, what: str) -> None:
         """Raise `RecipeError` in all processes where one has another value. `what` names it: "the base model"."""
-        values = self._gather(value, self._timeout_s, is_patient=True)
+        values = self._gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 found = "not known" if other == _MISSING else other
@@ -145,15 +145,15 @@ class LaunchedProcesses:
         first = min((rank for rank, text in self._errors.items() if text == error_text(error)), default=self.rank)
         return isinstance(error, OtherProcessError) or first != self.rank
 
-    def _gather_errors(self, error: str | None, timeout_s: float, *, is_patient: bool = False) -> list[str | None]:
-        errors = self._gather(error, timeout_s, is_patient=is_patient)
+    def _gather_errors(self, error: str | None) -> list[str | None]:
+        errors = self._gather(error, has_failed=error is not None)
         self._errors = {rank: text for rank, text in enumerate(errors) if text not in (None, _MISSING)}
         if self._errors:
             self._close_if_all_know(errors)
         return errors
 
-    def _gather(self, value: str | None, timeout_s: float, *, is_patient: bool = False) -> list[str | None]:
-        """Return each process's value by rank. If patient, wait for those known to be alive as long as they take."""
+    def _gather(self, value: str | None, *, has_failed: bool = False) -> list[str | None]:
+        """Return each process's value by rank. Unless failed, wait for those known to be alive as long as they take."""
         if (store := self._store) is None:
             return [value]
         from torch.distributed import DistError
@@ -162,8 +162,9 @@ class LaunchedProcesses:
         keys = [f"{self._num_gathered}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps(value))
         # A process that is gone says nothing, nor does one that is held up in a collective.
+        timeout_s = self._grace_s if has_failed else self._timeout_s
         with contextlib.suppress(DistError):
-            _wait(store, keys, timeout_s, lambda: is_patient and self._are_missing_alive(keys))
+            _wait(store, keys, timeout_s, lambda: not has_failed and self._are_missing_alive(keys))
         return [json.loads(store.get(key)) if store.check([key]) else _MISSING for key in keys]
 
     def _are_missing_alive(self, keys: Sequence[str]) -> bool:
