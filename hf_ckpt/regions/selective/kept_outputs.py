@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof
 
 
-Shapes = tuple[torch.Size, ...]
 LINEAR_LAYER = OperatorKind("a linear layer", "", OperatorRole.PRODUCT)
 """Stands for linear and adapted layers, as if they were operators."""
 
@@ -89,7 +88,7 @@ class _KeptOutput:
     kind: OperatorKind
     output: Any
     """Its tensors without graph, or their handles, in the tuples that they came in."""
-    shapes: Shapes
+    shapes: tuple[torch.Size, ...]
     """Of the tensors that it was given, to notice a recomputation that takes another way."""
     random_state: RandomState | None
     """After it, where it drew random numbers."""
@@ -318,7 +317,7 @@ class CallCounter:
         return kind.name, place
 
 
-def _shapes(args: Any) -> Shapes:
+def _shapes(args: Any) -> tuple[torch.Size, ...]:
     return tuple([tensor.shape for tensor in tensors_in(args)])
 
 

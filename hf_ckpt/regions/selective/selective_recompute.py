@@ -360,7 +360,12 @@ def _forward(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator
     """Run a region's forward, whose operators `driver` gives to a `ForwardRun`; let go what no recomputation needs."""
     # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    torch._C._autograd._push_saved_tensors_default_hooks(partial(_pack, kept, pack), unpack)
+
+    def note_and_pack(tensor: Tensor) -> Any:
+        kept.note_saved()
+        return pack(tensor)
+
+    torch._C._autograd._push_saved_tensors_default_hooks(note_and_pack, unpack)
     try:
         with driver:
             yield
@@ -370,9 +375,3 @@ def _forward(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator
     finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     kept.finish()
-
-
-def _pack(kept: KeptOutputs, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Note that autograd saves a tensor, and let it be saved as before."""
-    kept.note_saved()
-    return pack(tensor)
