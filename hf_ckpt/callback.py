@@ -205,7 +205,7 @@ class HFCkptCallback(TrainerCallback):
             # A call of a Trainer that goes on has put its plan on the model.
             is_trained_now = call is not None and call.is_running()
             if not is_trained_now:
-                _remove_leftover(model)
+                _remove_earlier_plan(model)
             # With them some engines cannot even prepare the model.
             fsdp.check_wrappers(model)
             if not is_trained_now:
@@ -225,7 +225,7 @@ class HFCkptCallback(TrainerCallback):
         check_compiler(args)
         model: nn.Module = kwargs["model"]
         _check_not_trained_now(model)
-        _remove_leftover(model)
+        _remove_earlier_plan(model)
         use_cache.restore_recorded(model)
         say_who_governs(args)
         with watchdog.watched_training() as watch:
@@ -497,7 +497,7 @@ def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
             )
 
 
-def _remove_leftover(model: nn.Module) -> None:
+def _remove_earlier_plan(model: nn.Module) -> None:
     if remove(model):
         logger.info(LEFTOVER)
 
