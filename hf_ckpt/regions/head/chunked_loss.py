@@ -53,17 +53,15 @@ def loss_in_chunks(compute: Compute, loss: LossCall) -> Tensor:
     total: Tensor = losses[0]
     for other in losses[1:]:
         total = total + other
-    if loss.reduction == "sum":
-        return total
-    return total / _divisor(loss.target, loss.weight, loss.ignore_index, total.dtype)
+    return total if loss.reduction == "sum" else total / _divisor(loss, total.dtype)
 
 
-def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def _divisor(loss: LossCall, dtype: torch.dtype) -> Tensor:
     """Return the divisor of the mean. If every token is ignored it is 0, and the mean nan, as in torch."""
-    counts = target != ignore_index
-    if weight is None:
+    counts = loss.target != loss.ignore_index
+    if loss.weight is None:
         return counts.sum().to(dtype)
-    return weight[target.where(counts, 0)].where(counts, 0).sum()
+    return loss.weight[loss.target.where(counts, 0)].where(counts, 0).sum()
 
 
 def in_chunks(
