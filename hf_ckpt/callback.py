@@ -18,6 +18,7 @@ from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of, largest_text_bat
 from hf_ckpt.distributed import fsdp, store, watchdog
 from hf_ckpt.errors import (
     AlreadyAppliedError,
+    HFCkptError,
     PlanMismatchError,
     PolicyError,
     SavedFilesError,
@@ -142,26 +143,21 @@ class HFCkptCallback(TrainerCallback):
         self._auto: Auto | None = None
         if policy == AUTO:
             check_no_rule(policy_options)
-            allowed = allowed_by(options)
             budget = None if options["memory_budget"] is None else parse_budget(options["memory_budget"])
-            is_proven = options["prove"] != "off"
             # What simulates a step brings in the Trainer, and peft and bitsandbytes with it.
             from hf_ckpt.auto.auto import Auto
 
             self._auto = Auto(
-                *(budget, options["max_length"], self._structure, allowed),
-                is_proven=is_proven,
+                *(budget, options["max_length"], self._structure, allowed_by(options)),
+                is_proven=options["prove"] != "off",
                 fallback=options["fallback"],
             )
         else:
             _check_no_budget(policy, select(options, AutoOptions))
             self._policy = parse(policy, **policy_options)
-        self._input_require_grads = options["input_require_grads"]
-        self._on_mismatch = options["on_mismatch"]
-        self._strict_resume = options["strict_resume"]
+        self._options = options
         self._prove = parse_prove(options["prove"])
-        self._on_oom = options["on_oom"]
-        self._is_escalated = self._on_oom == "escalate" or (self._on_oom is None and policy == AUTO)
+        self._is_escalated = options["on_oom"] == "escalate" or (options["on_oom"] is None and policy == AUTO)
         self._rungs: dict[str, Any] = {"is_exact": options["exact"] is not False, "quiet_steps": options["quiet_steps"]}
         self._messages = Messages(is_quiet=quiet)
         self._trainer: weakref.ref[Trainer] | None = None
@@ -196,7 +192,7 @@ class HFCkptCallback(TrainerCallback):
         self._check_alone(state, kwargs.get("model"))
         check_engine(args)
         check_compiler(args)
-        check_asked(self._on_oom, args)
+        check_asked(self._options["on_oom"], args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
         # From here on a process that is killed is noticed by the others.
@@ -205,9 +201,11 @@ class HFCkptCallback(TrainerCallback):
         self._restore_accelerates_checkpointing = fsdp.disable_accelerates_checkpointing()
         model = kwargs.get("model")
         if model is not None:
-            is_trained_now = _is_trained_now(model)
+            call = train_call_of(model)
+            # A call of a Trainer that goes on has put its plan on the model.
+            is_trained_now = call is not None and call.is_running()
             if not is_trained_now:
-                _remove_leftover(model)
+                _remove_earlier_plan(model)
             # With them some engines cannot even prepare the model.
             fsdp.check_wrappers(model)
             if not is_trained_now:
@@ -227,7 +225,7 @@ class HFCkptCallback(TrainerCallback):
         check_compiler(args)
         model: nn.Module = kwargs["model"]
         _check_not_trained_now(model)
-        _remove_leftover(model)
+        _remove_earlier_plan(model)
         use_cache.restore_recorded(model)
         say_who_governs(args)
         with watchdog.watched_training() as watch:
@@ -256,7 +254,7 @@ class HFCkptCallback(TrainerCallback):
             run.applied.on_remove(self._restore_accelerates_checkpointing)
         self.plan = run.applied.plan
         if state.global_step:
-            check_resumed_plan(self.plan, _resumed_folder(args, state), is_strict=self._strict_resume)
+            check_resumed_plan(self.plan, _resumed_folder(args, state), is_strict=self._options["strict_resume"])
         self._messages.begin(args, state, self.plan, _output_folder(args) / PLAN_FILE, self.prediction)
         self._announce_plan(args, state, self.plan)
 
@@ -305,21 +303,21 @@ class HFCkptCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
     ) -> tuple[RunPlanner | None, Policy | Plan, bool | None]:
         """Return the plans of the run under `auto`, the policy to apply, and whether input gradients are asked for."""
-        if self._auto is None:
-            assert self._policy is not None, "one of the two is there"
-            return None, self._policy, self._input_require_grads
-        planning = self._planning = self._auto.begin_or_fall_back(
-            given["model"],
-            args,
-            state,
-            dataloader=given.get("train_dataloader"),
-            optimizer=given.get("optimizer"),
-            input_gradients=self._input_require_grads,
-        )
-        if planning is None:
-            assert self._auto.fallback is not None, "it stands in"
-            return None, self._auto.fallback, self._input_require_grads
-        return planning, planning.plan, planning.input_gradients
+        requested, policy = self._options["input_require_grads"], self._policy
+        if self._auto is not None:
+            policy = self._auto.fallback
+            planning = self._planning = self._auto.begin_or_fall_back(
+                given["model"],
+                args,
+                state,
+                dataloader=given.get("train_dataloader"),
+                optimizer=given.get("optimizer"),
+                input_gradients=requested,
+            )
+            if planning is not None:
+                return planning, planning.plan, planning.input_gradients
+        assert policy is not None, "a run that is not planned for has one, or a fallback"
+        return None, policy, requested
 
     def _put_in_force(self, run: TrainingRun, args: TrainingArguments, state: TrainerState, plan: Plan) -> None:
         run.change_plan(plan)
@@ -348,16 +346,18 @@ class HFCkptCallback(TrainerCallback):
         run = self._running()
         self._end_micro_batch(run)
         faults = run.faults_of_step(is_compiled=args.torch_compile)
-        if not faults:
+        if faults:
+            taken = "\nDeepSpeed has taken this step already: the weights are no longer those of before it."
+            self._warn_or_raise(PlanMismatchError, "\n".join(faults), taken if getattr(args, "deepspeed", None) else "")
+
+    def _warn_or_raise(self, kind: type[HFCkptError], fault: str, consequence: str = "") -> None:
+        """Do what `on_mismatch` says."""
+        if self._options["on_mismatch"] == "warn":
+            warnings.warn(fault, stacklevel=3)
             return
-        message = "\n".join(faults)
-        if self._on_mismatch == "warn":
-            warnings.warn(message, stacklevel=2)
-            return
-        if getattr(args, "deepspeed", None):
-            message += "\nDeepSpeed has taken this step already: the weights are no longer those of before it."
-        error = PlanMismatchError(f'{message}\nWith on_mismatch="warn" the run goes on all the same.')
-        self._fail(run, error)
+        error = kind(f'{fault}{consequence}\nWith on_mismatch="warn" the run goes on all the same.')
+        if self._run is not None:
+            self._fail(self._run, error)
         raise error
 
     def on_substep_end(
@@ -407,15 +407,8 @@ class HFCkptCallback(TrainerCallback):
         fault = store.broadcast_result(
             lambda: expected.fault_of_checkpoint(folder, model), timeout_s, "looking at what was saved"
         )
-        if fault is None:
-            return
-        if self._on_mismatch == "warn":
-            warnings.warn(fault, stacklevel=2)
-            return
-        error = SavedFilesError(f'{fault}\nWith on_mismatch="warn" the run goes on all the same.')
-        if self._run is not None:
-            self._fail(self._run, error)
-        raise error
+        if fault is not None:
+            self._warn_or_raise(SavedFilesError, fault)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -440,7 +433,7 @@ class HFCkptCallback(TrainerCallback):
 
     def _stop(self, run: TrainingRun) -> None:
         self._run = self._recovery = None
-        run.remove()
+        run.applied.remove()
         self._restore_accelerate()
 
     def _restore_accelerate(self) -> None:
@@ -455,7 +448,9 @@ class HFCkptCallback(TrainerCallback):
             return
         run.is_reported = True
         predicted_bytes = 0 if self._planning is None else self._planning.predicted_bytes
-        self._report = run.figures(predicted_bytes) | ({} if self._recovery is None else self._recovery.figures())
+        self._report = metrics.run_figures(run.applied, run.peak, run.clock, predicted_bytes)
+        if self._recovery is not None:
+            self._report |= self._recovery.figures()
         compared = run.peak.compare(predicted_bytes) if predicted_bytes else None
         self._messages.end(compared, self._report)
         metrics.send_to_reporters(self._report, args, state, control, run.model)
@@ -501,15 +496,9 @@ def _check_no_budget(policy: object, options: Mapping[str, object]) -> None:
             )
 
 
-def _remove_leftover(model: nn.Module) -> None:
+def _remove_earlier_plan(model: nn.Module) -> None:
     if remove(model):
         logger.info(LEFTOVER)
-
-
-def _is_trained_now(model: nn.Module) -> bool:
-    """Whether a call of a Trainer that goes on has put its plan on the model."""
-    call = train_call_of(model)
-    return call is not None and call.is_running()
 
 
 def _check_not_trained_now(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ckpt.auto.largest_batch_in_data import batch_of
-from hf_ckpt.distributed import fsdp, store
+from hf_ckpt.distributed import deepspeed, fsdp, store
 from hf_ckpt.errors import PlanMismatchError, PolicyError
 from hf_ckpt.patch import apply as patch
 from hf_ckpt.patch.apply import Applied
@@ -258,7 +258,7 @@ def _why_not(model: nn.Module) -> str | None:
     if store.num_processes() > 1:
         return "there is more than one process, and no step is repeated in one of them alone"
     modules = list(model.modules())
-    if fsdp.is_sharded(model) or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if fsdp.is_sharded(model) or deepspeed.is_sharded(model):
         return "the model is sharded by an engine"
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         return "DistributedDataParallel is around the model, which does not let go of a step half-way"

@@ -37,7 +37,7 @@ from hf_ckpt.auto.simulation_coverage import (
 )
 from hf_ckpt.auto.trainer_loss import UsersLoss, users_loss
 from hf_ckpt.auto.trl_trainers import trl_loss
-from hf_ckpt.distributed import fsdp, store
+from hf_ckpt.distributed import deepspeed, fsdp, store
 from hf_ckpt.errors import OtherProcessError, PolicyError, UnsupportedError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.patch.checks import check_model
@@ -159,9 +159,8 @@ class Auto:
 
         budget_limit, batches, host_bytes = _agreed(read_limits)
         is_on = choose_input_gradients(shape, find_layers(shape, **self._structure), input_gradients)
-        if is_on is not None:
-            # They stay on the copy, and so are part of each simulated step.
-            InputGradients(shape, is_on)
+        # They stay on the copy, and so are part of each simulated step.
+        InputGradients(shape, is_on)
         rows_per_example = 1 if loss is None else loss.rows_per_example
 
         any_step = StepSimulator(shape, Step(), device, self._structure)
@@ -206,7 +205,7 @@ class Auto:
         return planning
 
     def _shape_of(self, model: nn.Module) -> nn.Module:
-        is_whole = not fsdp.is_sharded(model) and not any(hasattr(p, "ds_id") for p in model.parameters())
+        is_whole = not fsdp.is_sharded(model) and not deepspeed.is_sharded(model)
         # As it is now, adapters and frozen weights included; accelerate's part of it is taken off.
         shape = meta_copy(model) if is_whole else self._before_sharding
         if shape is None:

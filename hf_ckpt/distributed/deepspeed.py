@@ -37,9 +37,17 @@ def is_hooked(module: nn.Module) -> bool:
     return "ds_id" in vars(module)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has sharded the model, or a part of it."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 def check_own_checkpointing(args: TrainingArguments) -> None:
     """Refuse DeepSpeed's own activation checkpointing, by configuration or `deepspeed.checkpointing.configure`."""
-    requested = [key for key, value in _section(args).items() if value]
+    # The plugin holds the configuration that is in use, whether `deepspeed=` or accelerate's launcher gave it.
+    plugin: Any = getattr(args, "deepspeed_plugin", None)
+    section: Mapping[str, Any] = (plugin and plugin.deepspeed_config.get(_SECTION)) or {}
+    requested = [key for key, value in section.items() if value]
     if requested:
         raise UnsupportedError(
             f"DeepSpeed's configuration asks for its own activation checkpointing ({_SECTION}: {', '.join(requested)}) "
@@ -67,13 +75,6 @@ def check_version(plan: Plan, stacks: Sequence[Stack]) -> None:
             "they are used. Install DeepSpeed "
             f"{_KEEPS_FROZEN_WEIGHTS} or later (pip install 'deepspeed>={_KEEPS_FROZEN_WEIGHTS}'), or use ZeRO-2."
         )
-
-
-def _section(args: TrainingArguments) -> Mapping[str, Any]:
-    # The plugin holds the configuration that is in use, whether `deepspeed=` or accelerate's launcher gave it.
-    plugin: Any = getattr(args, "deepspeed_plugin", None)
-    section: Mapping[str, Any] | None = None if plugin is None else plugin.deepspeed_config.get(_SECTION)
-    return section or {}
 
 
 def _recomputes_frozen_shards(plan: Plan, stacks: Sequence[Stack]) -> bool:

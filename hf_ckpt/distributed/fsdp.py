@@ -45,7 +45,8 @@ def shards(model: nn.Module) -> dict[nn.Module, list[Callable[[], Tensor]]]:
                 for info in flat._param_infos:
                     found.setdefault(info.module, []).append(partial(getattr, flat, "_local_shard", flat))
         elif isinstance(unit, FSDPModule):
-            for parameter in _parameters_of(unit._get_fsdp_state()):
+            groups = _groups_of(unit._get_fsdp_state())
+            for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
                 if parameter.sharded_param.requires_grad:
                     read = partial(getattr, parameter, "_sharded_param_data")
                     found.setdefault(parameter._module_info.module, []).append(read)
@@ -63,10 +64,6 @@ def let_go(unit: nn.Module) -> None:
         unit.reshard()
 
 
-def _parameters_of(state: Any) -> list[Any]:
-    return [parameter for group in _groups_of(state) for parameter in group.fsdp_params]
-
-
 def _groups_of(state: Any) -> list[Any]:
     # One group until torch 2.12, several later.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -79,18 +76,14 @@ def set_in_place(model: nn.Module, settings: dict[nn.Module, list[Callable[[], N
     Its `checkpoint_wrapper_fn` may return what it was given: the settings are made in place, no module is wrapped, and
     so no name changes, which PEFT and state dicts rely on.
     """
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=lambda module: _made(module, settings.pop(module, [])),
-        check_fn=lambda module: module in settings,
-    )
+
+    def set_on(module: nn.Module) -> nn.Module:
+        for make in settings.pop(module, []):
+            make()
+        return module
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=set_on, check_fn=lambda module: module in settings)
     assert not settings, "torch visits every module below the model"
-
-
-def _made(module: nn.Module, settings: list[Callable[[], None]]) -> nn.Module:
-    for make in settings:
-        make()
-    return module
 
 
 def check_wrappers(model: nn.Module) -> None:
@@ -161,10 +154,7 @@ def disable_accelerates_checkpointing() -> Callable[[], None] | None:
     plugin.activation_checkpointing = False
     logger.info("fsdp_activation_checkpointing is asked for too; the policy of HFCkptCallback governs.")
 
-    def put_back() -> None:
-        plugin.activation_checkpointing = True
-
-    return put_back
+    return partial(setattr, plugin, "activation_checkpointing", True)
 
 
 def accelerate_plugin() -> Any:

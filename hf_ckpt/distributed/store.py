@@ -9,13 +9,13 @@ Loads torch only where there are several processes: a wrong recipe is refused be
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -93,7 +93,7 @@ class LaunchedProcesses:
         else:
             self._watchdog.leave(f"{type(error).__name__}: {error}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Run the body in every process, and wait until all are through.
 
@@ -104,9 +104,9 @@ class LaunchedProcesses:
             yield
         # Whatever it is, the others would wait for this process in vain.
         except Exception as error:
-            self._gather_errors(error_text(error), self._grace_s)
+            self._gather_errors(error_text(error))
             raise
-        errors = self._gather_errors(None, self._timeout_s, is_patient=True)
+        errors = self._gather_errors(None)
         missing = [rank for rank, text in enumerate(errors) if text is _MISSING]
         if missing:
             raise OtherProcessError(
@@ -120,7 +120,7 @@ class LaunchedProcesses:
 
     def check_same(self, value: str, what: str) -> None:
         """Raise `RecipeError` in all processes where one has another value. `what` names it: "the base model"."""
-        values = self._gather(value, self._timeout_s, is_patient=True)
+        values = self._gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 found = "not known" if other == _MISSING else other
@@ -145,22 +145,26 @@ class LaunchedProcesses:
         first = min((rank for rank, text in self._errors.items() if text == error_text(error)), default=self.rank)
         return isinstance(error, OtherProcessError) or first != self.rank
 
-    def _gather_errors(self, error: str | None, timeout_s: float, *, is_patient: bool = False) -> list[str | None]:
-        errors = self._gather(error, timeout_s, is_patient=is_patient)
+    def _gather_errors(self, error: str | None) -> list[str | None]:
+        errors = self._gather(error, has_failed=error is not None)
         self._errors = {rank: text for rank, text in enumerate(errors) if text not in (None, _MISSING)}
         if self._errors:
             self._close_if_all_know(errors)
         return errors
 
-    def _gather(self, value: str | None, timeout_s: float, *, is_patient: bool = False) -> list[str | None]:
-        """Return each process's value by rank. If patient, wait for those known to be alive as long as they take."""
+    def _gather(self, value: str | None, *, has_failed: bool = False) -> list[str | None]:
+        """Return each process's value by rank. Unless failed, wait for those known to be alive as long as they take."""
         if (store := self._store) is None:
             return [value]
+        from torch.distributed import DistError
+
         self._num_gathered += 1
         keys = [f"{self._num_gathered}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], json.dumps(value))
         # A process that is gone says nothing, nor does one that is held up in a collective.
-        _wait(store, keys, timeout_s, lambda: is_patient and self._are_missing_alive(keys))
+        timeout_s = self._grace_s if has_failed else self._timeout_s
+        with contextlib.suppress(DistError):
+            _wait(store, keys, timeout_s, lambda: not has_failed and self._are_missing_alive(keys))
         return [json.loads(store.get(key)) if store.check([key]) else _MISSING for key in keys]
 
     def _are_missing_alive(self, keys: Sequence[str]) -> bool:
@@ -216,10 +220,9 @@ def gather_results(work: Callable[[], Value], doing: str, timeout_s: float | Non
     gathered: list[Any] = all_gather((None if error is None else error_text(error), value), doing, timeout_s)
     if error is not None:
         raise error
-    failed = {rank: text for rank, (text, _) in enumerate(gathered) if text is not None}
-    if failed:
-        rank, text = min(failed.items())
-        raise OtherProcessError(f"Process {rank} failed while {doing}: {text}")
+    for rank, (text, _) in enumerate(gathered):
+        if text is not None:
+            raise OtherProcessError(f"Process {rank} failed while {doing}: {text}")
     return [result for _, result in gathered]
 
 
@@ -232,13 +235,9 @@ def broadcast_result(work: Callable[[], Value], timeout_s: float, doing: str) ->
         return work()
     import torch.distributed as dist
 
-    results: list[Any] = gather_results(work if dist.get_rank() == 0 else _nothing, doing, timeout_s)
+    results: list[Any] = gather_results(work if dist.get_rank() == 0 else lambda: None, doing, timeout_s)
     result: Value = results[0]
     return result
-
-
-def _nothing() -> None:
-    return None
 
 
 def all_gather(value: Value, doing: str, timeout_s: float | None = None) -> list[Value]:
@@ -262,19 +261,16 @@ def _value_of(store: Store, rank: int, number: int, doing: str, timeout_s: float
     import torch.distributed as dist
 
     key = f"hf_ckpt/{rank}/{number}"
-    error: Exception | None = None
     try:
-        error = _wait(store, [key], timeout_s, lambda: _is_alive(rank, doing))
-        if error is None:
-            return json.loads(store.get(key))
-    # The store may be gone between the two.
-    except dist.DistError as gone:
-        error = gone
-    raise OtherProcessError(
-        f"Process {rank} has not come to {doing} within {timeout_s:.0f} s of process {dist.get_rank()}. Pass "
-        "HFCkptCallback to the Trainer in all processes of a run, or in none; if all have it, see what that "
-        "process is waiting for."
-    ) from error
+        _wait(store, [key], timeout_s, lambda: _is_alive(rank, doing))
+        return json.loads(store.get(key))
+    # The store may also be gone between the two.
+    except dist.DistError as error:
+        raise OtherProcessError(
+            f"Process {rank} has not come to {doing} within {timeout_s:.0f} s of process {dist.get_rank()}. Pass "
+            "HFCkptCallback to the Trainer in all processes of a run, or in none; if all have it, see what that "
+            "process is waiting for."
+        ) from error
 
 
 def _is_alive(rank: int, doing: str) -> bool:
@@ -286,18 +282,16 @@ def _is_alive(rank: int, doing: str) -> bool:
     return True
 
 
-def _wait(store: Store, keys: Sequence[str], timeout_s: float, is_worth_it: Callable[[], bool]) -> Exception | None:
-    """Wait for keys, and again after each timeout for which it is worth it. Return why they did not come, if so."""
+def _wait(store: Store, keys: list[str], timeout_s: float, is_worth_it: Callable[[], bool]) -> None:
+    """Wait for keys, and again after each timeout for which it is worth it. Raises `DistError` if they do not come."""
     from torch.distributed import DistError
 
     while True:
         start = time.monotonic()
         try:
-            store.wait(list(keys), datetime.timedelta(seconds=timeout_s))
-        except DistError as error:
+            return store.wait(keys, datetime.timedelta(seconds=timeout_s))
+        except DistError:
             # Sooner, the store itself is gone, and there is nothing to wait for.
             is_store_gone = time.monotonic() - start < timeout_s
             if is_store_gone or not is_worth_it():
-                return error
-        else:
-            return None
+                raise

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
@@ -401,25 +401,20 @@ class _Training:
 
     @classmethod
     def of_caller(cls) -> _Training:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not (
-            frame.f_code.co_name == "train" and str(frame.f_globals.get("__name__")).startswith("transformers.trainer")
-        ):
-            frame = frame.f_back
-        if frame is None:
-            return cls(threading.get_ident(), None, None)
-        return cls(threading.get_ident(), id(frame), frame.f_code)
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            module = str(frame.f_globals.get("__name__"))
+            if frame.f_code.co_name == "train" and module.startswith("transformers.trainer"):
+                return cls(threading.get_ident(), id(frame), frame.f_code)
+        return cls(threading.get_ident(), None, None)
 
     def is_running(self) -> bool:
         """Whether it is on its thread's stack; always so where it is no Trainer's."""
         if self.frame is None:
             return True
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None:
-            if id(frame) == self.frame and frame.f_code is self.code:
-                return True
-            frame = frame.f_back
-        return False
+        innermost = sys._current_frames().get(self.thread)
+        return innermost is not None and any(
+            id(frame) == self.frame and frame.f_code is self.code for frame, _ in traceback.walk_stack(innermost)
+        )
 
     def why_left(self) -> str | None:
         """Return the exception that ended it, where nobody caught that."""

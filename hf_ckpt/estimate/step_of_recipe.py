@@ -268,9 +268,7 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 def _require_input_gradients(model: nn.Module, stacks: tuple[Stack, ...], asked: bool | None) -> None:
     """Do with the embeddings' output what the callback does: where it needs gradients, the first layer holds more."""
-    is_on = choose_input_gradients(model, stacks, asked)
-    if is_on is not None:
-        InputGradients(model, is_on)
+    InputGradients(model, choose_input_gradients(model, stacks, asked))
 
 
 # --- Words. ---

@@ -104,8 +104,7 @@ def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Calla
     subject, device = subject_of(recipe, launch_of_run(args)), device_of(args)
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
     is_on = choose_input_gradients(subject.model, subject.stacks, checkpointing.input_require_grads)
-    if is_on is not None:
-        InputGradients(subject.model, is_on)
+    InputGradients(subject.model, is_on)
     budget = budget_bytes(checkpointing.budget, device, subject.model, None)
 
     def price(rows: int, times: int) -> float:

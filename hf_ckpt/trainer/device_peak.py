@@ -45,17 +45,13 @@ class DevicePeak:
 
     def compare(self, predicted_bytes: int) -> str:
         """Return predicted and measured peak, for the log."""
-        return _compared(predicted_bytes, self._before, self.highest())
-
-
-def _compared(predicted_bytes: int, before: int | None, now: int | None) -> str:
-    predicted = f"Predicted peak {format_bytes(predicted_bytes)}"
-    if before is None or now is None:
-        return f"{predicted}; a CPU does not count what is allocated."
-    if now <= before:
-        # What was there before this run is counted too: the count says something only once it has risen.
-        return f"{predicted}; measured no more than the {format_bytes(before)} that were allocated before."
-    return f"{predicted}, measured {format_bytes(now)} ({now / predicted_bytes - 1:+.1%})."
+        predicted, now = f"Predicted peak {format_bytes(predicted_bytes)}", self.highest()
+        if self._before is None or now is None:
+            return f"{predicted}; a CPU does not count what is allocated."
+        if now <= self._before:
+            # What was there before this run is counted too: the count says something only once it has risen.
+            return f"{predicted}; measured no more than the {format_bytes(self._before)} that were allocated before."
+        return f"{predicted}, measured {format_bytes(now)} ({now / predicted_bytes - 1:+.1%})."
 
 
 def _counted() -> int | None:

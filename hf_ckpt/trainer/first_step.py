@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class FirstStep:
             for stack, planned in zip(stacks, plan.stacks, strict=True)
             for layer, entry in zip(stack.layers, planned.layers, strict=True)
         ]
+        self._modules = {
+            (number, region): _modules_of(layer, region, entry)
+            for number, (_, layer, entry) in enumerate(self._layers)
+            for region in _REGIONS
+        }
         self._owners = _owners_of_trainable(model)
         self._in_tiles = {
             module
@@ -54,12 +60,14 @@ class FirstStep:
 
     def start(self) -> None:
         """Place the hooks."""
+        for key, modules in self._modules.items():
+            # The children, not the part: a part that is recomputed is entered once, its children twice.
+            for child in chain.from_iterable(map(_called_children, modules)):
+                self._hooks.append(child.register_forward_pre_hook(partial(self._count, key)))
         for number, (_, layer, entry) in enumerate(self._layers):
-            for region, module in _probes(layer, entry):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._count, (number, region))))
             if entry.recomputes and any(True for _ in layer.module.buffers()):
                 self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
-        for module in self._watched():
+        for module in {*chain.from_iterable(self._modules.values()), *self._owners}:
             self._hooks.append(module.register_forward_hook(self._watch_output))
         for parameter in {parameter for named in self._owners.values() for parameter in named.values()}:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
@@ -75,15 +83,6 @@ class FirstStep:
         self.stop()
         return [*self._recomputation_faults(), *self._buffer_faults(), *self._gradient_faults()]
 
-    def _watched(self) -> set[nn.Module]:
-        regions = {
-            module
-            for _, layer, entry in self._layers
-            for region in _REGIONS
-            for module in _modules_of(layer, region, entry)
-        }
-        return regions | self._owners.keys()
-
     def _count(self, key: tuple[int, str], module: nn.Module, args: Any) -> None:
         if _is_seen():
             self._entries[*key, is_in_backward()] += 1
@@ -95,12 +94,9 @@ class FirstStep:
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         for tensor in floating:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._note_gradient, module))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._has_gradient.add(module))  # type: ignore[no-untyped-call]
         if floating and not any(tensor.requires_grad for tensor in floating):
             self._is_cut_off.add(module)
-
-    def _note_gradient(self, module: nn.Module, gradient: Tensor) -> None:
-        self._has_gradient.add(module)
 
     def _note_buffers(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
@@ -139,7 +135,7 @@ class FirstStep:
                 )
                 return
             # Without a gradient at its output a region has no backward, and so no reason to be recomputed.
-            reached = not self._has_gradient.isdisjoint(_modules_of(layer, region, entry))
+            reached = not self._has_gradient.isdisjoint(self._modules[number, region])
             if is_planned and forward and not backward and reached:
                 yield (
                     f'set to "{_shown(entry)}", but {what} ran once in step 1 (twice expected). Its checkpoint '
@@ -163,17 +159,6 @@ class FirstStep:
         # ZeRO-3 has emptied is whole in backward, on every rank.
         is_elsewhere = not parameter.numel() and not hasattr(parameter, "ds_id")
         return parameter.grad is not None or parameter in self._accumulated or is_elsewhere
-
-
-def _probes(layer: Layer, entry: LayerPlan) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose forward entries show that the layer, or a part of it, ran.
-
-    These are the children of a part, not the part: a part that is recomputed is entered once, its children twice.
-    """
-    for region in _REGIONS:
-        for module in _modules_of(layer, region, entry):
-            for child in _called_children(module):
-                yield region, child
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -22,12 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class InputGradients:
-    """A hook that switches gradients of the input embeddings' output on, or off where another library has them on."""
+    """A hook that switches gradients of the input embeddings' output on, or off where another library has them on.
 
-    def __init__(self, model: nn.Module, is_on: bool) -> None:
-        embeddings = input_embeddings(model)
+    None leaves them as they are.
+    """
+
+    def __init__(self, model: nn.Module, is_on: bool | None) -> None:
         self._hook: RemovableHandle | None = None
-        if embeddings is not None:
+        if is_on is not None and (embeddings := input_embeddings(model)) is not None:
             # Placed last, so that it sees what the hook of `enable_input_require_grads` has done.
             self._hook = embeddings.register_forward_hook(partial(_set_requires_grad, is_on))
 
@@ -35,7 +37,6 @@ class InputGradients:
         """Take the hook off again."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
 
 
 def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested: bool | None) -> bool | None:
@@ -47,7 +48,7 @@ def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested:
     """
     if requested is not None:
         return requested
-    if not _is_peft(model):
+    if not any(hasattr(module, "peft_config") for module in model.modules()):
         return None
     language = next((stack for stack in stacks if "language" in stack.roles), stacks[0])
     first = next((layer.layer_idx for layer in language.layers if layer.needs_gradient), None)
@@ -77,10 +78,6 @@ def input_embeddings(model: nn.Module) -> nn.Module | None:
         if isinstance(embeddings, nn.Module):
             return embeddings
     return None
-
-
-def _is_peft(model: nn.Module) -> bool:
-    return any(hasattr(module, "peft_config") for module in model.modules())
 
 
 def _set_requires_grad(is_on: bool, module: nn.Module, args: Any, output: Any) -> None:

@@ -22,7 +22,6 @@ from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.policy.revolve import reruns
-from hf_ckpt.regions.offload.offloader import OffloadStats
 from hf_ckpt.structure.layers import Layer, Stack
 from hf_ckpt.structure.parts import Shapes, parameter_shapes
 from hf_ckpt.trainer.device_peak import DevicePeak
@@ -73,11 +72,6 @@ class StepClock:
         """Take the hook off."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
-
-    def tokens_per_sec(self) -> float | None:
-        """Return tokens per second of this process, or None where none were counted after the first step."""
-        return self.num_tokens / self.seconds if self.num_tokens else None
 
     def _count(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -87,18 +81,23 @@ class StepClock:
             self._tokens_in_step += args[0].numel()
 
 
-def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_bytes: int | None) -> dict[str, float]:
+def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_bytes: int) -> dict[str, float]:
     """Return what the reporters get of a run, by the names in the docstring of `HFCkptCallback`."""
     plan = applied.plan
     figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
     figures["recomputed_share"] = recomputed_share(plan, applied.stacks)
     stats = [offloader.stats for offloader in applied.offloaders]
     figures.update(_peak_memory(peak.highest(each.peak_before_reset_bytes for each in stats)))
-    figures.update(_offload_figures(stats))
+    if stats:
+        figures["host_peak_gib"] = sum(each.peak_host_bytes for each in stats) / GIB
+        figures["offloaded_gib"] = sum(each.bytes_out for each in stats) / GIB
+        figures["offload_wait_s"] = sum(each.seconds_waited for each in stats)
+        # The least share of theirs.
+        figures["offloaded_share"] = min(each.fraction for each in stats)
     if predicted_bytes:
         figures["predicted_peak_gib"] = predicted_bytes / GIB
-    if (speed := clock.tokens_per_sec()) is not None:
-        figures["tokens_per_sec"] = speed
+    if clock.num_tokens:
+        figures["tokens_per_sec"] = clock.num_tokens / clock.seconds
     return {f"ckpt/{name}": value for name, value in figures.items()}
 
 
@@ -117,18 +116,6 @@ def _peak_memory(of_device: int | None) -> dict[str, float]:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return {"peak_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
-
-
-def _offload_figures(stats: Sequence[OffloadStats]) -> dict[str, float]:
-    """Return what all offloaders of a run have moved, and the least share of theirs; empty where there is none."""
-    if not stats:
-        return {}
-    return {
-        "host_peak_gib": sum(each.peak_host_bytes for each in stats) / GIB,
-        "offloaded_gib": sum(each.bytes_out for each in stats) / GIB,
-        "offload_wait_s": sum(each.seconds_waited for each in stats),
-        "offloaded_share": min(each.fraction for each in stats),
-    }
 
 
 def recomputed_share(plan: Plan, stacks: Sequence[Stack]) -> float:
@@ -248,11 +235,7 @@ def _joins_the_run(reporter: Any, output_dir: str | None) -> bool:
     Left alone, that of transformers 5.23 would begin a second run in the working directory.
     """
     if getattr(reporter, "logging_dir", None) is None:
-        reporter.logging_dir = _newest_event_folder(output_dir)
+        events = Path(output_dir or ".").rglob("events.out.tfevents.*")
+        newest = max(events, key=lambda path: path.stat().st_mtime, default=None)
+        reporter.logging_dir = None if newest is None else str(newest.parent)
     return reporter.logging_dir is not None
-
-
-def _newest_event_folder(output_dir: str | None) -> str | None:
-    events = Path(output_dir or ".").rglob("events.out.tfevents.*")
-    newest = max(events, key=lambda path: path.stat().st_mtime, default=None)
-    return None if newest is None else str(newest.parent)

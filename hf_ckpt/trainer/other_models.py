@@ -91,41 +91,36 @@ def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield the modules and tensors that a Trainer and its callbacks reach, by the attribute that leads there."""
     handler = getattr(trainer, "callback_handler", None)
     holders = (trainer, *getattr(handler, "callbacks", ()))
-    search = _ObjectSearch(holders)
+    # Each object is looked into once; not those that this begins with, which their own methods lead to. They are kept,
+    # so that no other object gets the id of one that was seen.
+    seen: dict[int, Any] = {id(holder): holder for holder in holders}
     for holder in holders:
         # This package holds batches and gradients that are counted elsewhere.
         if is_ours(type(holder)):
             continue
         for name, value in getattr(holder, "__dict__", {}).items():
             if holder is not trainer or name not in _DATA:
-                yield from search.inside(f"{type(holder).__name__}.{name}", value)
+                yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
         for kind in type(holder).__mro__:
             if not _is_of_library(kind.__module__):
                 for name, value in list(vars(kind).items()):
-                    yield from search.inside(f"{type(holder).__name__}.{name}", value)
+                    yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
 
 
-class _ObjectSearch:
-    """Looks into each object once, and not into those it begins with, which their own methods lead to."""
-
-    def __init__(self, holders: Iterable[Any]) -> None:
-        # Kept, so that no other object gets the id of one that was seen.
-        self._seen: dict[int, Any] = {id(holder): holder for holder in holders}
-
-    def inside(self, name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, nn.Module | Tensor]]:
-        """Yield modules and tensors that a value is or leads to."""
-        if isinstance(value, str | bytes | int | float | bool | None) or depth > _MAX_DEPTH:
-            return
-        if id(value) in self._seen or len(self._seen) > _MAX_REACHED:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, nn.Module | Tensor):
-            # Single numbers are meters.
-            if isinstance(value, nn.Module) or value.dim():
-                yield name, value
-            return
-        for each in _leads_to(value):
-            yield from self.inside(name, each, depth + 1)
+def _inside(name: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield modules and tensors that a value is or leads to."""
+    if isinstance(value, str | bytes | int | float | bool | None) or depth > _MAX_DEPTH:
+        return
+    if id(value) in seen or len(seen) > _MAX_REACHED:
+        return
+    seen[id(value)] = value
+    if isinstance(value, nn.Module | Tensor):
+        # Single numbers are meters.
+        if isinstance(value, nn.Module) or value.dim():
+            yield name, value
+        return
+    for each in _leads_to(value):
+        yield from _inside(name, each, seen, depth + 1)
 
 
 def _leads_to(value: Any) -> Iterable[Any]:

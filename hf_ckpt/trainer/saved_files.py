@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from hf_ckpt.distributed import deepspeed
 from hf_ckpt.distributed.fsdp import accelerate_plugin
 from hf_ckpt.errors import PlanMismatchError, PolicyError, SavedFilesError, UnsupportedError
 from hf_ckpt.policy.plan import Plan
@@ -48,12 +49,10 @@ class Contents:
     def missing(self, found: Shapes) -> list[str]:
         """Return the names of the tensors that `found` lacks or has in another shape."""
         missing = [min(names) for shape, names in self.tensors if not any(found.get(name) == shape for name in names)]
+        num_elements = sum(math.prod(shape) for shape, _ in self.tensors)
         # transformers saves some architectures under the names and in the pieces of their original weights.
-        is_renamed = self.what == "model" and self._num_elements() <= sum(map(math.prod, found.values()))
+        is_renamed = self.what == "model" and num_elements <= sum(map(math.prod, found.values()))
         return [] if is_renamed else missing
-
-    def _num_elements(self) -> int:
-        return sum(math.prod(shape) for shape, _ in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -81,24 +80,14 @@ class SavedFiles:
 
     def fault(self, folder: Path, model: nn.Module | None = None) -> str | None:
         """Return what is wrong with the files in `folder`, and, by the model as it was saved, why; None if complete."""
-        for contents in self.contents:
-            found = _headers(folder, contents.patterns)
-            missing = contents.missing(found)
-            if missing or _wrapped(found):
-                return f"{_finding(folder, contents, found, missing)} {_reason(found, model)}"
-        return None
+        return _fault(self.contents, folder, _headers, model)
 
     def fault_of_checkpoint(self, folder: Path, model: nn.Module | None = None) -> str | None:
         """Do the same for a checkpoint of the Trainer, which may consist of shards."""
         if not writes_shards_only():
             return self.fault(folder, model)
-        found = _shards(folder / _SHARDS_FOLDER)
-        for contents in self.contents:
-            missing = contents.missing(found)
-            if missing or _wrapped(found):
-                shards = Contents(contents.what, _SHARDS_FOLDER, contents.tensors)
-                return f"{_finding(folder, shards, found, missing)} {_reason(found, model)}"
-        return None
+        shards = [replace(contents, patterns=_SHARDS_FOLDER) for contents in self.contents]
+        return _fault(shards, folder, _shards, model)
 
     def check(self, folder: Path, model: nn.Module | None = None) -> None:
         """Raise `SavedFilesError` where a tensor is missing, has another shape, or goes by the name of a wrapper."""
@@ -174,18 +163,29 @@ def _headers(folder: Path, pattern: str) -> Shapes:
     return found
 
 
-def _shards(folder: Path) -> Shapes:
+def _shards(folder: Path, name: str) -> Shapes:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    if not (folder / ".metadata").is_file():
+    if not (folder / name / ".metadata").is_file():
         return {}
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = FileSystemReader(folder / name).read_metadata().state_dict_metadata
     # accelerate saves a mapping with the model under this key.
     return {name.removeprefix("model."): tuple(getattr(entry, "size", ())) for name, entry in saved.items()}
 
 
 def _wrapped(found: Shapes) -> list[str]:
     return [name for name in found if any(part in WRAPPERS for part in name.split("."))]
+
+
+def _fault(
+    expected: Sequence[Contents], folder: Path, read: Callable[[Path, str], Shapes], model: nn.Module | None
+) -> str | None:
+    for contents in expected:
+        found = read(folder, contents.patterns)
+        missing = contents.missing(found)
+        if missing or _wrapped(found):
+            return f"{_finding(folder, contents, found, missing)} {_reason(found, model)}"
+    return None
 
 
 # --- Words. ---
@@ -211,7 +211,8 @@ def _some(names: Sequence[str]) -> str:
 
 def _reason(found: Shapes, model: nn.Module | None) -> str:
     """Say why something is missing, as far as the file and the model tell, and what to do."""
-    in_the_way = {part for name in _names(model, found) for part in name.split(".") if part in WRAPPERS}
+    names = [*found, *(() if model is None else dict(model.named_modules()))]
+    in_the_way = {part for name in names for part in name.split(".") if part in WRAPPERS}
     if "_checkpoint_wrapped_module" in in_the_way:
         return (
             "Layers are wrapped in CheckpointWrapper, which renames modules, and PEFT does not know them again. Switch "
@@ -224,7 +225,8 @@ def _reason(found: Shapes, model: nn.Module | None) -> str:
             'call trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT") before '
             "trainer.save_model()."
         )
-    if any(math.prod(shape) == 0 for shape in found.values()) or any(map(_is_partitioned, _parameters(model))):
+    is_partitioned = model is not None and deepspeed.is_sharded(model)
+    if is_partitioned or any(math.prod(shape) == 0 for shape in found.values()):
         return (
             "Shards were not gathered before they were saved. Under ZeRO-3 set "
             "stage3_gather_16bit_weights_on_model_save: true; save through trainer.save_model() on all processes."
@@ -233,20 +235,6 @@ def _reason(found: Shapes, model: nn.Module | None) -> str:
         "Something renamed, replaced or left out these modules while the model was prepared or saved. Compare the "
         "names in the file with those of model.named_parameters()."
     )
-
-
-def _names(model: nn.Module | None, found: Shapes) -> Iterator[str]:
-    yield from found
-    if model is not None:
-        yield from (name for name, _ in model.named_modules())
-
-
-def _parameters(model: nn.Module | None) -> Iterator[nn.Parameter]:
-    return iter(()) if model is None else model.parameters()
-
-
-def _is_partitioned(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "ds_id")
 
 
 # --- The plan in a checkpoint. ---

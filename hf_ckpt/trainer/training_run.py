@@ -7,10 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from hf_ckpt.distributed import watchdog
-from hf_ckpt.patch.apply import Applied, apply_plan
+from hf_ckpt.distributed.store import gather_results, num_processes
+from hf_ckpt.errors import PlanMismatchError
+from hf_ckpt.patch.apply import Applied, apply, apply_plan, make_plan
 from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.patch.use_cache import UseCache
 from hf_ckpt.policy.options import Prove
@@ -21,8 +24,7 @@ from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
-from hf_ckpt.trainer.metrics import StepClock, run_figures
-from hf_ckpt.trainer.plan_sync import apply_on_all_ranks
+from hf_ckpt.trainer.metrics import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -47,23 +49,22 @@ class TrainingRun:
         self.peak = DevicePeak(next(model.parameters()).device)
         self._watchdog = watch
         self._call = train_call()
-        self.applied: Applied = apply_on_all_ranks(model, policy, structure, prove)
+        self.applied: Applied = _apply_on_all_ranks(model, policy, structure, prove)
         if self._call is not None:
             # At once: an exception from here on leaves the plan to whoever uses the model next.
             self.applied.belongs_to(self._call)
-        self._first_step: FirstStep | None = FirstStep(model, self.applied.plan, self.applied.stacks)
-        self._is_checked_again = False
+        self._first_step: FirstStep | None = None
+        self._is_step_checked = True
         self._proven: list[Plan] = []
         self._states: tuple[Applied, list[ModuleState]] | None = None
         self._use_cache = UseCache(model)
         self._is_use_cache_ours = True
         self.clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
-        for undo in (self._note_removal, self._first_step.stop, self._restore_use_cache, self.clock.restore):
+        for undo in (self._note_removal, self._restore_use_cache, self.clock.restore):
             self.applied.on_remove(undo)
         is_on = choose_input_gradients(model, self.applied.stacks, input_require_grads)
-        if is_on is not None:
-            self.applied.on_remove(InputGradients(model, is_on).restore)
+        self.applied.on_remove(InputGradients(model, is_on).restore)
 
     def remove_when_interrupted(self) -> None:
         """Have the plan taken off at the next use of the model, should an exception end this call of `train()`."""
@@ -83,7 +84,7 @@ class TrainingRun:
             if is_alone:
                 # Batches of different lengths may change it in each step: nothing is looked for again.
                 return apply_plan(self.model, plan, self.applied.stacks, prove=prove)
-            return apply_on_all_ranks(self.model, plan, self._structure, prove)
+            return _apply_on_all_ranks(self.model, plan, self._structure, prove)
 
         self.applied = self.applied.exchange(put)
         if self._call is not None:
@@ -92,7 +93,7 @@ class TrainingRun:
             # Part of the step may have run under the old plan: the next one is held against the new plan.
             self._first_step.stop()
             self._first_step = None
-            self._is_checked_again = True
+            self._is_step_checked = True
 
     def report_failures(self, is_handled: Callable[[BaseException], bool] | None = None) -> None:
         """Let the other processes know when a forward raises in this one, but for what is handled here."""
@@ -113,8 +114,8 @@ class TrainingRun:
         """Switch the cache off, and see that the plan is in force: raises `PlanMismatchError` if it cannot be."""
         self._use_cache.off()
         self.applied.assert_in_force()
-        if self._is_checked_again:
-            self._is_checked_again = False
+        if self._is_step_checked:
+            self._is_step_checked = False
             self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
             self.applied.on_remove(self._first_step.stop)
         if self._first_step is not None:
@@ -126,9 +127,16 @@ class TrainingRun:
         """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
         if self.applied.plan not in self._proven:
             self._proven.append(self.applied.plan)
-        if self._first_step is not None and self._prove != "off":
+        first_step, self._first_step = self._first_step, None
+        if first_step is None:
+            return self.applied.value_proof.take_faults()
+        if self._prove != "off":
             self._log_unproven(is_compiled=is_compiled)
-        return [*self._faults_of_first_step(), *self.applied.value_proof.take_faults()]
+        for offloader in self.applied.offloaders:
+            for fault in offloader.faults():
+                # Short rows may be all there is in the first step: nothing is wrong, but for the memory.
+                warnings.warn(fault, stacklevel=2)
+        return [*first_step.finish(), *self.applied.value_proof.take_faults()]
 
     def _log_unproven(self, *, is_compiled: bool) -> None:
         unseen = self.applied.value_proof.unseen
@@ -139,16 +147,6 @@ class TrainingRun:
                 unseen[0],
                 f" (and {len(unseen) - 1} more)" if len(unseen) > 1 else "",
             )
-
-    def _faults_of_first_step(self) -> list[str]:
-        first_step, self._first_step = self._first_step, None
-        if first_step is None:
-            return []
-        for offloader in self.applied.offloaders:
-            for fault in offloader.faults():
-                # Short rows may be all there is in the first step: nothing is wrong, but for the memory.
-                warnings.warn(fault, stacklevel=2)
-        return first_step.finish()
 
     def note_optimizer_step(self) -> None:
         """Note on each region that the weights have changed."""
@@ -164,14 +162,6 @@ class TrainingRun:
         self.clock.end_step()
         self._use_cache.restore()
 
-    def figures(self, predicted_bytes: int | None) -> dict[str, float]:
-        """Return what the reporters get, by the names in the docstring of `HFCkptCallback`."""
-        return run_figures(self.applied, self.peak, self.clock, predicted_bytes)
-
-    def remove(self) -> None:
-        """Put the model back as it was found."""
-        self.applied.remove()
-
     def _restore_use_cache(self) -> None:
         if self._is_use_cache_ours:
             self._use_cache.restore()
@@ -181,3 +171,56 @@ class TrainingRun:
 
     def _note_removal(self) -> None:
         self.is_removed = True
+
+
+def _apply_on_all_ranks(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove) -> Applied:
+    """Put a policy in force on every rank's model: rank 0 makes the plan, all apply it, and compare what is in force.
+
+    A rank that went on with another plan, or alone, would leave the others waiting in a collective for as long as the
+    engine's timeout, or train with gradients of something else.
+
+    Raises what `apply` raises on the rank where it does, and `OtherProcessError` on the others; `PlanMismatchError` on
+    all where ranks were given different policies, or different plans are in force.
+    """
+    if num_processes() == 1:
+        return apply(model, policy, prove=prove, **structure)
+    plan = _plan_of_rank_0(model, policy, structure)
+    applied: list[Applied] = []
+
+    def apply_mine() -> str:
+        applied.append(apply(model, plan, prove=prove, **structure))
+        return applied[0].plan.digest()
+
+    try:
+        _check_equal(gather_results(apply_mine, "applying the policy"), "plan is in force")
+    except BaseException:
+        for handle in applied:
+            handle.remove()
+        raise
+    return applied[0]
+
+
+def _plan_of_rank_0(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any]) -> Plan:
+    def plan_here() -> tuple[str, str | None]:
+        plan = make_plan(model, policy, **structure).to_json() if dist.get_rank() == 0 else None
+        return _describe(policy, structure), plan
+
+    gathered = gather_results(plan_here, "making the plan")
+    _check_equal([description for description, _ in gathered], "policy was asked for")
+    return Plan.from_json(gathered[0][1] or "")
+
+
+def _check_equal(values: list[str], what: str) -> None:
+    if len(set(values)) == 1:
+        return
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    raise PlanMismatchError(
+        f"Another {what} in process {other} than in process 0: {values[other]}, and not {values[0]}. All processes of "
+        "a run train under one plan. Give all of them the same policy and the same model."
+    )
+
+
+def _describe(policy: Policy | Plan, structure: dict[str, Any]) -> str:
+    given = {name: value for name, value in structure.items() if value is not None}
+    what = f"plan {policy.digest()}" if isinstance(policy, Plan) else policy.describe()
+    return f"{what} with {given}" if given else what

@@ -103,7 +103,7 @@ def test_plan_of_rank_0_is_applied_by_all(tmp_path: Path) -> None:
         made.append("made")
         return make_plan(*args, **kwargs)
 
-    with fresh_accelerate(), mock.patch("hf_ckpt.trainer.plan_sync.make_plan", noting):
+    with fresh_accelerate(), mock.patch("hf_ckpt.trainer.training_run.make_plan", noting):
         make_trainer(KINDS["full"]("llama"), tmp_path, found, **engine_arguments("fsdp2")).train()
     assert made == (["made"] if dist.get_rank() == 0 else [])
     assert found.plan is not None

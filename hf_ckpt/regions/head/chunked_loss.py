@@ -6,6 +6,7 @@ The gradients of the chunks are summed here, where torch's engine would need mor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -24,38 +25,43 @@ HIDDEN_STATES = ""
 """Stands for the hidden states among the names of weights."""
 
 
-def loss_in_chunks(
-    compute: Compute,
-    function: Callable[..., Tensor],
-    target: Tensor,
-    *,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    **options: Any,
-) -> Tensor:
-    """Return what `cross_entropy` or `nll_loss` of torch does: a scalar, or [T] without reduction.
+@dataclass(frozen=True, eq=False)
+class LossCall:
+    """A call of `cross_entropy` or `nll_loss` of torch; `options` are its other keyword arguments."""
+
+    function: Callable[..., Tensor]
+    target: Tensor
+    """Class indices, [T]."""
+    weight: Tensor | None
+    """[V], in the dtype that the loss is computed in."""
+    ignore_index: int
+    reduction: str
+    options: Mapping[str, Any]
+
+
+def loss_in_chunks(compute: Compute, loss: LossCall) -> Tensor:
+    """Return what the loss of torch returns: a scalar, or [T] without reduction.
 
     The sums over the chunks are added up in another order than the one sum over all tokens: equal within a few
-    roundings of their dtype (1e-6 in float32), not bit by bit. `target` are class indices, [T]; `weight` is [V].
+    roundings of their dtype (1e-6 in float32), not bit by bit.
     """
-    of_rows = "none" if reduction == "none" else "sum"
-    loss = partial(function, weight=weight, ignore_index=ignore_index, reduction=of_rows, **options)
-    losses = compute(loss, target)
-    if reduction == "none":
+    given = {"weight": loss.weight, "ignore_index": loss.ignore_index, **loss.options}
+    of_rows = partial(loss.function, reduction="none" if loss.reduction == "none" else "sum", **given)
+    losses = compute(of_rows, loss.target)
+    if loss.reduction == "none":
         return torch.cat(losses)
     total: Tensor = losses[0]
     for other in losses[1:]:
         total = total + other
-    return total if reduction == "sum" else total / _divisor(target, weight, ignore_index, total.dtype)
+    return total if loss.reduction == "sum" else total / _divisor(loss, total.dtype)
 
 
-def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def _divisor(loss: LossCall, dtype: torch.dtype) -> Tensor:
     """Return the divisor of the mean. If every token is ignored it is 0, and the mean nan, as in torch."""
-    counts = target != ignore_index
-    if weight is None:
+    counts = loss.target != loss.ignore_index
+    if loss.weight is None:
         return counts.sum().to(dtype)
-    return weight[target.where(counts, 0)].where(counts, 0).sum()
+    return loss.weight[loss.target.where(counts, 0)].where(counts, 0).sum()
 
 
 def in_chunks(
@@ -113,10 +119,19 @@ def _slices(hidden: Tensor, lengths: Sequence[int], watch: Watch | None) -> Sequ
 
 
 class Parts(Protocol):
-    """Gives chunks their parts of a tensor, and collects the gradients of the parts."""
+    """Gives chunks their parts of a tensor, here the whole of it, and collects the gradients of the parts.
+
+    Inherit from this class: what has a value or a body below may be left as it is.
+    """
+
+    on_part: Callable[[Tensor, int], None] | None = None
+    """Gets the gradient of each part, and its number."""
+    on_total: Callable[[Tensor | None], None] | None = None
+    """Gets the gradient of the tensor."""
 
     def part_of(self, tensor: Tensor, number: int) -> Tensor:
         """Return the part of a tensor that a chunk uses."""
+        return tensor
 
     def add(self, gradient: Tensor, number: int) -> None:
         """Collect the gradient of that part."""
@@ -126,10 +141,11 @@ class Parts(Protocol):
 
     def spread(self, gradient: Tensor, number: int) -> Tensor:
         """Return the gradient of the tensor that comes from that part alone."""
+        return gradient
 
 
-Watch = Callable[[str, Parts], Parts]
-"""Wraps what collects the gradients of a weight, by its name, or of `HIDDEN_STATES`."""
+Watch = Callable[[str, Parts], None]
+"""Is shown what collects the gradients of a weight, by its name, or of `HIDDEN_STATES`."""
 
 
 class InParts:
@@ -141,7 +157,9 @@ class InParts:
     """
 
     def __init__(self, tensor: Tensor, parts: Parts, name: str = HIDDEN_STATES, watch: Watch | None = None) -> None:
-        self._parts = parts if watch is None else watch(name, parts)
+        self._parts = parts
+        if watch is not None:
+            watch(name, parts)
         self._whole: Tensor = _Whole.apply(tensor, self._parts)  # type: ignore[no-untyped-call]  # upstream
 
     def __call__(self, number: int) -> Tensor:
@@ -150,7 +168,7 @@ class InParts:
         return part
 
 
-class _RowGradients:
+class _RowGradients(Parts):
     """Some rows for each chunk, as many as `lengths` say: their gradients are put side by side."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -183,7 +201,7 @@ class _RowGradients:
         return functional.pad(gradient, [*around, rows.start, self._num_rows - rows.stop])
 
 
-class _SummedGradient:
+class _SummedGradient(Parts):
     """The whole tensor for each chunk: the gradients are summed, in float32 at least.
 
     In bf16 a sum over a hundred chunks is several times further off than the one product of the whole batch, which the
@@ -194,9 +212,6 @@ class _SummedGradient:
         self._dtype = dtype
         self._gradient: Tensor | None = None
 
-    def part_of(self, tensor: Tensor, number: int) -> Tensor:
-        return tensor
-
     def add(self, gradient: Tensor, number: int) -> None:
         if self._gradient is None:
             self._gradient = gradient.to(torch.promote_types(self._dtype, torch.float32), copy=True)
@@ -206,9 +221,6 @@ class _SummedGradient:
     def total(self) -> Tensor | None:
         gradient, self._gradient = self._gradient, None
         return None if gradient is None else gradient.to(self._dtype)
-
-    def spread(self, gradient: Tensor, number: int) -> Tensor:
-        return gradient
 
 
 class _Whole(torch.autograd.Function):
@@ -222,7 +234,12 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        return (gradient if torch.is_grad_enabled() else ctx.parts.total()), None
+        if torch.is_grad_enabled():
+            return gradient, None
+        total = ctx.parts.total()
+        if ctx.parts.on_total is not None:
+            ctx.parts.on_total(total)
+        return total, None
 
 
 class _ChunkInput(torch.autograd.Function):
@@ -240,5 +257,7 @@ class _ChunkInput(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         if torch.is_grad_enabled():
             return ctx.parts.spread(gradient, ctx.number), None, None
+        if ctx.parts.on_part is not None:
+            ctx.parts.on_part(gradient, ctx.number)
         ctx.parts.add(gradient, ctx.number)
         return None, None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.execution_state import AutocastState
 from hf_ckpt.regions.head import chunked_loss, row_operations
-from hf_ckpt.regions.head.chunked_loss import in_chunks
+from hf_ckpt.regions.head.chunked_loss import LossCall, in_chunks
 from hf_ckpt.regions.head.head_call import LogitsState, RowOperation, compute_logits, unsupported
-from hf_ckpt.regions.head.head_proof import HeadProof, PlainLoss
+from hf_ckpt.regions.head.head_proof import HeadProof
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +204,10 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if len(deferred) == 1 and deferred[0].materialized is None:
         position = next((place for place, value in enumerate(args) if value is deferred[0]), None)
         if position is not None and "out" not in kwargs:
-            found = _answer_deferred(function, name, deferred[0], position, args, kwargs)
+            found = _answer_deferred(function, deferred[0], position, args, kwargs)
             if found is not NotImplemented:
                 return found
-    return _answer_materialized(function, name, args, kwargs)
+    return _answer_materialized(function, args, kwargs)
 
 
 def _run_natively(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -251,18 +251,14 @@ def _leaves_gradient(hook: Any) -> bool:
 
 
 def _answer_deferred(
-    function: Callable[..., Any],
-    name: str,
-    logits: DeferredLogits,
-    position: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., Any], logits: DeferredLogits, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer without the real logits, or with NotImplemented."""
+    name = function.__name__
     if logits.state.has_classes_first and name not in row_operations.CASTS and name not in _LOSSES:
         return NotImplemented
     if name in row_operations.ELEMENTWISE:
-        return _apply_to_rows(function, name, logits, position, args, kwargs)
+        return _apply_to_rows(function, logits, position, args, kwargs)
     if position != 0:
         return NotImplemented
     if row_operations.is_in_place(name):
@@ -275,7 +271,7 @@ def _answer_deferred(
     if name in row_operations.ALONG_ROWS:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         is_along = row_operations.is_of_vocabulary(dim, logits.dim())
-        return _apply_to_rows(function, name, logits, 0, args, kwargs) if is_along else NotImplemented
+        return _apply_to_rows(function, logits, 0, args, kwargs) if is_along else NotImplemented
     return _move_rows(name, logits, args, kwargs)
 
 
@@ -291,8 +287,9 @@ def _move_rows(name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs:
     return NotImplemented
 
 
-def _answer_materialized(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer_materialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with the real logits."""
+    name = function.__name__
     writes = row_operations.is_in_place(name) and isinstance(args[0], DeferredLogits)
     if writes and args[0].shares_memory:
         raise unsupported(f"A write ({name}) into memory that they share with others")
@@ -307,19 +304,15 @@ def _answer_materialized(function: Callable[..., Any], name: str, args: tuple[An
 
 
 def _apply_to_rows(
-    function: Callable[..., Any],
-    name: str,
-    logits: DeferredLogits,
-    position: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., Any], logits: DeferredLogits, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the logits after an operation on each row; NotImplemented if an operand differs from row to row.
 
     `position` is that of the logits in `args`.
     """
     others = (*args[:position], *args[position + 1 :], *kwargs.values())
-    if name in row_operations.CASTS:
+    is_cast = function.__name__ in row_operations.CASTS
+    if is_cast:
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     elif not all(row_operations.is_same_for_rows(other, logits.dim()) for other in others):
         return NotImplemented
@@ -329,7 +322,7 @@ def _apply_to_rows(
     stored = (*args[:position], None, *args[position + 1 :])
     operation = RowOperation(function, stored, kwargs, position, logits.dim(), AutocastState.now())
     sample = operation.run(state.sample)
-    if name in row_operations.CASTS:
+    if is_cast:
         if (sample.dtype, sample.device) == (state.sample.dtype, state.sample.device) and not kwargs.get("copy"):
             return logits
         # Not as it was called: `type_as`, say, would keep its operand alive.
@@ -346,7 +339,7 @@ def _apply_in_place(name: str, logits: DeferredLogits, args: tuple[Any, ...], kw
     if name == "__setitem__":
         made = _with_columns_set(logits, *args[1:])
     elif (plain := name.removesuffix("_")) in row_operations.ELEMENTWISE:
-        made = _apply_to_rows(getattr(Tensor, plain), plain, logits, 0, args, kwargs)
+        made = _apply_to_rows(getattr(Tensor, plain), logits, 0, args, kwargs)
     else:
         return NotImplemented
     if made is NotImplemented or made.dtype != logits.dtype:
@@ -359,7 +352,7 @@ def _with_columns_set(logits: DeferredLogits, index: Any, value: Any) -> Any:
     split = row_operations.split_index(index, logits.dim())
     if split is None or not row_operations.are_all(split[0]):
         return NotImplemented
-    return _apply_to_rows(row_operations.with_columns_set, "__setitem__", logits, 0, (logits, split[1], value), {})
+    return _apply_to_rows(row_operations.with_columns_set, logits, 0, (logits, split[1], value), {})
 
 
 def _move(logits: DeferredLogits, name: str, hidden: Any) -> Any:
@@ -400,8 +393,8 @@ def _index(logits: DeferredLogits, index: Any) -> Any:
         is_basic = row_operations.is_basic(positions)
         return logits[(*positions, row_operations.ALL)][..., columns] if is_basic else NotImplemented
     if isinstance(columns, int):
-        return _compute_rows(logits, partial(row_operations.column, columns))
-    made = _apply_to_rows(Tensor.__getitem__, "__getitem__", logits, 0, (logits, (..., columns)), {})
+        return _compute_rows(logits, lambda rows: rows[:, columns])
+    made = _apply_to_rows(Tensor.__getitem__, logits, 0, (logits, (..., columns)), {})
     logits.shares_memory = made.shares_memory = True
     return made
 
@@ -429,37 +422,26 @@ def _loss(name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     is_in_order = logits.dim() == 2 or logits.state.has_classes_first
     if not (is_in_order and has_classes) or given["size_average"] is not None or given["reduce"] is not None:
         return NotImplemented
-    proof = _proof(_LOSSES[name], logits, given)
     exact: Any = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    options = {"label_smoothing": given["label_smoothing"]} if name == "cross_entropy" else {}
+    weight = None if weight is None else weight.to(exact.dtype)
+    loss = LossCall(_LOSSES[name], target.flatten(), weight, given["ignore_index"], given["reduction"], options)
+    proof = _proof(loss, logits)
     compute = partial(_in_chunks, exact)
-    value = chunked_loss.loss_in_chunks(
-        compute if proof is None else partial(proof.compute, compute),
-        _LOSSES[name],
-        target.flatten(),
-        weight=None if weight is None else weight.to(exact.dtype),
-        ignore_index=given["ignore_index"],
-        reduction=given["reduction"],
-        **({"label_smoothing": given["label_smoothing"]} if name == "cross_entropy" else {}),
-    )
+    value = chunked_loss.loss_in_chunks(compute if proof is None else partial(proof.compute, compute), loss)
     value = link_to_logits(value if value.dim() == 0 else value.view(leading), logits)
     if proof is not None:
         proof.check_loss(value)
     return value
 
 
-def _proof(function: Callable[..., Tensor], logits: DeferredLogits, given: Mapping[str, Any]) -> HeadProof | None:
+def _proof(loss: LossCall, logits: DeferredLogits) -> HeadProof | None:
     """Return the proof of a loss, if one is due."""
     region = logits.state.head_call.chunking.proof
     if region is None or not allows_gradient(logits):
         return None
-    call = region.start_call(function, [logits.state.hidden])
-    if call is None or call.is_simulated:
-        return None
-    options = {key: given[key] for key in ("label_smoothing",) if key in given}
-    loss = PlainLoss(
-        function, given["target"], given["weight"], given["ignore_index"], given["reduction"], options=options
-    )
-    return HeadProof(call, logits.state, loss)
+    call = region.start_call(loss.function, [logits.state.hidden])
+    return None if call is None or call.is_simulated else HeadProof(call, logits.state, loss)
 
 
 def _compute_rows(logits: DeferredLogits, function: Callable[..., Any], *operands: Tensor) -> Any:

@@ -14,17 +14,15 @@ itself at most, up or down, so that a sum over rows is off by less than half of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_ckpt.regions.execution_state import Function, RandomState, is_transformed
 from hf_ckpt.regions.fingerprints import Fingerprint, are_equal, is_sum, relative_distance
-from hf_ckpt.regions.head.chunked_loss import HIDDEN_STATES, Parts
+from hf_ckpt.regions.head.chunked_loss import HIDDEN_STATES, LossCall, Parts
 from hf_ckpt.regions.head.head_call import LogitsState, compute_logits
 from hf_ckpt.regions.module_state import CallState
 from hf_ckpt.regions.value_proof import CallProof
@@ -38,42 +36,10 @@ _HALF_GRADIENT = 2.0**-6
 _OUR_FAULT = "This is a fault of hf_ckpt: please report it, and leave head: chunked out meanwhile."
 
 
-@dataclass(frozen=True, eq=False)
-class PlainLoss:
-    """A call of `cross_entropy` or `nll_loss` of torch; `options` are its other keyword arguments."""
-
-    function: Callable[..., Tensor]
-    target: Tensor
-    weight: Tensor | None
-    ignore_index: int
-    reduction: str
-    options: Mapping[str, Any]
-
-    def of(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return the loss of some rows, of which these are the logits [n, V]: of each, or their sum."""
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        return self.function(
-            logits.to(dtype),
-            self.target.reshape(-1)[rows],
-            weight=None if self.weight is None else self.weight.to(dtype),
-            ignore_index=self.ignore_index,
-            reduction="none" if self.reduction == "none" else "sum",
-            **self.options,
-        )
-
-    def divisor(self) -> Tensor:
-        """Return the divisor of the sum over all rows."""
-        if self.reduction != "mean":
-            return self.target.new_ones((), dtype=torch.float64)
-        classes = self.target[self.target != self.ignore_index]
-        weights = classes.new_ones(classes.shape, dtype=torch.float64) if self.weight is None else self.weight[classes]
-        return weights.sum(dtype=torch.float64)
-
-
 class HeadProof:
     """Checks one loss, in its forward and in its first backward."""
 
-    def __init__(self, call: CallProof, state: LogitsState, loss: PlainLoss) -> None:
+    def __init__(self, call: CallProof, state: LogitsState, loss: LossCall) -> None:
         self._call = call
         self._loss = loss
         self._head_call = state.head_call
@@ -97,30 +63,29 @@ class HeadProof:
         self._awaited: set[str] = set()
         self._is_over = False
 
-    def parts(self, name: str, parts: Parts) -> Parts:
-        """Wrap what collects the gradients of a weight, or of `HIDDEN_STATES`, so that they are checked."""
+    def watch(self, name: str, parts: Parts) -> None:
+        """Have the gradients of a weight, or of `HIDDEN_STATES`, checked."""
         self._given[name] = {}
         self._awaited.add(name)
-        return _CheckedParts(parts, partial(self._check_part, name), partial(self._check_total, name))
+        parts.on_part, parts.on_total = partial(self._check_part, name), partial(self._check_total, name)
 
     # --- Forward. ---
 
     def compute(self, compute: Function, function: Function, *operands: Tensor) -> list[Tensor]:
         """Return the losses of the chunks; see `chunked_loss.Compute`."""
-        values: list[Tensor] = compute(function, *operands, watch=self.parts)
+        values: list[Tensor] = compute(function, *operands, watch=self.watch)
         if self._rows[-1].stop != len(self._hidden) or len(values) != len(self._rows):
             self._add_fault(f"its chunks do not cover its {len(self._hidden)} rows. {_OUR_FAULT}")
             return values
         expected = self._plain_losses()
-        for number, (value, plain) in enumerate(zip(values, expected, strict=True)):
+        for number, (value, plain, rows) in enumerate(zip(values, expected, self._rows, strict=True)):
             if not self._is_loss(value, plain, partial(self._plain_again, number)):
-                rows = self._rows[number]
                 self._add_fault(
                     f"its loss over rows {rows.start} to {rows.stop - 1} is {_figure(value)}, and that of the plain "
                     f"head {_figure(plain)}. {_OUR_FAULT}"
                 )
         joined = torch.cat(expected) if self._loss.reduction == "none" else torch.stack(expected).sum()
-        self._sum = joined / self._loss.divisor()
+        self._sum = joined / _divisor(self._loss)
         return values
 
     def check_loss(self, value: Tensor) -> None:
@@ -152,7 +117,16 @@ class HeadProof:
         return self._plain_losses()[number]
 
     def _plain(self, hidden: Tensor, rows: slice, weights: Mapping[str, Tensor]) -> Tensor:
-        return self._loss.of(compute_logits(self._head_call, self._operations, hidden, weights), rows)
+        logits = compute_logits(self._head_call, self._operations, hidden, weights)
+        loss = self._loss
+        return loss.function(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            loss.target[rows],
+            weight=loss.weight,
+            ignore_index=loss.ignore_index,
+            reduction="none" if loss.reduction == "none" else "sum",
+            **loss.options,
+        )
 
     def _is_loss(self, value: Tensor, plain: Tensor, again: Callable[[], Tensor] | None = None) -> bool:
         with torch.no_grad():
@@ -192,7 +166,7 @@ class HeadProof:
         if self._loss.reduction == "none":
             of_loss = gradient.reshape(-1)[rows]
         else:
-            of_loss = gradient / self._loss.divisor().to(gradient.dtype)
+            of_loss = gradient / _divisor(self._loss).to(gradient.dtype)
         with self._random_of_chosen.kept(), torch.enable_grad():
             self._random_of_chosen.restore()
             # A view: tools that watch modules cannot follow a leaf in `torch.autograd.grad`.
@@ -259,30 +233,13 @@ class HeadProof:
         self._fault = self._fault or fault
 
 
-class _CheckedParts:
-    """Parts whose gradients are reported: `gave` gets that of each part and its number, `total` that of the tensor."""
-
-    def __init__(
-        self, parts: Parts, gave: Callable[[Tensor, int], None], total: Callable[[Tensor | None], None]
-    ) -> None:
-        self._parts = parts
-        self._gave = gave
-        self._total = total
-
-    def part_of(self, tensor: Tensor, number: int) -> Tensor:
-        return self._parts.part_of(tensor, number)
-
-    def add(self, gradient: Tensor, number: int) -> None:
-        self._gave(gradient, number)
-        self._parts.add(gradient, number)
-
-    def total(self) -> Tensor | None:
-        total = self._parts.total()
-        self._total(total)
-        return total
-
-    def spread(self, gradient: Tensor, number: int) -> Tensor:
-        return self._parts.spread(gradient, number)
+def _divisor(loss: LossCall) -> Tensor:
+    """Return the divisor of the sum over all rows."""
+    if loss.reduction != "mean":
+        return loss.target.new_ones((), dtype=torch.float64)
+    classes = loss.target[loss.target != loss.ignore_index]
+    weights = classes.new_ones(classes.shape, dtype=torch.float64) if loss.weight is None else loss.weight[classes]
+    return weights.sum(dtype=torch.float64)
 
 
 def _named(name: str) -> str:

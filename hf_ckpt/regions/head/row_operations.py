@@ -85,20 +85,12 @@ def reduction_of_rows(
     if name == "gather":
         index = kwargs["index"] if "index" in kwargs else args[1]
         is_by_row = isinstance(index, Tensor) and index.shape[:-1] == shape[:-1]
-        return (partial(_gather, function), (index,)) if is_by_row else None
+        return (lambda logits, index: function(logits, -1, index), (index,)) if is_by_row else None
     if len(args) > place:
         args = (*args[:place], -1, *args[place + 1 :])
     else:
         kwargs = {**kwargs, "dim": -1}
-    return partial(_call, function, args, kwargs), ()
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor) -> Any:
-    return function(logits, *args, **kwargs)
-
-
-def _gather(function: Callable[..., Any], logits: Tensor, index: Tensor) -> Any:
-    return function(logits, -1, index)
+    return lambda logits: function(logits, *args, **kwargs), ()
 
 
 # --- Indices. ---
@@ -133,11 +125,6 @@ def _num_indexed(item: Any) -> int:
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
-
-
-def column(number: int, logits: Tensor) -> Tensor:
-    """Return a column of some rows, [n]."""
-    return logits[:, number]
 
 
 def with_columns_set(logits: Tensor, columns: Any, value: Any) -> Tensor:

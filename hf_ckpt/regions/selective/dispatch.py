@@ -77,7 +77,6 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstr
         self._begin = begin
         self._ignores = ignores
         self._run: RegionRun | None = None
-        self._previous: tuple[RegionRun | None, InterceptionState] = None, InterceptionState()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -111,7 +110,6 @@ class KernelInterception:
 
     def __init__(self, begin: Callable[[], RegionRun]) -> None:
         self._begin = begin
-        self._previous: tuple[RegionRun | None, InterceptionState] = None, InterceptionState()
 
     def __enter__(self) -> KernelInterception:
         run = self._begin()

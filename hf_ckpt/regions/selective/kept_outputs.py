@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof
 
 
-Shapes = tuple[torch.Size, ...]
 LINEAR_LAYER = OperatorKind("a linear layer", "", OperatorRole.PRODUCT)
 """Stands for linear and adapted layers, as if they were operators."""
 
@@ -89,7 +88,7 @@ class _KeptOutput:
     kind: OperatorKind
     output: Any
     """Its tensors without graph, or their handles, in the tuples that they came in."""
-    shapes: Shapes
+    shapes: tuple[torch.Size, ...]
     """Of the tensors that it was given, to notice a recomputation that takes another way."""
     random_state: RandomState | None
     """After it, where it drew random numbers."""
@@ -146,32 +145,28 @@ class KeptOutputs:
         tensors = [detached] if isinstance(detached, Tensor) else list(tensors_in(detached))
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         entry = _KeptOutput(kind, detached, _shapes(args), random_state, self._num_kept)
-        if self._checks_writes:
-            entry.sums = _sums(tensors)
-        self._enter(number, entry, tensors)
-        if not self._sees_writes and not is_copied:
-            entry.returned = [(tensor, tensor._version) for tensor in tensors_in([output])]
+        self._enter(number, entry, tensors, () if is_copied else tensors_in([output]))
 
     def keep_module(self, number: CallId, output: Tensor) -> None:
         """Keep what a linear or adapted layer returned: as `keep` does, in less time, of one tensor."""
         is_copied = number in self._coverage.rewritten_calls
         detached = output.clone() if is_copied else output.detach()
         entry = _KeptOutput(LINEAR_LAYER, detached, (), None, self._num_kept)
-        if self._checks_writes:
-            entry.sums = _sums([detached])
-        self._enter(number, entry, [detached])
-        if not self._sees_writes and not is_copied:
-            entry.returned = [(output, output._version)]
+        self._enter(number, entry, [detached], () if is_copied else (output,))
 
-    def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor]) -> None:
+    def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor], returned: Iterable[Tensor]) -> None:
         self._num_kept += 1
         self._entries[number] = self._last = entry
+        if self._checks_writes:
+            entry.sums = _sums(tensors)
         if self._values is not None:
             self._values.record_kept(number, tensors)
-        if self._sees_writes:
-            for tensor in tensors:
-                for storage in storages_of(tensor):
-                    self._in_storage.setdefault(storage._cdata, []).append(entry)
+        if not self._sees_writes:
+            entry.returned = [(tensor, tensor._version) for tensor in returned]
+            return
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._in_storage.setdefault(storage._cdata, []).append(entry)
 
     def note_view(self, tensor: Tensor, view: Tensor) -> None:
         """Note that a tensor got a view that counts its own writes."""
@@ -215,19 +210,15 @@ class KeptOutputs:
             for tensor in tensors_in(entry.output)
             for storage in storages_of(tensor)
         }
-        if self._keeper is not None:
+        if (keeper := self._keeper) is not None:
             for entry in self._entries.values():
-                entry.output = tree_map_only(Tensor, self._put, entry.output)
+                entry.output = tree_map_only(Tensor, lambda tensor: _KeeperHandle(keeper.put(tensor)), entry.output)
 
     def forget_returned(self) -> None:
         """Let go of tensors with a graph, which holds all this in turn."""
         for entry in self._entries.values():
             entry.sums, entry.returned = [], []
         self._last = None
-
-    def _put(self, tensor: Tensor) -> _KeeperHandle:
-        assert self._keeper is not None, "asked by the caller"
-        return _KeeperHandle(self._keeper.put(tensor))
 
     def note_returned(self, returned: Sequence[Tensor]) -> None:
         """Note what the region returned: its owner may write into it, where no mode of ours sees it."""
@@ -269,7 +260,9 @@ class KeptOutputs:
         if entry.random_state is not None:
             # What follows must draw the numbers that it drew behind this operator.
             entry.random_state.restore()
-        output = entry.output if self._keeper is None else tree_map_only(_KeeperHandle, self._get, entry.output)
+        output = entry.output
+        if (keeper := self._keeper) is not None:
+            output = tree_map_only(_KeeperHandle, lambda handle: keeper.get(handle.value).detach(), output)
         if self._values is not None:
             self._values.check_kept(number, entry.kind.name, list(tensors_in([output])))
         return output
@@ -306,10 +299,6 @@ class KeptOutputs:
             )
         return found.reshape(shape)
 
-    def _get(self, handle: _KeeperHandle) -> Tensor:
-        assert self._keeper is not None, "it made the handle"
-        return self._keeper.get(handle.value).detach()
-
 
 NOT_KEPT = object()
 """Stands for an output that is not there; operators may return None."""
@@ -328,7 +317,7 @@ class CallCounter:
         return kind.name, place
 
 
-def _shapes(args: Any) -> Shapes:
+def _shapes(args: Any) -> tuple[torch.Size, ...]:
     return tuple([tensor.shape for tensor in tensors_in(args)])
 
 

@@ -111,9 +111,7 @@ class OperatorKind:
             yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
 
     def draws(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call draws random numbers."""
-        if not self.is_random:
-            return False
+        """Whether a call of an operator that may draw random numbers does."""
         shares = [args[index] if index < len(args) else kwargs.get(name) for index, name in self.dropout]
         return not shares or any(shares)
 
@@ -258,11 +256,6 @@ class SaveRules:
         """The names that stand for modules."""
         return _globs(self)
 
-    @property
-    def is_by_modules(self) -> bool:
-        """Whether it does not matter by which operators a linear layer computes its product."""
-        return _is_by_modules(self)
-
     def for_operator(self, kind: OperatorKind, args: Any) -> tuple[str, ...]:
         """Return which of `required` keep the output of this call, wherever it runs; empty if none does."""
         is_kept = kind.role is OperatorRole.ATTENTION
@@ -273,14 +266,10 @@ class SaveRules:
             is_kept = is_kept or (kind.role is OperatorRole.PRODUCT and not is_narrow(kind.packet, args))
         return (self.preset,) if is_kept else ()
 
-    def may_keep(self) -> Mapping[OperatorKind, bool]:
-        """Return of which operators the output can be kept at all, somewhere in the layer."""
-        return _may_keep(self)
-
     def ignores(self, function: Any) -> bool:
         """Whether an operator neither writes nor has an output that can be kept."""
         kind = operator_kind(function)
-        return not kind.written and not _may_keep(self)[kind]
+        return not kind.written and not may_keep(self)[kind]
 
     def matching(self, layer: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
         """Yield the modules below a layer that globs match, each with those globs."""
@@ -343,17 +332,19 @@ def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @lru_cache(maxsize=256)
-def _is_by_modules(saves: SaveRules) -> bool:
+def is_by_modules(saves: SaveRules) -> bool:
+    """Whether it does not matter by which operators a linear layer computes its product."""
     return not any(_operators(name) for name in saves.names)
 
 
 @lru_cache(maxsize=256)
-def _may_keep(saves: SaveRules) -> _MayKeep:
+def may_keep(saves: SaveRules) -> Mapping[OperatorKind, bool]:
+    """Return of which operators the output can be kept at all, somewhere in the layer."""
     return _MayKeep(saves)
 
 
 class _MayKeep(dict[OperatorKind, bool]):
-    """Of which operators an output can be kept; found out on first use."""
+    """See `may_keep`; found out on first use."""
 
     def __init__(self, saves: SaveRules) -> None:
         super().__init__()

@@ -17,8 +17,8 @@ which recomputes attention alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,9 @@ from hf_ckpt.regions.selective.save_rules import (
     OperatorRole,
     ProbabilityTracker,
     SaveRules,
+    is_by_modules,
     is_kept_in_modules,
+    may_keep,
     operator_kind,
 )
 
@@ -166,24 +168,18 @@ def _recompute_eagerly(
 def _contexts(
     coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    drive = KernelInterception if uses_kernels else partial(DispatchMode, ignores=_ignores(coverage, saves))
-    forward = ForwardContext(kept, drive(partial(ForwardRun, kept, saves, coverage)))
+    drive: Callable[..., AbstractContextManager[Any]] = KernelInterception
+    if not uses_kernels:
+        # A mode can skip no operator until all is proved, and where probabilities are followed.
+        ignores = saves.ignores if coverage.is_complete and not saves.attention else lambda function: False
+        drive = partial(DispatchMode, ignores=ignores)
+    forward = _forward(kept, drive(partial(ForwardRun, kept, saves, coverage)))
     return forward, drive(partial(_recomputation, coverage, saves, kept, uses_kernels))
 
 
 def _recomputation(coverage: SaveCoverage, saves: SaveRules, kept: KeptOutputs, uses_kernels: bool) -> RecomputationRun:
     coverage.begin_recomputation(uses_kernels=uses_kernels)
     return RecomputationRun(kept, saves)
-
-
-def _ignores(coverage: SaveCoverage, saves: SaveRules) -> Callable[[Any], bool]:
-    """Return a function that says which operators a mode can skip."""
-    # All of them until all is proved, and where probabilities are followed.
-    return saves.ignores if coverage.is_complete and not saves.attention else _sees_all
-
-
-def _sees_all(function: Any) -> bool:
-    return False
 
 
 def _compiled_policy(saves: SaveRules, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -200,8 +196,8 @@ class ForwardRun:
         self.modules: list[str] = []
         self._kept = kept
         self._saves = saves
-        self._is_by_modules = saves.is_by_modules
-        self._may_keep = saves.may_keep()
+        self._is_by_modules = is_by_modules(saves)
+        self._may_keep = may_keep(saves)
         self._coverage = coverage
         self._proves = not coverage.is_complete
         self._calls = CallCounter()
@@ -282,7 +278,7 @@ class RecomputationRun:
     def __init__(self, kept: KeptOutputs, saves: SaveRules) -> None:
         self.modules: list[str] = []
         self._kept = kept
-        self._may_keep = saves.may_keep()
+        self._may_keep = may_keep(saves)
         self._calls = CallCounter()
         # The linear and adapted layers that run, and those among them that the forward took as a whole.
         self._entered: list[_RecomputedLayer | None] = []
@@ -359,32 +355,23 @@ class _RecomputedLayer:
     """It computes that only to be compared."""
 
 
-class ForwardContext:
-    """Runs a region's forward; at its end lets go what recomputation does not need.
+@contextmanager
+def _forward(kept: KeptOutputs, driver: AbstractContextManager[Any]) -> Iterator[None]:
+    """Run a region's forward, whose operators `driver` gives to a `ForwardRun`; let go what no recomputation needs."""
+    # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    `driver` gives the region's operators to a `ForwardRun`.
-    """
+    def note_and_pack(tensor: Tensor) -> Any:
+        kept.note_saved()
+        return pack(tensor)
 
-    def __init__(self, kept: KeptOutputs, driver: AbstractContextManager[Any]) -> None:
-        self._kept = kept
-        self._driver = driver
-
-    def __enter__(self) -> None:
-        # Torch calls only the innermost hooks, and those are `checkpoint`'s: put ours between, not on top.
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        torch._C._autograd._push_saved_tensors_default_hooks(partial(_pack, self._kept, pack), unpack)
-        self._driver.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._driver.__exit__(*raised)
+    torch._C._autograd._push_saved_tensors_default_hooks(note_and_pack, unpack)
+    try:
+        with driver:
+            yield
+    except BaseException:
+        kept.forget_returned()
+        raise
+    finally:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        if raised[0] is None:
-            self._kept.finish()
-        else:
-            self._kept.forget_returned()
-
-
-def _pack(kept: KeptOutputs, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Note that autograd saves a tensor, and let it be saved as before."""
-    kept.note_saved()
-    return pack(tensor)
+    kept.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.regions import value_proof
 from hf_ckpt.regions.head import Chunking, chunked_loss, run_head
+from hf_ckpt.regions.head.chunked_loss import LossCall
 from hf_ckpt.regions.value_proof import ValueProof
 from tests import training
 
@@ -74,21 +76,21 @@ def scale_loss(factor: float, number: int | None = None) -> Plant:
     return in_place_of(chunked_loss, "_run", scaled)
 
 
-def skip_chunk(found: Any, compute: Any, *args: Any, **kwargs: Any) -> Any:
-    return found(lambda *given: compute(*given)[:-1], *args, **kwargs)
+def skip_chunk(found: Any, compute: Any, loss: LossCall) -> Any:
+    return found(lambda *given: compute(*given)[:-1], loss)
 
 
-def leave_out_of_sum(found: Any, compute: Any, *args: Any, **kwargs: Any) -> Any:
+def leave_out_of_sum(found: Any, compute: Any, loss: LossCall) -> Any:
     def computed(*given: Any) -> Any:
         values = compute(*given)
         values.pop(2)
         return values
 
-    return found(computed, *args, **kwargs)
+    return found(computed, loss)
 
 
-def shift_labels(found: Any, compute: Any, function: Any, target: Tensor, **kwargs: Any) -> Any:
-    return found(compute, function, target.roll(1), **kwargs)
+def shift_labels(found: Any, compute: Any, loss: LossCall) -> Any:
+    return found(compute, replace(loss, target=loss.target.roll(1)))
 
 
 def shift_rows(found: Any, self: Any, tensor: Tensor, number: int) -> Tensor:
