@@ -29,7 +29,7 @@ from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.regions.offload.host_memory import num_local_processes
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
-from hf_ckpt.trainer.other_models import OtherModel, other_models, tensors_of
+from hf_ckpt.trainer.other_models import OtherModel, other_models, weights_and_buffers
 from hf_ckpt.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def _small_models(model: nn.Module, others: Iterable[OtherModel]) -> Iterator[st
     Raises:
         UnsupportedError: one of them is not.
     """
-    own_bytes = sum(tensor.nbytes for tensor in tensors_of(model))
+    own_bytes = sum(tensor.nbytes for tensor in weights_and_buffers(model))
     for other in others:
         what = f"{other.name} ({_shown(other)})"
         if other.num_bytes > _SMALL * own_bytes:
@@ -266,7 +266,9 @@ def _is_counted(other: OtherModel, trainer: Any, loss: OwnLoss | None) -> bool:
 
 def _is_negligible(other: OtherModel, model: nn.Module) -> bool:
     """Whether tensors on their own are too few to be named; they are counted all the same."""
-    return other.module is None and other.num_bytes < _TINY * sum(tensor.nbytes for tensor in tensors_of(model))
+    return other.module is None and other.num_bytes < _TINY * sum(
+        tensor.nbytes for tensor in weights_and_buffers(model)
+    )
 
 
 def _shown(other: OtherModel) -> str:
@@ -283,7 +285,7 @@ class NewModels:
         self._trainer, self._model, self._device = ref(trainer), ref(model), device
         # What its loss makes, as it is first called, is in the simulated step.
         self._counted = "" if loss is None else f"{type(trainer).__name__}."
-        self._small = _SMALL * sum(tensor.nbytes for tensor in tensors_of(model))
+        self._small = _SMALL * sum(tensor.nbytes for tensor in weights_and_buffers(model))
         self._known = {id(tensor) for other in known.others for tensor in other.tensors}
         self._steps_seen: set[int] = set()
 

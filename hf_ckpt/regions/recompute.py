@@ -24,7 +24,7 @@ from hf_ckpt.regions.execution_state import (
     RandomState,
     keeps_activations,
     refuse_transforms,
-    tensors_of,
+    tensors_in,
     untransformed,
 )
 from hf_ckpt.regions.module_state import CallState
@@ -208,7 +208,7 @@ class _ModuleOutputs:
         detached = _detached(output)
         self._returned.append((detached, RandomState.of(detached)))
         # A detached tensor shares its version counter with the tensor that the layer goes on with.
-        self._versions.extend((tensor, tensor._version) for tensor in tensors_of(detached))
+        self._versions.extend((tensor, tensor._version) for tensor in tensors_in(detached))
         return output
 
 
@@ -257,7 +257,7 @@ class Call:
         self._versions = [
             (tensor, tensor._version)
             for value in (*args, *kwargs.values())
-            for tensor in tensors_of(value)
+            for tensor in tensors_in(value)
             if not tensor.is_inference()
         ]
         self._lengths = [(value, len(value)) for value in (*args, *kwargs.values()) if isinstance(value, list)]

@@ -39,7 +39,7 @@ from hf_ckpt.regions.execution_state import (
     keeps_activations,
     module_of,
     refuse_transforms,
-    tensors_of,
+    tensors_in,
     untransformed,
 )
 from hf_ckpt.regions.recompute import Call, SavedInputs, run_checkpointed, run_watched, split_call
@@ -269,7 +269,7 @@ class _Segment:
     def leave(self, layer_idx: int, output: Any) -> None:
         """Note what a layer returns: first its own output, then that of the module around it."""
         if layer_idx == self._layer_idx:
-            returned = tensors_of(output)
+            returned = tensors_in(output)
             self._outputs = [weakref.ref(tensor) for tensor in returned]
             self._versions = [tensor._version for tensor in returned]
 
@@ -298,7 +298,7 @@ class _Segment:
                             self._snapshots[number] = outputs
                     # An engine must see the end of each layer's forward, except for the one in its backward.
                     collector.may_stop = number == trigger
-                    outputs = tensors_of(link.replay(self._runner, outputs, collector))
+                    outputs = tensors_in(link.replay(self._runner, outputs, collector))
                     if self._num_snapshots is not None and number + 1 < trigger:
                         # The next one's turn comes next.
                         link.let_go(self._runner)

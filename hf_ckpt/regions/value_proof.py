@@ -27,7 +27,7 @@ from hf_ckpt.regions.execution_state import (
     is_in_backward,
     module_of,
     modules_inside,
-    tensors_of,
+    tensors_in,
 )
 from hf_ckpt.regions.fingerprints import (
     Fingerprint,
@@ -294,7 +294,7 @@ class CallProof:
             self._region.add_fault("its forward ran without a graph, so that its weights get no gradient.")
             return
         given = [*args, *function.args, *function.keywords.values()] if isinstance(function, partial) else args
-        inputs = [tensor for value in given for tensor in tensors_of(value) if tensor.requires_grad]
+        inputs = [tensor for value in given for tensor in tensors_in(value) if tensor.requires_grad]
         known = set(map(id, inputs))
         outputs = [
             tensor for tensor in plain_tensors(returned) if tensor.is_floating_point() and id(tensor) not in known

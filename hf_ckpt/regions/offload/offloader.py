@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import OffloadError, UnsupportedError
 from hf_ckpt.policy.options import TO_DISK, Offload
-from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_of
+from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink
 from hf_ckpt.regions.offload.eligible_tensors import reason_not_offloaded
@@ -320,7 +320,7 @@ class Offloader:
         """
         with self._locked():
             self._finish_copies([copy for copy in self._pending if copy.made_in is not None], is_whole=True)
-        for tensor in tensors_of(output):
+        for tensor in tensors_in(output):
             order = self._orders.get(tensor.device)
             if tensor.requires_grad and order is not None:
                 hook = partial(self._prefetch_last, order, order.num_groups)
