@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.selective import dispatch
 
 _MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 19
@@ -284,11 +284,11 @@ def call_if_true(differs: Tensor, refuse: Callable[[], None]) -> None:
         if differs.item():
             refuse()
 
-    if torch._C._current_graph_task_id() == -1:
-        read()
-    else:
+    if is_in_backward():
         # By then the host waits for the device anyway, and only the first of these waits.
         torch.autograd.Variable._execution_engine.queue_callback(read)
+    else:
+        read()
 
 
 def _bytes_of(tensor: Tensor) -> bytes | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import UnsupportedError
@@ -205,22 +206,16 @@ class _ModuleOutputs:
             return output
         with _without_hooks_of_region():
             output = forward(*args, **kwargs)
-        detached = _detached(output)
+        detached = tree_map_only(Tensor, _detached, output)
         self._returned.append((detached, RandomState.of(detached)))
         # A detached tensor shares its version counter with the tensor that the layer goes on with.
         self._versions.extend((tensor, tensor._version) for tensor in tensors_in(detached))
         return output
 
 
-def _detached(output: Any) -> Any:
-    """Return the output without its graph, so that keeping it keeps nothing else."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_(output.requires_grad)
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(_detached, output))
-    if isinstance(output, tuple | list):
-        return type(output)(map(_detached, output))
-    return output
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, so that keeping it keeps nothing else."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

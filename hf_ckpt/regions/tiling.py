@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -259,14 +259,11 @@ class _Slices:
         return [getattr(owner, name) for owner, name in self._weights]
 
 
-class _Slice:
+class _Slice(NamedTuple):
     """The inputs and the result of one slice."""
 
-    __slots__ = ("inputs", "returned")
-
-    def __init__(self, inputs: list[Tensor], returned: Any) -> None:
-        self.inputs = inputs
-        self.returned = returned
+    inputs: list[Tensor]
+    returned: Any
 
 
 class _Tiled(torch.autograd.Function):

@@ -125,9 +125,7 @@ class PartFinder:
         """
         ffn = self.parts(module)[1]
         return any(
-            _computes_attention(child)
-            for name, child in module.named_modules()
-            if not any(name == part or name.startswith(f"{part}.") for part in ffn)
+            _computes_attention(child) for name, child in module.named_modules() if not is_at_or_below(name, *ffn)
         )
 
     def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -189,6 +187,11 @@ class PartFinder:
     def _is_half(self, name: str, child: nn.Module) -> bool:
         is_called_so = any(word in _FFN_HALVES for word in words_of(name)[:1])
         return is_called_so and self._has_weights(child) and self._kind(name, child) != "attention"
+
+
+def is_at_or_below(name: str, *paths: str) -> bool:
+    """Whether a dotted name is one of these paths, or lies below one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def words_of(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.structure.parts import is_at_or_below
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, RecordedMicroBatch, UserHook, WatchedLayer, tensor_digest
@@ -105,9 +106,9 @@ def _count_faults(planned: Record) -> Iterator[str]:
     # The chunked head runs again, and the modules inside it.
     layers = (*(layer.path for layer in planned.layers), *([planned.head] if planned.head else []))
     again += [
-        path for (path, b), count in planned.forward_counts.items() if b and count and not _is_below(path, layers)
+        path for (path, b), count in planned.forward_counts.items() if b and count and not is_at_or_below(path, *layers)
     ]
-    if planned.head and not any(b and _is_below(path, (planned.head,)) for path, b in planned.forward_counts):
+    if planned.head and not any(b and is_at_or_below(path, planned.head) for path, b in planned.forward_counts):
         yield f"The plan did nothing on the head: nothing of {planned.head} ran again in backward."
     if idle:
         modes = listed(sorted({f'"{layer.entry.mode}"' for layer in idle}))
@@ -156,7 +157,7 @@ def _count(
     Without a gradient at its output a region has no backward, and so no reason to run again.
     """
     entered = (path for path, in_backward in planned.forward_counts if not in_backward and path.startswith(f"{root}."))
-    first = next((path for path in entered if not _is_below(path, excluded)), None)
+    first = next((path for path in entered if not is_at_or_below(path, *excluded)), None)
     if first is None or root not in planned.with_output_gradient:
         return None
     forward, backward = planned.forward_counts[first, False], planned.forward_counts[first, True]
@@ -176,12 +177,8 @@ def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:
     for (path, in_backward), count in planned.forward_counts.items():
         if not in_backward or not count or not path.startswith(f"{layer.path}."):
             continue
-        if not any(_is_below(path, (root,)) and not _is_below(path, excluded) for root, excluded in regions):
+        if not any(is_at_or_below(path, root) and not is_at_or_below(path, *excluded) for root, excluded in regions):
             yield path
-
-
-def _is_below(path: str, roots: Sequence[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
 def _as_planned(planned: Record) -> str:

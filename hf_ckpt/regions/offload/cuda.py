@@ -32,7 +32,14 @@ import torch
 from torch import Tensor
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.offload.transfer import Buffer, DeviceMemory, HostAllocation, TensorLayout
+from hf_ckpt.regions.offload.transfer import (
+    AsyncCopy,
+    Buffer,
+    DeviceMemory,
+    HostAllocation,
+    IncomingTensor,
+    TensorLayout,
+)
 
 
 class CudaDevice:
@@ -155,9 +162,9 @@ class CudaWire:
         """See `CudaDevice.allocate`."""
         return self._device.allocate(num_bytes)
 
-    def record_event(self, device: torch.device) -> CudaTimedEvent:
+    def record_event(self, device: torch.device) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        return CudaTimedEvent(self._device.record_event(self._device.current_stream(device)))
+        return self._device.record_event(self._device.current_stream(device))
 
     def memory(self, device: torch.device) -> DeviceMemory:
         """See `CudaDevice.memory`."""
@@ -168,20 +175,7 @@ class CudaWire:
         self._device.reset_peak(device)
 
 
-class CudaTimedEvent:
-    """A point in what a stream does."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def seconds_to(self, later: Any) -> float:
-        """Return the seconds from here to there. Waits until both have been reached."""
-        later._event.synchronize()
-        milliseconds: float = self._event.elapsed_time(later._event)
-        return milliseconds / 1000
-
-
-class CudaCopy:
+class CudaCopy(AsyncCopy):
     """A copy on a stream of its own, asked for by `home_stream`, between the events `began` and `ended`."""
 
     def __init__(self, home_stream: Any, began: Any, ended: Any) -> None:
@@ -201,24 +195,23 @@ class CudaCopy:
         """Make a stream wait, with all that it is given from now on."""
         stream.wait_event(self._ended)
 
-    def events(self) -> tuple[CudaTimedEvent, CudaTimedEvent]:
+    def events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Return where the copy began and ended."""
-        return CudaTimedEvent(self._began), CudaTimedEvent(self._ended)
+        return self._began, self._ended
 
 
-class CudaIncomingTensor:
+class CudaIncomingTensor(IncomingTensor):
     """A tensor that is being filled; its memory belongs to the stream that asked for it."""
 
     def __init__(self, device: CudaDevice, tensor: Tensor, layout: TensorLayout, copy: CudaCopy) -> None:
+        super().__init__(tensor)
         self._device = device
-        self._tensor: Tensor | None = tensor
         self._layout = layout
         self._async_copy = copy
 
     def take(self) -> Tensor:
         """Return the tensor; the current stream waits for it."""
-        tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "an arrival is taken once"
+        tensor = super().take()
         stream = self._device.current_stream(self._layout.device)
         self._async_copy.wait_stream(stream)
         if stream != self._async_copy.home_stream:
@@ -229,14 +222,14 @@ class CudaIncomingTensor:
     def drop(self) -> None:
         """Let go of the tensor: what uses its memory next comes after the copy."""
         self._async_copy.wait_home_stream()
-        self._tensor = None
+        super().drop()
 
 
 class PinningError(Exception):
     """The driver does not pin the pages that it was given."""
 
 
-class PinnedPages:
+class PinnedPages(HostAllocation):
     """Whole pages of this process, pinned by the driver, which raises a `PinningError` where it does not.
 
     `pin_memory` of torch rounds up to a power of two (1.2 GiB take 2). Pages are not shared with forked processes (data
@@ -247,7 +240,7 @@ class PinnedPages:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(pages)
-        self.bytes = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+        super().__init__(torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes))
         address = self.bytes.data_ptr()
         # 1: cudaHostRegisterPortable, pinned for all devices.
         status = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # type: ignore[no-untyped-call]
@@ -262,7 +255,7 @@ class PinnedPages:
         """Unpin the pages; they go back to the system with the last reference to `bytes`."""
         if self._lost.detach() is not None:
             _unpin(self.bytes.data_ptr())
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        super().free()
 
 
 def _unpin(address: int) -> None:
@@ -304,12 +297,8 @@ def _clear_pending_error() -> None:
         return
 
 
-class PinnedByTorch:
+class PinnedByTorch(HostAllocation):
     """Pinned memory of torch, which rounds up to a power of two."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def free(self) -> None:
-        """Give it back to torch."""
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        super().__init__(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))

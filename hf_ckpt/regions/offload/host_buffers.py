@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
-import torch
 from torch import Tensor
 
 from hf_ckpt.errors import HostMemoryError
@@ -20,7 +19,6 @@ from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.transfer import (
     AsyncCopy,
     Buffer,
-    DeviceMemory,
     HostAllocation,
     IncomingTensor,
     Link,
@@ -213,6 +211,7 @@ class HostLink(BufferedLink):
     def __init__(self, wire: Wire, limits: HostLimits) -> None:
         super().__init__(wire, limits)
         self.survives_fork = wire.survives_fork
+        self.timed_wire = wire
 
     def send(self, tensor: Tensor) -> HostHandle:
         """Start copying into a buffer of the tensor's size."""
@@ -255,18 +254,6 @@ class HostLink(BufferedLink):
         self._limits.check(num_bytes - self.pool.free_bytes, self.pool.held_bytes)
         self._make_room(num_bytes)
 
-    def record_event(self, device: torch.device) -> TimedEvent | None:
-        """See `Wire`."""
-        return self._wire.record_event(device)
-
     def copy_events(self, handle: HostHandle) -> tuple[TimedEvent, TimedEvent] | None:
         """See `Link`."""
         return handle.outgoing.copy.events()
-
-    def memory(self, device: torch.device) -> DeviceMemory | None:
-        """See `Wire`."""
-        return self._wire.memory(device)
-
-    def reset_peak(self, device: torch.device) -> None:
-        """See `Wire`."""
-        self._wire.reset_peak(device)

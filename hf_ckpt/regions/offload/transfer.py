@@ -104,6 +104,8 @@ class Link(Protocol):
     """Seconds for which `receive` and `send` made their thread wait, in all."""
     survives_fork: bool = True
     """Whether a forked process can go on with the link and what had been sent by then."""
+    timed_wire: Wire | None = None
+    """The wire, if a copy over it is all that sending takes, so that layers are paced by what it measures."""
 
     def send(self, tensor: Tensor) -> Any:
         """Start copying a tensor away and return a handle. The caller keeps the tensor until `wait_for_send`."""
@@ -150,21 +152,9 @@ class Link(Protocol):
         """The largest value that `host_bytes` has had."""
         return 0
 
-    def record_event(self, device: torch.device) -> TimedEvent | None:
-        """Return an event at the current place in the device's work; None if the device cannot time its work."""
-        return None
-
     def copy_events(self, handle: Any) -> tuple[TimedEvent, TimedEvent] | None:
         """Return the events at which the copy of `send` began and ended; None if the device cannot time its work."""
         return None
-
-    def memory(self, device: torch.device) -> DeviceMemory | None:
-        """Return how full the device is; None if it does not say."""
-        return None
-
-    def reset_peak(self, device: torch.device) -> None:
-        """Restart the `peak` of `memory`. Called only if `memory` returns one."""
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +169,17 @@ class DeviceMemory:
 
 
 class TimedEvent(Protocol):
-    """A point in a device's work whose time is recorded."""
+    """A point in a device's work whose time is recorded, as torch's events."""
 
-    def seconds_to(self, later: Any) -> float:
-        """Return the seconds from here to a later event. Waits until both have been reached."""
+    def synchronize(self) -> None:
+        """Make the calling thread wait until it has been reached."""
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Return the milliseconds from here to a later event. Both have been reached."""
 
 
-class AsyncCopy(Protocol):
-    """One copy between a device and a buffer in host memory, under way or done.
-
-    Who inherits from this class may leave what has a body below as it is: of a copy that is done when it is returned.
-    """
+class AsyncCopy:
+    """One copy between a device and a buffer in host memory: this one is done, so that nobody waits for it."""
 
     def synchronize(self) -> None:
         """Make the calling thread wait until the copy is complete."""
@@ -208,13 +198,22 @@ class AsyncCopy(Protocol):
         return None
 
 
-class HostAllocation(Protocol):
-    """Memory on the host."""
+class HostAllocation:
+    """Memory on the host: `bytes`."""
 
-    bytes: Tensor
+    def __init__(self, content: Tensor) -> None:
+        self.bytes = content
 
     def free(self) -> None:
-        """Give it back. No copy may be under way."""
+        """Give it back, to torch if it came from there. No copy may be under way."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class PageableMemory(HostAllocation):
+    """Ordinary host memory, as torch gives it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
 
 @dataclass(slots=True, eq=False)
@@ -241,14 +240,21 @@ class Buffer:
         self.last_copy = None
 
 
-class IncomingTensor(Protocol):
-    """A tensor on its way to a device."""
+class IncomingTensor:
+    """A tensor on its way to a device; there already, unless a class of its own says how to wait for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
 
     def take(self) -> Tensor:
         """Return the tensor, for use on the current stream, which waits for the copy."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "an arrival is taken once"
+        return tensor
 
     def drop(self) -> None:
         """Let go of the tensor: its memory is used again only after the copy."""
+        self._tensor = None
 
 
 class Wire(Protocol):
@@ -287,17 +293,17 @@ class Wire(Protocol):
             OSError, RuntimeError: the system does not give it.
         """
 
-    def reset_peak(self, device: torch.device) -> None:
-        """See `Link`."""
-        return
-
     def record_event(self, device: torch.device) -> TimedEvent | None:
-        """See `Link`."""
+        """Return an event at the current place in the device's work; None if the device cannot time its work."""
         return None
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        """See `Link`."""
+        """Return how full the device is; None if it does not say."""
         return None
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Restart the `peak` of `memory`. Called only if `memory` returns one."""
+        return
 
 
 class SynchronousWire(Wire):
@@ -306,50 +312,18 @@ class SynchronousWire(Wire):
     Nothing runs at the same time as a copy, so there is nothing to time.
     """
 
-    def send(self, source: Tensor, buffer: Buffer) -> CompletedCopy:
+    def send(self, source: Tensor, buffer: Buffer) -> AsyncCopy:
         """Copy bytes into a buffer."""
         buffer.first(source.numel()).copy_(source)
-        buffer.last_copy = copy = CompletedCopy()
+        buffer.last_copy = copy = AsyncCopy()
         return copy
 
-    def fetch(self, buffer: Buffer, layout: TensorLayout) -> ArrivedTensor:
+    def fetch(self, buffer: Buffer, layout: TensorLayout) -> IncomingTensor:
         """Make a tensor and fill it from a buffer."""
         tensor, content = layout.empty()
         content.copy_(buffer.first(content.numel()))
-        return ArrivedTensor(layout.finish(tensor))
+        return IncomingTensor(layout.finish(tensor))
 
-    def allocate(self, num_bytes: int) -> PageableMemory:
+    def allocate(self, num_bytes: int) -> HostAllocation:
         """Allocate pageable memory."""
         return PageableMemory(num_bytes)
-
-
-class CompletedCopy(AsyncCopy):
-    """A copy that is done: nobody waits for it, and it has no times."""
-
-
-class ArrivedTensor:
-    """A tensor that is on the device already."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-
-    def take(self) -> Tensor:
-        """Return the tensor."""
-        tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "an arrival is taken once"
-        return tensor
-
-    def drop(self) -> None:
-        """Let go of the tensor."""
-        self._tensor = None
-
-
-class PageableMemory:
-    """Ordinary host memory, as torch gives it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def free(self) -> None:
-        """Give it back to torch."""
-        self.bytes = self.bytes.new_empty(0)
