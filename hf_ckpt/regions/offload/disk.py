@@ -14,7 +14,6 @@ process may have taken the directory for an abandoned one in the moment before.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -24,7 +23,6 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
@@ -305,7 +303,7 @@ class PrivateDirectory:
 
     def remove_file(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(name, dir_fd=self._directory)
 
     def free_bytes(self) -> int:
@@ -352,15 +350,15 @@ def check_path(path: str) -> None:
         ) from error
 
 
-def write_all(file: int, content: memoryview, write: Callable[[int, memoryview, int], int] | None = None) -> int:
+def write_all(file: int, content: memoryview) -> int:
     """Write all of `content` at the start of a file, in as many writes as it takes, and return its checksum.
 
     Raises:
         OSError: it could not be written.
     """
-    write, checksum, done = write or os.pwrite, 0, 0
+    checksum = done = 0
     while done < len(content):
-        written = write(file, content[done : done + _CHUNK], done)
+        written = os.pwrite(file, content[done : done + _CHUNK], done)
         if written <= 0:
             raise OSError(errno.EIO, "the disk takes no more bytes, and does not say why")
         checksum = zlib.crc32(content[done : done + written], checksum)
@@ -368,13 +366,11 @@ def write_all(file: int, content: memoryview, write: Callable[[int, memoryview, 
     return checksum
 
 
-def read_all(
-    file: int, into: memoryview, read: Callable[[int, list[memoryview], int], int] | None = None
-) -> int | None:
+def read_all(file: int, into: memoryview) -> int | None:
     """Fill `into` from the start of a file; return the checksum of what was read, None if the file ends early."""
-    read, checksum, done = read or os.preadv, 0, 0
+    checksum = done = 0
     while done < len(into):
-        count = read(file, [into[done : done + _CHUNK]], done)
+        count = os.preadv(file, [into[done : done + _CHUNK]], done)
         if count <= 0:
             return None
         checksum = zlib.crc32(into[done : done + count], checksum)
@@ -418,7 +414,7 @@ def _remove_if_abandoned(path: str) -> None:
         lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         # Being made right now, or its maker died in that moment. If it is being made, its maker makes another.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.rmdir(path)
         return
     except OSError:

@@ -36,7 +36,6 @@ from hf_ckpt.policy.options import TO_DISK, Offload
 from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink
-from hf_ckpt.regions.offload.eligible_tensors import reason_not_offloaded
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.pacing import (
@@ -53,6 +52,7 @@ from hf_ckpt.regions.offload.transfer import (
     StorageKey,
     SynchronousWire,
     Wire,
+    reason_not_offloaded,
     storage_key,
 )
 
