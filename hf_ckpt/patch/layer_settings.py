@@ -20,7 +20,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.module_state import STATE, ModuleState
-from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective.save_rules import SaveRules
@@ -127,7 +127,7 @@ class _StackSettings:
         region: Region = partial(recompute, proof=proof)
         if entry.mode in SELECTIVE_MODES:
             saves = SaveRules.of(entry.mode.value, entry.save)
-            keeper = None if host is None else host[0].keeper(host[1])
+            keeper = None if host is None else OffloadKeeper(*host)
             region = partial(recompute_selectively, self._selection, saves, keeper, proof=proof)
             yield layer.module, partial(self._place_hooks, layer.module, saves)
         if host is not None:

@@ -14,7 +14,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -273,7 +273,7 @@ class Samples:
         now = _elements_of(tensors)
         if now is None or now.shape != self._on_device.shape:
             return False
-        with _unobserved():
+        with unobserved():
             return (now != self._on_device).any()
 
 
@@ -315,7 +315,7 @@ def _elements_of(tensors: Sequence[Tensor]) -> Tensor | None:
     there = [tensor for tensor in there if is_plain(tensor) and tensor.dtype == there[0].dtype]
     if not there or (there[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    with _unobserved():
+    with unobserved():
         return torch.cat([_spread(tensor) for tensor in (there if len(there) == 1 else (there[0], there[-1]))])
 
 
@@ -328,7 +328,7 @@ def fingerprint_of(tensor: Tensor) -> Fingerprint | None:
     """Return the fingerprint of a tensor; None where it has no values."""
     if not is_plain(tensor):
         return None
-    with _unobserved():
+    with unobserved():
         return fingerprint(tensor)
 
 
@@ -336,15 +336,18 @@ def have_same_values(one: Fingerprint | None, other: Fingerprint | None) -> bool
     """Compare two fingerprints; a tensor without values is taken for unchanged."""
     if one is None or other is None:
         return True
-    with _unobserved():
+    with unobserved():
         return are_equal(one, other)
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
+def unobserved(
+    hidden: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch,
+) -> Iterator[None]:
+    """Run what is in the block without a graph, unseen by the region's own selection, and inside of `hidden()`."""
     setting = dispatch.pause_interception()
     try:
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), hidden():
             yield
     finally:
         dispatch.restore_interception(setting)

@@ -111,7 +111,7 @@ class _Forward:
 
 
 def run_region(region: Function, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
-    """Instance `forward` of a module that becomes a region.; `region` is `recompute`, or has its signature.
+    """Instance `forward` of a module that becomes a region; `region` is `recompute`, or has its signature.
 
     `found` is the forward that stood on the instance before, or None for the class's own.
     """
@@ -160,15 +160,6 @@ class KeptModules(threading.local):
         # A copy of the model made while a layer runs must not share the running call.
         return KeptModules, ()
 
-    @contextmanager
-    def hand_out(self, outputs: _ModuleOutputs) -> Iterator[None]:
-        """Let the kept modules use `outputs` while the layer runs."""
-        found, self.outputs = self.outputs, outputs
-        try:
-            yield
-        finally:
-            self.outputs = found
-
 
 class _ModuleOutputs:
     """What the kept modules returned in one call of the layer, in the order in which they ran."""
@@ -182,8 +173,11 @@ class _ModuleOutputs:
     def run(self, kept: KeptModules, call: Call, *tensors: Any) -> Any:
         """Run the layer: the first time for real, afterwards with the outputs that were kept."""
         self._next = 0
-        with kept.hand_out(self):
+        found, kept.outputs = kept.outputs, self
+        try:
             returned = call.run(*tensors)
+        finally:
+            kept.outputs = found
         if not self._is_complete:
             self._check_untouched()
         self._is_complete = True

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +62,10 @@ class SegmentRunner(threading.local):
     """
 
     _open: weakref.ref[_Segment] | None = None
-    _entered: tuple[int, partial[Any], tuple[Any, ...]] | None = None
+    entered: tuple[int, partial[Any], tuple[Any, ...]] | None = None
+    """The call of the outermost module in the place of a layer, and which layer that is."""
     replayed: tuple[_Link, _Collector] | None = None
+    """The link whose recomputation the next call of a layer is."""
 
     def __init__(self, let_go: Callable[[nn.Module], None]) -> None:
         self.let_go = let_go
@@ -84,29 +87,16 @@ class SegmentRunner(threading.local):
         """Return the segment that the last layer ran in, if it still exists."""
         return self._open() if self._open is not None else None
 
-    def enter(self, layer_idx: int, function: partial[Any], args: tuple[Any, ...]) -> None:
-        """Note the call of the outermost module in the place of a layer."""
-        self._entered = (layer_idx, function, args)
-
     def take_entered(self, layer_idx: int) -> tuple[partial[Any], tuple[Any, ...]] | None:
         """Return the call that led to this layer, if it was noted."""
-        entered, self._entered = self._entered, None
+        entered, self.entered = self.entered, None
         return entered[1:] if entered is not None and entered[0] == layer_idx else None
-
-    @contextmanager
-    def replaying(self, link: _Link, collector: _Collector) -> Iterator[None]:
-        """Let the next call of a layer be the recomputation of `link`."""
-        self.replayed = (link, collector)
-        try:
-            yield
-        finally:
-            self.replayed = None
 
 
 def enter(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook, the first one, of the outermost module in the place of a layer."""
     if keeps_activations(outer) and runner.replayed is None:
-        runner.enter(layer_idx, partial(outer, **kwargs), args)
+        runner.entered = (layer_idx, partial(outer, **kwargs), args)
 
 
 def leave(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, output: Any) -> None:
@@ -187,8 +177,11 @@ class _Link:
         tensors = [next(own) if source is None else before[source] for source in self._sources]
         if self._outer is None:
             return self.recompute(self._call, tensors, collector)
-        with runner.replaying(self, collector):
+        runner.replayed = (self, collector)
+        try:
             return self._call.run(*tensors)
+        finally:
+            runner.replayed = None
 
     def let_go(self, runner: SegmentRunner) -> None:
         """Free what an engine has gathered for the layer."""
@@ -210,15 +203,13 @@ class _Link:
         return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Placeholder:
     """Stands in the graph for a tensor that is not kept. Owns its segment, and by that the saved input."""
 
-    __slots__ = ("__weakref__", "link", "segment", "value")
-
-    def __init__(self, segment: _Segment, link: int) -> None:
-        self.segment = segment
-        self.link = link
-        self.value: Tensor | None = None
+    segment: _Segment
+    link: int
+    value: Tensor | None = None
 
 
 class _Segment:
@@ -261,7 +252,7 @@ class _Segment:
             link = _Link(*replayed, module, self._outputs, nested, proof)
             self._links.append(link)
             self._firsts.append(len(self._placeholders))
-            with self._hooks():
+            with saved_tensors_hooks(self._pack, _unpack):
                 output = link.run(call, tensors)
         self.leave(layer_idx, output)
         return output
@@ -272,9 +263,6 @@ class _Segment:
             returned = tensors_in(output)
             self._outputs = [weakref.ref(tensor) for tensor in returned]
             self._versions = [tensor._version for tensor in returned]
-
-    def _hooks(self) -> AbstractContextManager[Any]:
-        return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder(self, len(self._links) - 1)

@@ -27,7 +27,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -91,10 +90,6 @@ class DiskLink(BufferedLink):
         self._writing.append(handle)
         self._num_out += 1
         return handle
-
-    def wait_for_send(self, handle: DiskHandle) -> None:
-        """Make the device's later work wait for the copy to the host."""
-        handle.outgoing.wait_for_copy()
 
     def prefetch(self, handle: DiskHandle) -> None:
         """Start reading the file, unless the bytes are still in memory."""
@@ -202,7 +197,7 @@ class DiskLink(BufferedLink):
 
     def close(self) -> None:
         """Remove the directory as soon as no handle is out."""
-        self.pool.close()
+        super().close()
         self._is_closed = True
         self._end_if_closed()
 
@@ -397,16 +392,11 @@ def _remove_abandoned(path: str) -> None:
         # Written to, but not read by this user: what else is there is not ours to know.
         return
     for entry in entries:
-        # A link, or what another user has made, is none of ours, whatever its name.
-        if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False) and _is_ours(Path(entry.path)):
-            _remove_if_abandoned(entry.path)
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
+        if entry.name.startswith(_PREFIX):
+            with suppress(OSError):
+                # A link, or what another user has made, is none of ours, whatever its name.
+                if entry.is_dir(follow_symlinks=False) and os.lstat(entry.path).st_uid == os.geteuid():
+                    _remove_if_abandoned(entry.path)
 
 
 def _remove_if_abandoned(path: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -151,6 +152,14 @@ class BufferedLink(Link):
             raise
         return OutgoingTensor(layout, copy, source), buffer
 
+    def wait_for_send(self, handle: Any) -> None:
+        """Make the device's later work wait for the copy to the host."""
+        handle.outgoing.wait_for_copy()
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.pool.close()
+
     def expect_batch(self, num_tokens: int, max_tokens: int) -> None:
         """Note the lengths, for the size of buffers."""
         self._num_tokens, self._max_tokens = num_tokens, max(num_tokens, max_tokens)
@@ -217,10 +226,6 @@ class HostLink(BufferedLink):
         """Start copying into a buffer of the tensor's size."""
         return HostHandle(*self._fill(tensor))
 
-    def wait_for_send(self, handle: HostHandle) -> None:
-        """Make the device's later work wait for the copy."""
-        handle.outgoing.wait_for_copy()
-
     def prefetch(self, handle: HostHandle) -> None:
         """Start the copy to the device."""
         if handle.incoming is None:
@@ -244,10 +249,6 @@ class HostLink(BufferedLink):
         self.wait_for_send(handle)
         self.cancel(handle)
         self.pool.give_back(handle.buffer)
-
-    def close(self) -> None:
-        """Free the buffers."""
-        self.pool.close()
 
     def check_room(self, num_bytes: int) -> None:
         """Compare what is to come with the limits; free buffers count for it."""

@@ -151,10 +151,6 @@ class Offloader:
             if self._link is not None:
                 self._link.expect_batch(*self._expected_batch)
 
-    def keeper(self, position: int) -> OffloadKeeper:
-        """Return what keeps the outputs that the layer at a position wants back."""
-        return OffloadKeeper(self, position)
-
     @contextmanager
     def scope(self, position: int) -> Iterator[OffloadScope]:
         """Enter one call of the region at a position.
@@ -248,7 +244,7 @@ class Offloader:
 
     def _has_link_for(self, device: torch.device) -> bool:
         if self._link is None:
-            self._link, self._device_type = link_for(self.settings, device)
+            self._link, self._device_type = link_for(self.settings, device.type), device.type
             self._link.expect_batch(*self._expected_batch)
         return self._device_type is None or device.type == self._device_type
 
@@ -455,7 +451,7 @@ class OffloadScope:
 
 
 class OffloadKeeper:
-    """Keeps tensors that a region wants to have back in its recomputation."""
+    """Keeps tensors that the region at a position wants to have back in its recomputation."""
 
     def __init__(self, offloader: Offloader, position: int) -> None:
         self._offloader = offloader
@@ -494,16 +490,15 @@ class OffloadStats:
     """Tensors that stayed where they were, by the reason."""
 
 
-def link_for(settings: Offload, device: torch.device) -> tuple[Link, str]:
-    """Return a link for tensors on a device, and the type of device that it serves.
+def link_for(settings: Offload, device_type: str) -> Link:
+    """Return a link for tensors on a type of device.
 
     Raises:
         PolicyError: disk was asked for, and nothing can be written there.
     """
-    kind = device.type
-    wire: Wire = CudaWire() if kind == "cuda" else SynchronousWire()
+    wire: Wire = CudaWire() if device_type == "cuda" else SynchronousWire()
     limits = HostLimits(settings.host_memory, trusts=settings.trust_host_memory)
     if settings.to == TO_DISK:
         assert settings.path is not None, "parse_offload has seen to that"
-        return DiskLink(wire, limits, settings.path), kind
-    return HostLink(wire, limits), kind
+        return DiskLink(wire, limits, settings.path)
+    return HostLink(wire, limits)

@@ -41,7 +41,8 @@ def is_offloaded(position: int, num_layers: int, fraction: float | None) -> bool
     last layers stay where their backward needs them first.
     """
     count = num_offloaded(num_layers, fraction)
-    return _before(position + 1, count, num_layers) > _before(position, count, num_layers)
+    # Whether position * count / num_layers, rounded up, is less than it is for the next position.
+    return -position * count % num_layers < count
 
 
 def num_offloaded(num_layers: int, fraction: float | None) -> int:
@@ -49,11 +50,6 @@ def num_offloaded(num_layers: int, fraction: float | None) -> int:
     if fraction is None or fraction >= 1 or not num_layers:
         return num_layers
     return 0 if fraction <= 0 else max(1, int(num_layers * fraction + 0.5))
-
-
-def _before(position: int, count: int, num_layers: int) -> int:
-    """Return how many of `count` evenly spread layers come before a position, rounded up."""
-    return -(-position * count // num_layers) if num_layers else 0
 
 
 @dataclass
@@ -78,6 +74,16 @@ class FractionTuner:
         self._start_measuring()
         if fraction is not None:
             self.fraction, self._is_measuring = fraction, False
+
+    def _start_measuring(self) -> None:
+        self.fraction = 1.0
+        self._is_measuring = True
+        self._remeasures_growth = False
+        self._num_forwards = 0
+        self._regions: list[_RegionTiming] = []
+        self._measured: float | None = None
+        self._before: DeviceMemory | None = None
+        self._growth = 0
 
     def begin_forward(self, link: Link | None) -> None:
         """Note that a forward begins, and decide on its share."""
@@ -133,16 +139,6 @@ class FractionTuner:
         if self._is_measuring and link is not None and link.timed_wire is not None and self._regions:
             self._regions[-1].ended = link.timed_wire.record_event(device)
 
-    def _start_measuring(self) -> None:
-        self.fraction = 1.0
-        self._is_measuring = True
-        self._remeasures_growth = False
-        self._num_forwards = 0
-        self._regions: list[_RegionTiming] = []
-        self._measured: float | None = None
-        self._before: DeviceMemory | None = None
-        self._growth = 0
-
     def _min_fraction(self, memory: DeviceMemory) -> float:
         """Return the smallest share with which a forward that grows as the measured ones fits on the device."""
         room = _MARGIN * memory.capacity - memory.allocated - self._growth
@@ -167,18 +163,15 @@ def _milliseconds(began: TimedEvent, ended: Any) -> float:
 # --- What has been sent, and the order in which it comes back. ---
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SentTensor:
-    """A tensor that was sent away; all who saved it share this.
+    """A tensor that was sent away; all who saved it share this."""
 
-    `start_pid` is the process in which the offloader had started, `handle` the link's.
-    """
-
-    __slots__ = ("__weakref__", "handle", "num_bytes", "start_pid")
-
-    def __init__(self, handle: Any, num_bytes: int, start_pid: int) -> None:
-        self.handle = handle
-        self.num_bytes = num_bytes
-        self.start_pid = start_pid
+    handle: Any
+    """The link's."""
+    num_bytes: int
+    start_pid: int
+    """The process in which the offloader had started."""
 
 
 @dataclass(slots=True, eq=False)
