@@ -70,6 +70,11 @@ def fingerprint(tensor: Tensor, *, has_sketch: bool = False) -> Fingerprint:
     return Fingerprint(tensor.shape, tensor.dtype, total, sums)
 
 
+def plain_fingerprints(tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
+    """Return the fingerprints of those tensors that are plain."""
+    return [fingerprint(tensor, has_sketch=has_sketch) for tensor in tensors if is_plain(tensor)]
+
+
 def scratch_bytes(tensor: Tensor) -> int:
     """Return the most memory that `fingerprint` uses meanwhile."""
     return _BYTES_PER_ELEMENT * _chunk_size(tensor)
@@ -207,15 +212,8 @@ class StateFingerprint:
     """Of their buffers and of tensors that they hold otherwise, by name."""
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module | None,
-        tensors: Sequence[Any],
-        take: Callable[[Sequence[Tensor]], list[Fingerprint]],
-        *,
-        reads_python: bool,
-    ) -> StateFingerprint:
-        """Read the state; `take` returns fingerprints, `reads_python` asks for the generators that are not torch's."""
+    def of(cls, module: nn.Module | None, tensors: Sequence[Any], *, reads_python: bool) -> StateFingerprint:
+        """Read the state; `reads_python` asks for the generators that are not torch's."""
         values: dict[str, Any] = {}
         held: dict[str, list[Fingerprint]] = {}
         for path, inner in () if module is None else module.named_modules():
@@ -223,7 +221,7 @@ class StateFingerprint:
             for name, value in vars(inner).items():
                 if isinstance(value, bool | int | float | str):
                     values[prefix + name] = value
-            held.update((prefix + name, take([tensor])) for name, tensor in tensors_held(inner))
+            held.update((prefix + name, plain_fingerprints([tensor])) for name, tensor in tensors_held(inner))
         python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
         return cls(RandomState.of(list(tensors)), python, numpy, values, held)
 

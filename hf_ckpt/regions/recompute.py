@@ -319,23 +319,18 @@ def is_cache(value: object) -> bool:
     return any(base.__name__.endswith("Cache") for base in type(value).__mro__)
 
 
-class SavedInputs:
-    """Tensors that a region starts from, handed to autograd before the region runs. Saved-tensor hooks see them now.
+def save_inputs(tensors: Sequence[Tensor]) -> Tensor:
+    """Hand tensors that a region starts from to autograd, before the region runs. Saved-tensor hooks see them now.
 
-    `token` is a tensor of no elements whose node holds the others: whoever keeps it keeps them.
+    Returns a token of no elements whose node holds the others: whoever keeps it keeps them; see `saved_behind`.
     """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # The first argument makes autograd create a node that holds the others, even if none of them needs a gradient.
-        self.token: Tensor = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-
-    def get(self) -> list[Tensor]:
-        """Return the tensors."""
-        return saved_behind(self.token)
+    # The first argument makes autograd create a node that holds the others, even if none of them needs a gradient.
+    token: Tensor = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+    return token
 
 
 def saved_behind(token: Tensor) -> list[Tensor]:
-    """Return the tensors that the token of a `SavedInputs` keeps."""
+    """Return the tensors that a token of `save_inputs` keeps."""
     node: Any = token.grad_fn
     return list(node.saved_tensors)
 

@@ -43,7 +43,7 @@ from hf_ckpt.regions.execution_state import (
     tensors_in,
     untransformed,
 )
-from hf_ckpt.regions.recompute import Call, SavedInputs, run_checkpointed, run_watched, split_call
+from hf_ckpt.regions.recompute import Call, run_checkpointed, run_watched, save_inputs, saved_behind, split_call
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -164,7 +164,7 @@ class _Link:
         # Index in the outputs of the layer before, or None for a tensor from elsewhere.
         self._sources = [_position(tensor, outputs) for tensor in tensors]
         own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
-        self._own_inputs = SavedInputs(own)
+        self._own_inputs = save_inputs(own)
 
     def taken_from(self, before: Outputs) -> Outputs:
         """Return the outputs of the layer before that this one takes, without their graph."""
@@ -173,7 +173,7 @@ class _Link:
 
     def replay(self, runner: SegmentRunner, before: Outputs, collector: _Collector) -> Any:
         """Run the layer again on the outputs `before` of the layer before it."""
-        own = iter(self._own_inputs.get())
+        own = iter(saved_behind(self._own_inputs))
         tensors = [next(own) if source is None else before[source] for source in self._sources]
         if self._outer is None:
             return self.recompute(self._call, tensors, collector)

@@ -37,7 +37,7 @@ from hf_ckpt.regions.execution_state import (
     refuse_in_tiles,
     refuse_transforms,
 )
-from hf_ckpt.regions.recompute import Call, SavedInputs, original_forward, recompute, saved_behind
+from hf_ckpt.regions.recompute import Call, original_forward, recompute, save_inputs, saved_behind
 from hf_ckpt.regions.tile_checks import (
     DroppedGraph,
     TileProof,
@@ -127,13 +127,14 @@ class _Slices:
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run all slices and return what the module returns for the whole."""
         # Before anything runs: the recomputation of a region around this one may need nothing more, and stop here.
-        saved = SavedInputs(inputs if any(self._needs_gradient) or self._weights else ())
+        token = save_inputs(inputs if any(self._needs_gradient) or self._weights else ())
         if not self._tiling.is_checked:
             check_position_wise(self._module, partial(self._run_positions, inputs), inputs, self._cut.dim)
         outputs = self._forward(inputs)
-        # The token's node keeps the inputs; the hooks of a region around this one would replace the token.
+        # The token's node keeps the inputs; the hooks of a region around this one would replace the token. In a tuple
+        # it is no input of the slices, which get no gradient through it.
         with saved_tensors_hooks(_identity, _identity):
-            outputs = _Tiled.apply(self, saved, outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
+            outputs = _Tiled.apply(self, (token,), outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
         returned = self._joined.as_returned(outputs)
         if self._proof is not None:
             self._proof.check_outputs(returned)
@@ -271,11 +272,11 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slices: _Slices, saved: SavedInputs, outputs: tuple[Tensor | None, ...], *tensors: Tensor
+        ctx: Any, slices: _Slices, tokens: tuple[Tensor], outputs: tuple[Tensor | None, ...], *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.slices = slices
-        ctx.save_for_backward(saved.token)
+        ctx.save_for_backward(*tokens)
         ctx.mark_non_differentiable(*(x for x in outputs if x is not None and not x.is_floating_point()))
         return outputs
 

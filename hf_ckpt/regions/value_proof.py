@@ -35,9 +35,9 @@ from hf_ckpt.regions.fingerprints import (
     Fingerprint,
     StateFingerprint,
     all_equal,
-    fingerprint,
     is_plain,
     largest_distance,
+    plain_fingerprints,
     plain_tensors,
     rounding_of,
     unobserved,
@@ -324,7 +324,7 @@ class CallProof:
     def fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
         """Return the fingerprints of those tensors that are plain."""
         with _unobserved():
-            return self._fingerprints(tensors, has_sketch=has_sketch)
+            return plain_fingerprints(tensors, has_sketch=has_sketch)
 
     def unobserved(self) -> AbstractContextManager[None]:
         """Hide what runs in the block from modes and from the region's own selection."""
@@ -361,16 +361,13 @@ class CallProof:
         # Those of Python and numpy tell what the forward drew from: a recomputation's are not needed.
         is_forward = self._forward is None
         with _unobserved():
-            before = StateFingerprint.of(self._module, tensors, self._fingerprints, reads_python=is_forward)
+            before = StateFingerprint.of(self._module, tensors, reads_python=is_forward)
         with self._hooks(modules):
             returned = function(*tensors)
         with _unobserved():
-            after = StateFingerprint.of(None, tensors, self._fingerprints, reads_python=is_forward)
-            outputs = self._fingerprints(plain_tensors(returned), has_sketch=True)
+            after = StateFingerprint.of(None, tensors, reads_python=is_forward)
+            outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         return returned, _Run(outputs, modules, before, after)
-
-    def _fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
-        return [fingerprint(tensor, has_sketch=has_sketch) for tensor in tensors if is_plain(tensor)]
 
     @contextmanager
     def _hooks(self, found: Any) -> Iterator[None]:
@@ -386,7 +383,7 @@ class CallProof:
         if not torch.compiler.is_compiling():
             with _unobserved():
                 # With a sketch, which tells rounding from more, if no whole output will be there to compare.
-                taken = self._fingerprints(plain_tensors(output), has_sketch=not self.runs_to_end)
+                taken = plain_fingerprints(plain_tensors(output), has_sketch=not self.runs_to_end)
                 found.setdefault(name, []).extend(taken)
 
     def _find_fault(self, forward: _Run, again: _Run, run_again: Callable[[], list[Fingerprint]]) -> str | None:

@@ -22,10 +22,15 @@ Shapes = dict[nn.Module, dict[str, torch.Size]]
 
 def parameter_shapes(model: nn.Module) -> Shapes:
     """Return, for each module that holds parameters itself, their unsharded shapes by name."""
-    shapes: Shapes = {module: dict(_own_shapes(module)) for module in model.modules()}
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        for module, name, shape in _flattened(unit):
-            shapes.setdefault(module, {})[name] = shape
+    shapes: Shapes = {}
+    for holder in model.modules():
+        if isinstance(holder, FullyShardedDataParallel):
+            for (module, name), shape in _flattened(holder).items():
+                shapes.setdefault(module, {})[name] = shape
+        else:
+            for name, parameter in holder.named_parameters(recurse=False):
+                # ZeRO-3 notes the shape on the parameter that it has emptied.
+                shapes.setdefault(holder, {})[name] = getattr(parameter, "ds_shape", parameter.shape)
     return shapes
 
 
@@ -36,28 +41,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _own_shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size]]:
-    if isinstance(module, FullyShardedDataParallel):
-        # What it holds itself is the flat parameter.
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        # ZeRO-3 notes the shape on the parameter that it has emptied.
-        yield name, getattr(parameter, "ds_shape", parameter.shape)
-
-
-def _flattened(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, torch.Size]]:
+def _flattened(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], torch.Size]:
+    """Return the shapes of the parameters that a unit of FSDP1 has flattened into its own."""
     if unit._handle is None:
         # A unit whose parameters are all in units below it, or that has none.
-        return
+        return {}
     flat = unit._handle.flat_param
-    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-        yield info.module, info.param_name, shape
+    names = [(info.module, info.param_name) for info in flat._param_infos]
+    shapes = dict(zip(names, flat._shapes, strict=True))
     for shared in flat._shared_param_infos:
-        prim = (
-            info.module is shared.prim_module and info.param_name == shared.prim_param_name
-            for info in flat._param_infos
-        )
-        yield shared.module, shared.param_name, flat._shapes[list(prim).index(True)]
+        shapes[shared.module, shared.param_name] = shapes[shared.prim_module, shared.prim_param_name]
+    return shapes
 
 
 PARTS = ("attention", "ffn")

@@ -39,6 +39,7 @@ from hf_ckpt.regions.offload.transfer import (
     HostAllocation,
     IncomingTensor,
     TensorLayout,
+    Wire,
 )
 
 
@@ -108,7 +109,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-class CudaWire:
+class CudaWire(Wire):
     """A `Wire` between CUDA devices and pinned memory."""
 
     # CUDA cannot be used there, and pinned pages are not shared with it.

@@ -91,7 +91,6 @@ class HostLimits:
         self,
         cap: int | None,
         machine: Callable[[], HostMemory] = read_host_memory,
-        num_processes: int | None = None,
         *,
         trusts: bool = False,
     ) -> None:
@@ -100,7 +99,7 @@ class HostLimits:
         self._cap = cap
         self._trusts = trusts
         self._machine = machine
-        self._num_processes = num_processes or num_local_processes()
+        self._num_processes = num_local_processes()
 
     def check(self, num_bytes: int, held_bytes: int) -> None:
         """Check that `num_bytes` more can be taken by a process that holds `held_bytes` already.

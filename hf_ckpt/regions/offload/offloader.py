@@ -50,7 +50,6 @@ from hf_ckpt.regions.offload.pacing import (
 from hf_ckpt.regions.offload.transfer import (
     Link,
     StorageKey,
-    SynchronousWire,
     Wire,
     reason_not_offloaded,
     storage_key,
@@ -496,7 +495,7 @@ def link_for(settings: Offload, device_type: str) -> Link:
     Raises:
         PolicyError: disk was asked for, and nothing can be written there.
     """
-    wire: Wire = CudaWire() if device_type == "cuda" else SynchronousWire()
+    wire = CudaWire() if device_type == "cuda" else Wire()
     limits = HostLimits(settings.host_memory, trusts=settings.trust_host_memory)
     if settings.to == TO_DISK:
         assert settings.path is not None, "parse_offload has seen to that"

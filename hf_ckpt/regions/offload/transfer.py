@@ -1,7 +1,7 @@
 """What goes between device and host: which tensors, how they become bytes and tensors again, and who carries them.
 
 A `Link` takes whole tensors and decides where their bytes wait (`host_buffers`, `disk`). A `Wire` copies bytes between
-a device and a buffer in host memory: `SynchronousWire` here, `CudaWire` in `cuda`. Knows no layers.
+a device and a buffer in host memory; `CudaWire` of `cuda` does so on streams of its own. Knows no layers.
 """
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ def _span(tensor: Tensor) -> int:
 # --- Who carries them. ---
 
 
-class Link(Protocol):
+class Link:
     """Takes tensors off the device and brings them back.
 
     The offloader calls it from one thread at a time. The order for each tensor is `send`, `wait_for_send`, any number
     of `prefetch` (with `cancel` if it was for nothing) and `receive`, and at last `release`, which may come at any
-    point after `send`. A handle is whatever the link likes. Inherit from this class: what has a body below may be left
-    as it is.
+    point after `send`. A handle is whatever the link likes. Links inherit from this class, and may leave as it is what
+    they have no use for.
     """
 
     ahead: int = 1
@@ -169,6 +169,7 @@ class Link(Protocol):
 
         The link keeps no reference to it. Works without `prefetch`, and again after a `receive`.
         """
+        raise NotImplementedError
 
     def release(self, handle: Any) -> None:
         """Free everything that the handle holds. It is not used afterwards."""
@@ -185,7 +186,6 @@ class Link(Protocol):
 
     def expect_batch(self, num_tokens: int, max_tokens: int) -> None:
         """Announce the tokens (rows times length) of the next batch and of the longest; the same if unknown."""
-        return
 
     @property
     def host_bytes(self) -> int:
@@ -228,15 +228,12 @@ class AsyncCopy:
 
     def synchronize(self) -> None:
         """Make the calling thread wait until the copy is complete."""
-        return
 
     def wait_home_stream(self) -> None:
         """Make the stream that asked for the copy wait for it, with all that the stream is given from now on."""
-        return
 
     def wait_stream(self, stream: Any) -> None:
         """Make a stream (one of the wire's own kind) wait for the copy, with all that it is given from now on."""
-        return
 
     def events(self) -> tuple[TimedEvent, TimedEvent] | None:
         """Return the events at which the copy began and ended; None if they cannot be timed."""
@@ -302,11 +299,12 @@ class IncomingTensor:
         self._tensor = None
 
 
-class Wire(Protocol):
+class Wire:
     """Copies between one kind of device and buffers in host memory, while the device computes.
 
-    Each copy is left on its buffer as the last one that used it. Who inherits from this class may leave what has a body
-    below as it is.
+    Each copy is left on its buffer as the last one that used it. Here copies are complete when the call returns: on the
+    CPU, and on devices without streams of their own. Nothing runs at the same time as a copy, so there is nothing to
+    time.
     """
 
     survives_fork: bool = True
@@ -318,7 +316,6 @@ class Wire(Protocol):
         Raises:
             UnsupportedError: it cannot.
         """
-        return
 
     def send(self, source: Tensor, buffer: Buffer) -> AsyncCopy:
         """Start copying bytes [n] on a device into a buffer of at least n bytes.
@@ -327,9 +324,15 @@ class Wire(Protocol):
         buffer. The caller keeps `source` until the copy has been waited for, or ordered before whatever could use its
         memory next.
         """
+        buffer.first(source.numel()).copy_(source)
+        buffer.last_copy = copy = AsyncCopy()
+        return copy
 
     def fetch(self, buffer: Buffer, layout: TensorLayout) -> IncomingTensor:
         """Make a tensor on its device and start filling it from a buffer, after the last copy into that."""
+        tensor, content = layout.empty()
+        content.copy_(buffer.first(content.numel()))
+        return IncomingTensor(layout.finish(tensor))
 
     def allocate(self, num_bytes: int) -> HostAllocation:
         """Allocate host memory that copies can use.
@@ -337,6 +340,7 @@ class Wire(Protocol):
         Raises:
             OSError, RuntimeError: the system does not give it.
         """
+        return PageableMemory(num_bytes)
 
     def record_event(self, device: torch.device) -> TimedEvent | None:
         """Return an event at the current place in the device's work; None if the device cannot time its work."""
@@ -348,27 +352,3 @@ class Wire(Protocol):
 
     def reset_peak(self, device: torch.device) -> None:
         """Restart the `peak` of `memory`. Called only if `memory` returns one."""
-        return
-
-
-class SynchronousWire(Wire):
-    """Copies that are complete when the call returns: on the CPU, and on devices without streams of their own.
-
-    Nothing runs at the same time as a copy, so there is nothing to time.
-    """
-
-    def send(self, source: Tensor, buffer: Buffer) -> AsyncCopy:
-        """Copy bytes into a buffer."""
-        buffer.first(source.numel()).copy_(source)
-        buffer.last_copy = copy = AsyncCopy()
-        return copy
-
-    def fetch(self, buffer: Buffer, layout: TensorLayout) -> IncomingTensor:
-        """Make a tensor and fill it from a buffer."""
-        tensor, content = layout.empty()
-        content.copy_(buffer.first(content.numel()))
-        return IncomingTensor(layout.finish(tensor))
-
-    def allocate(self, num_bytes: int) -> HostAllocation:
-        """Allocate pageable memory."""
-        return PageableMemory(num_bytes)

@@ -24,7 +24,7 @@ from hf_ckpt.regions.offload import disk
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink, PrivateDirectory
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.transfer import SynchronousWire
+from hf_ckpt.regions.offload.transfer import Wire
 from tests import exactness, traces, zoo
 from tests.late_copies import Late
 from tests.offloading import engine
@@ -457,7 +457,7 @@ def test_a_path_of_another_machine_is_no_matter_where_nothing_is_written(tmp_pat
 
 
 def test_closing_waits_for_what_is_out(tmp_path: Path) -> None:
-    link = DiskLink(SynchronousWire(), HostLimits(None), str(tmp_path))
+    link = DiskLink(Wire(), HostLimits(None), str(tmp_path))
     tensor = torch.randn(100)
     handle = link.send(tensor)
     link.close()
