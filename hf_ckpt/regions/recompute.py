@@ -233,24 +233,25 @@ def _without_hooks_of_region() -> Iterator[None]:
 class Call:
     """A function and its arguments, without the tensors that belong to the graph, which `run` gets; see `split_call`.
 
-    `state` is that of the modules that the function runs.
+    `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
+    the modules that the function runs.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs", "_lengths", "_places", "_versions", "state")
+    __slots__ = ("_arguments", "_function", "_lengths", "_places", "_versions", "state")
 
-    def __init__(self, function: Function, args: list[Any], kwargs: dict[str, Any], places: list[int | str]) -> None:
+    def __init__(self, function: Function, arguments: dict[int | str, Any], places: list[int | str]) -> None:
+        rest = {place: None if place in places else value for place, value in arguments.items()}
         self._function = function
-        self._args = args
-        self._kwargs = kwargs
+        self._arguments = rest
         self._places = places
         self._versions = [
             (tensor, tensor._version)
-            for value in (*args, *kwargs.values())
+            for value in rest.values()
             for tensor in tensors_in(value)
             if not tensor.is_inference()
         ]
-        self._lengths = [(value, len(value)) for value in (*args, *kwargs.values()) if isinstance(value, list)]
-        self.state = CallState(function, args)
+        self._lengths = [(value, len(value)) for value in rest.values() if isinstance(value, list)]
+        self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
 
     def run(self, *tensors: Any) -> Any:
         """Call the function with `tensors` in their places.
@@ -259,12 +260,9 @@ class Call:
         state of the modules has changed in a way that cannot be restored.
         """
         self._check_unchanged()
-        args, kwargs = list(self._args), dict(self._kwargs)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if isinstance(place, str):
-                kwargs[place] = tensor
-            else:
-                args[place] = tensor
+        given = {**self._arguments, **dict(zip(self._places, tensors, strict=True))}
+        args = [value for place, value in given.items() if isinstance(place, int)]
+        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
         with self.state.as_in_forward(), untransformed(), ConcurrentRun():
             returned = self._function(*args, **kwargs)
         self._check_unchanged()
@@ -291,18 +289,13 @@ def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tens
     a second time. The seam of transformers takes it out of keyword arguments only, and GPT-2 passes its cache by
     position.
     """
-    arguments: dict[int | str, Any] = {}
+    keywords: dict[Any, Any] = {}
     if isinstance(function, partial):
-        args = (*function.args, *args)
-        arguments.update(function.keywords)
-        function = function.func
-    arguments = {**dict(enumerate(args)), **arguments}
-    arguments = {place: None if is_cache(value) else value for place, value in arguments.items()}
+        args, keywords, function = (*function.args, *args), function.keywords, function.func
+    given = {**dict(enumerate(args)), **keywords}
+    arguments: dict[int | str, Any] = {place: None if is_cache(value) else value for place, value in given.items()}
     graph = {place: value for place, value in arguments.items() if _belongs_to_graph(place, value)}
-    rest = {place: None if place in graph else value for place, value in arguments.items()}
-    positional = [rest[place] for place in range(len(args))]
-    keywords = {place: value for place, value in rest.items() if isinstance(place, str)}
-    return Call(function, positional, keywords, list(graph)), list(graph.values())
+    return Call(function, arguments, list(graph)), list(graph.values())
 
 
 def _belongs_to_graph(place: int | str, value: Any) -> bool:

@@ -91,17 +91,16 @@ def run_tiled(tiling: Tiling, module: nn.Module, found: Function | None, *args: 
     if not keeps_activations(module):
         return forward(*args, **kwargs)
     refuse_transforms()
-    cutting = arguments_to_cut(module, args, kwargs, tiling.tiles)
+    arguments = dict[int | str, Any](enumerate(args)) | kwargs
+    cutting = arguments_to_cut(module, arguments, tiling.tiles)
     if cutting is None or len(cutting[0].bounds) == 1:
         if not tiling.recomputes:
             return forward(*args, **kwargs)
         return recompute(partial(forward, **kwargs), *args, proof=tiling.proof)
     cut, places = cutting
-    rest = [None if place in places else value for place, value in enumerate(args)]
-    keywords = {key: None if key in places else value for key, value in kwargs.items()}
-    inputs = [kwargs[place] if isinstance(place, str) else args[place] for place in places]
+    inputs = [arguments[place] for place in places]
     with ConcurrentRun():
-        return _Slices(tiling, module, Call(forward, rest, keywords, places), cut, inputs).run(inputs)
+        return _Slices(tiling, module, Call(forward, arguments, places), cut, inputs).run(inputs)
 
 
 class _Slices:
@@ -409,16 +408,13 @@ def _bounds(num_positions: int, tiles: int) -> tuple[tuple[int, int], ...]:
 
 
 def arguments_to_cut(
-    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], tiles: Tiles
+    module: nn.Module, arguments: dict[int | str, Any], tiles: Tiles
 ) -> tuple[Cut, list[int | str]] | None:
     """Return how to cut a call and the places of the arguments that are cut; None if it can only run whole.
 
     The first tensor is taken for the hidden states. Any other one must have a value for each position, or be a single
     number.
     """
-    arguments: dict[int | str, Any] = {}
-    arguments.update(enumerate(args))
-    arguments.update(kwargs)
     tensors = {place: value for place, value in arguments.items() if isinstance(value, Tensor)}
     hidden = next(iter(tensors.values()), None)
     if hidden is None or not hidden.is_floating_point() or hidden.dim() < 2 or not hidden.numel():

@@ -374,8 +374,7 @@ class CallProof:
         """Fingerprint what the modules inside return while the block runs; see `_returned`."""
         with ExitStack() as hooks:
             for name, module in modules_inside(self._module):
-                handle = module.register_forward_hook(partial(self._returned, found, name))
-                hooks.callback(handle.remove)
+                hooks.enter_context(module.register_forward_hook(partial(self._returned, found, name)))
             yield
 
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -23,14 +23,15 @@ Shapes = dict[nn.Module, dict[str, torch.Size]]
 def parameter_shapes(model: nn.Module) -> Shapes:
     """Return, for each module that holds parameters itself, their unsharded shapes by name."""
     shapes: Shapes = {}
-    for holder in model.modules():
-        if isinstance(holder, FullyShardedDataParallel):
-            for (module, name), shape in _flattened(holder).items():
-                shapes.setdefault(module, {})[name] = shape
-        else:
-            for name, parameter in holder.named_parameters(recurse=False):
-                # ZeRO-3 notes the shape on the parameter that it has emptied.
-                shapes.setdefault(holder, {})[name] = getattr(parameter, "ds_shape", parameter.shape)
+    for module in model.modules():
+        # What a unit of FSDP1 holds itself is the flat parameter.
+        if not isinstance(module, FullyShardedDataParallel):
+            own = module.named_parameters(recurse=False)
+            # ZeRO-3 notes the shape on the parameter that it has emptied.
+            shapes[module] = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in own}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        for (module, name), shape in _flattened(unit).items():
+            shapes.setdefault(module, {})[name] = shape
     return shapes
 
 
@@ -150,7 +151,7 @@ class PartFinder:
 
     def _has_weights(self, child: nn.Module) -> bool:
         """Whether the module multiplies by a matrix; norms, dropouts and rotary embeddings do not."""
-        return any(len(shape) >= 2 for module in child.modules() for shape in self._own_shapes(module).values())
+        return any(len(shape) >= 2 for module in child.modules() for shape in self._shapes.get(module, {}).values())
 
     def _is_linear(self, child: nn.Module) -> bool:
         """Whether the module is one matrix product: nn.Linear, Conv1D, or a quantised or LoRA layer in their place."""
@@ -161,10 +162,7 @@ class PartFinder:
         # FSDP1 and ZeRO-3 leave something flat in its place.
         while isinstance(base := getattr(child, "base_layer", None), nn.Module):
             child = unwrapped(base)
-        return len(self._own_shapes(child).get("weight", ())) >= 2
-
-    def _own_shapes(self, module: nn.Module) -> Mapping[str, torch.Size]:
-        return self._shapes.get(module, {})
+        return len(self._shapes.get(child, {}).get("weight", ())) >= 2
 
     def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
         """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules).

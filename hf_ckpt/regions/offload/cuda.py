@@ -25,7 +25,7 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -284,18 +284,14 @@ def _advise(pages: mmap.mmap) -> None:
     for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         advice = getattr(mmap, name, None)
         if advice is not None:
-            try:
+            with suppress(OSError):
                 pages.madvise(advice)
-            except OSError:
-                continue
 
 
 def _clear_pending_error() -> None:
     """Run a trivial kernel, to report the error that the refused call has left for the next one."""
-    try:
+    with suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)
-    except RuntimeError:
-        return
 
 
 class PinnedByTorch(HostAllocation):

@@ -440,12 +440,10 @@ def _make_lock(path: str) -> int:
         lock = os.open(where, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return -1
-    try:
+    with suppress(OSError):
         _lock_now(lock)
         if os.path.samestat(os.fstat(lock), os.stat(where, follow_symlinks=False)):
             return lock
-    except OSError:
-        pass
     os.close(lock)
     return -1
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_ckpt.errors import HostMemoryError
@@ -23,7 +24,6 @@ from hf_ckpt.regions.offload.transfer import (
     IncomingTensor,
     Link,
     TensorLayout,
-    TimedEvent,
     Wire,
 )
 
@@ -244,6 +244,6 @@ class HostLink(BufferedLink):
         self._limits.check(num_bytes - self.pool.free_bytes, self.pool.held_bytes)
         self._make_room(num_bytes)
 
-    def copy_events(self, handle: HostHandle) -> tuple[TimedEvent, TimedEvent] | None:
+    def copy_events(self, handle: HostHandle) -> tuple[torch.Event, torch.Event] | None:
         """See `Link`."""
         return handle.outgoing.copy.events()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey, TimedEvent
+from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey
 
 _NUM_WARM_UP = 1
 """Forwards that are not measured: kernels are chosen and memory is allocated in the first."""
@@ -56,9 +56,9 @@ def num_offloaded(num_layers: int, fraction: float | None) -> int:
 class _RegionTiming:
     """What was recorded of one region, from the first tensor that it sent."""
 
-    began: TimedEvent
-    copies: list[tuple[TimedEvent, TimedEvent]] = field(default_factory=list)
-    ended: TimedEvent | None = None
+    began: torch.Event
+    copies: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+    ended: torch.Event | None = None
 
 
 class FractionTuner:
@@ -155,7 +155,7 @@ def _fraction_in_time(regions: list[_RegionTiming]) -> float:
     return min(1.0, _MARGIN * computing / copying) if copying > 0 else 1.0
 
 
-def _milliseconds(began: TimedEvent, ended: Any) -> float:
+def _milliseconds(began: torch.Event, ended: Any) -> float:
     ended.synchronize()
     return began.elapsed_time(ended)
 

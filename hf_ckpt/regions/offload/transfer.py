@@ -7,7 +7,7 @@ a device and a buffer in host memory; `CudaWire` of `cuda` does so on streams of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ class Link:
         """The largest value that `host_bytes` has had."""
         return 0
 
-    def copy_events(self, handle: Any) -> tuple[TimedEvent, TimedEvent] | None:
+    def copy_events(self, handle: Any) -> tuple[torch.Event, torch.Event] | None:
         """Return the events at which the copy of `send` began and ended; None if the device cannot time its work."""
         return None
 
@@ -213,16 +213,6 @@ class DeviceMemory:
     """The most that was allocated, since the process started or the peak was reset."""
 
 
-class TimedEvent(Protocol):
-    """A point in a device's work whose time is recorded, as torch's events."""
-
-    def synchronize(self) -> None:
-        """Make the calling thread wait until it has been reached."""
-
-    def elapsed_time(self, later: Any, /) -> float:
-        """Return the milliseconds from here to a later event. Both have been reached."""
-
-
 class AsyncCopy:
     """One copy between a device and a buffer in host memory: this one is done, so that nobody waits for it."""
 
@@ -235,7 +225,7 @@ class AsyncCopy:
     def wait_stream(self, stream: Any) -> None:
         """Make a stream (one of the wire's own kind) wait for the copy, with all that it is given from now on."""
 
-    def events(self) -> tuple[TimedEvent, TimedEvent] | None:
+    def events(self) -> tuple[torch.Event, torch.Event] | None:
         """Return the events at which the copy began and ended; None if they cannot be timed."""
         return None
 
@@ -342,7 +332,7 @@ class Wire:
         """
         return PageableMemory(num_bytes)
 
-    def record_event(self, device: torch.device) -> TimedEvent | None:
+    def record_event(self, device: torch.device) -> torch.Event | None:
         """Return an event at the current place in the device's work; None if the device cannot time its work."""
         return None
 
