@@ -40,7 +40,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload.cuda import CudaCopy, CudaDevice, CudaWire
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.transfer import SynchronousWire
+from hf_ckpt.regions.offload.transfer import Wire
 from hf_ckpt.structure.layers import find_layers
 
 TOKENS = (2048, 4096, 8192, 16384)
@@ -164,7 +164,7 @@ class SlowCuda(CudaDevice):
 
 def slow_link(device: torch.device) -> HostLink:
     """Return a link whose copies are late; on the CPU, where none can be, a plain one."""
-    return HostLink(CudaWire(SlowCuda()) if device.type == "cuda" else SynchronousWire(), HostLimits(None))
+    return HostLink(CudaWire(SlowCuda()) if device.type == "cuda" else Wire(), HostLimits(None))
 
 
 @contextmanager

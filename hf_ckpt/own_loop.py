@@ -40,8 +40,8 @@ from hf_ckpt.recovery.accumulation_window import (
     Randomness,
     SavedBuffers,
     describe_tensors,
+    nested_named_tensors,
     one_of_each_device,
-    tensors_in,
 )
 from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
@@ -298,7 +298,7 @@ class _ClosureSteps:
         escalation, ladder = self.escalation, self.escalation.ladder
         escalation.begin_step()
         self._num_steps += 1
-        inputs = list(tensors_in(batch))
+        inputs = list(nested_named_tensors(batch))
         size = sum(tensor.nbytes for _, tensor in inputs)
         shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
         # The planner of a loop sees no forward.

@@ -29,7 +29,7 @@ from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.regions.offload.host_memory import num_local_processes
 from hf_ckpt.simulation.shared_tensors import has_shared
 from hf_ckpt.simulation.step import OwnLoss, labels_shape
-from hf_ckpt.trainer.other_models import OtherModel, other_models, tensors_of
+from hf_ckpt.trainer.other_models import OtherModel, other_models, weights_and_buffers
 from hf_ckpt.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def _sorted_models(
     Raises:
         UnsupportedError: one of those is not small.
     """
-    own_bytes = sum(tensor.nbytes for tensor in tensors_of(model))
+    own_bytes = sum(tensor.nbytes for tensor in weights_and_buffers(model))
     counted, left_out = [], []
     for other in others:
         figures = f"({other.kind}, {format_bytes(other.num_bytes)})"
@@ -274,7 +274,7 @@ class NewModels:
         self._trainer, self._model, self._device = ref(trainer), ref(model), device
         # What its loss makes, as it is first called, is in the simulated step.
         self._counted = "" if loss is None else f"{type(trainer).__name__}."
-        self._small = _SMALL * sum(tensor.nbytes for tensor in tensors_of(model))
+        self._small = _SMALL * sum(tensor.nbytes for tensor in weights_and_buffers(model))
         self._known = {id(tensor) for other in known.others for tensor in other.tensors}
         self._steps_seen: set[int] = set()
 

@@ -19,7 +19,7 @@ from hf_ckpt.auto.trainer_loss import ModelInputs, TrainerLoss
 from hf_ckpt.auto.trl_generation import generation_loss
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
-from hf_ckpt.trainer.other_models import tensors_of
+from hf_ckpt.trainer.other_models import weights_and_buffers
 
 _TOKEN = 5
 _OF_GENERATION = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
@@ -84,8 +84,8 @@ def _others(trainer: Any, model: nn.Module) -> dict[str, nn.Module]:
     reference = getattr(trainer, _REFERENCE, None)
     if reference is None:
         return {}
-    own = {id(tensor) for tensor in tensors_of(model)}
-    if any(id(tensor) in own for tensor in tensors_of(reference)):
+    own = {id(tensor) for tensor in weights_and_buffers(model)}
+    if any(id(tensor) in own for tensor in weights_and_buffers(reference)):
         raise refuse(f"{type(trainer).__name__}.{_REFERENCE} shares weights with the model that is trained")
     return {_REFERENCE: meta_copy(reference)}
 

@@ -40,6 +40,7 @@ from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.recipe.trainer_kinds import REWARDS
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.trainer.other_models import weights_and_buffers
 from hf_ckpt.units import format_bytes
 
 # What is of a device, a launch or a report, and no part of a loss.
@@ -129,7 +130,7 @@ def _words(loss: TrainerLoss, recipe: Recipe) -> str:
     if recipe.training.get(_PRECOMPUTE):
         return f"{kind}.compute_loss; what the reference says is computed before training"
     for other in loss.others.values():
-        num_bytes = sum(tensor.nbytes for tensor in (*other.parameters(), *other.buffers()))
+        num_bytes = sum(tensor.nbytes for tensor in weights_and_buffers(other))
         return f"{kind}.compute_loss; its reference is a second model, {format_bytes(num_bytes)}"
     asks = hasattr(loss.trainer, "ref_model") and loss.trainer.beta != 0.0
     return f"{kind}.compute_loss" + ("; its reference is the model without its adapter" if asks else "")

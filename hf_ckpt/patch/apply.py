@@ -22,7 +22,7 @@ from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
 from hf_ckpt.patch.interrupted_run import TrainCall
-from hf_ckpt.patch.layer_settings import Offloaders, set_forward, set_on_stack
+from hf_ckpt.patch.layer_settings import offloaded_layers, set_forward, set_on_stack
 from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
 from hf_ckpt.patch.use_cache import skip_in_training_forwards
 from hf_ckpt.policy.options import (
@@ -200,7 +200,29 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         prove: see `apply`.
     """
     check_offload_paths(plan, model)
-    return _apply_plan(model, plan, stacks, ValueProof(parse_prove(prove)))
+    proof = ValueProof(parse_prove(prove))
+    patches: list[StackPatch] = []
+    offloaded = offloaded_layers(plan)
+    try:
+        for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
+            patch = StackPatch(plan, stack.path)
+            patches.append(patch)
+            patch.siblings = patches
+            # Whichever patch is removed first closes them; nothing runs after that.
+            patch.offloaders = tuple(dict.fromkeys(offloader for offloader, _ in offloaded.values()))
+            set_on_stack(model, patch, stack_plan, stack, offloaded, proof)
+        if plan.head is HeadMode.CHUNKED:
+            _chunk_head(model, patches[0], proof)
+        _switch_off_others(model, patches)
+        for patch, stack in zip(patches, stacks, strict=True):
+            patch.attach(stack.home, stack.owner)
+        # A key/value cache serves nobody in a training step.
+        patches[0].hooks.extend(skip_in_training_forwards(model))
+    except BaseException:
+        for patch in reversed(patches):
+            patch.remove()
+        raise
+    return Applied(plan, stacks, list(patches), proof)
 
 
 def _planned(
@@ -374,31 +396,6 @@ def _shapes(shapes: _Shapes) -> str:
     return ", ".join(f"{num_layers} layers in {path}" for path, num_layers in shapes)
 
 
-def _apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], proof: ValueProof) -> Applied:
-    patches: list[StackPatch] = []
-    offloaders = Offloaders(plan)
-    try:
-        for stack_plan, stack in zip(plan.stacks, stacks, strict=True):
-            patch = StackPatch(plan, stack.path)
-            patches.append(patch)
-            patch.siblings = patches
-            # Whichever patch is removed first closes them; nothing runs after that.
-            patch.offloaders = tuple(offloaders.by_option.values())
-            set_on_stack(model, patch, stack_plan, stack, offloaders, proof)
-        if plan.head is HeadMode.CHUNKED:
-            _chunk_head(model, patches[0], proof)
-        _switch_off_others(model, patches, stacks)
-        for patch, stack in zip(patches, stacks, strict=True):
-            patch.attach(stack.home, stack.owner)
-        # A key/value cache serves nobody in a training step.
-        patches[0].hooks.extend(skip_in_training_forwards(model))
-    except BaseException:
-        for patch in reversed(patches):
-            patch.remove()
-        raise
-    return Applied(plan, stacks, list(patches), proof)
-
-
 def _chunk_head(model: nn.Module, patch: StackPatch, proof: ValueProof) -> None:
     """Let the head of a model return logits that are computed some tokens at a time."""
     head = find_head(model)
@@ -409,19 +406,16 @@ def _chunk_head(model: nn.Module, patch: StackPatch, proof: ValueProof) -> None:
     patch.hooks.append(head.owner.register_forward_hook(partial(check_reached, chunking), with_kwargs=True))
 
 
-def _switch_off_others(model: nn.Module, patches: list[StackPatch], stacks: Sequence[Stack]) -> None:
+def _switch_off_others(model: nn.Module, patches: list[StackPatch]) -> None:
     """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
     ours = {module for patch in patches for module in patch.seams()}
     for raw_path, module in model.named_modules():
         # A wrapper shows the attributes of what it wraps.
         if hasattr(module, FLAG) and module not in ours and unwrapped(module) is module:
             path = clean_path(model, raw_path)
-            _patch_around(path, patches, stacks).set(path, module, FLAG, False)
+            _patch_around(path, patches).set(path, module, FLAG, False)
 
 
-def _patch_around(path: str, patches: list[StackPatch], stacks: Sequence[Stack]) -> StackPatch:
+def _patch_around(path: str, patches: list[StackPatch]) -> StackPatch:
     """Return the patch of the stack whose owner holds the module at `path`; the first one's if none does."""
-    for patch, stack in zip(patches, stacks, strict=True):
-        if path.startswith(stack.path.rpartition(".")[0]):
-            return patch
-    return patches[0]
+    return next((patch for patch in patches if path.startswith(patch.path.rpartition(".")[0])), patches[0])

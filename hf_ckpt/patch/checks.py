@@ -19,7 +19,7 @@ from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRA
 from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of
-from hf_ckpt.structure.parts import unwrapped
+from hf_ckpt.structure.parts import is_at_or_below, unwrapped
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
@@ -198,7 +198,5 @@ def _recomputed(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module
     part_names = {Mode.ATTENTION: layer.attention, Mode.FFN: layer.ffn}.get(entry.mode, ())
     kept = layer.attention if entry.mode is Mode.FFN and layer.ffn_is_inline else ()
     for name, module in layer.module.named_modules():
-        is_inside = any(name == part or name.startswith(part + ".") for part in part_names)
-        is_kept = any(name == part or name.startswith(part + ".") for part in kept)
-        if (is_inside or not part_names) and not is_kept:
+        if (not part_names or is_at_or_below(name, *part_names)) and not is_at_or_below(name, *kept):
             yield name or "the layer", module

@@ -20,7 +20,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.module_state import STATE, ModuleState
-from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective.save_rules import SaveRules
@@ -36,32 +36,29 @@ Setting = tuple[nn.Module, Callable[[], None]]
 """A module, and what makes it carry its part of the plan."""
 
 
-class Offloaders:
-    """What moves the activations of a plan's layers: one `Offloader` for each `offload` option that the plan names."""
+OffloadedLayers = dict[tuple[str, int], tuple[Offloader, int]]
+"""By stack and `layer_idx`: what moves the layer's activations, and the layer's position among those that use it."""
 
-    def __init__(self, plan: Plan) -> None:
-        places: dict[Offload, list[tuple[str, int]]] = {}
-        for stack in plan.stacks:
-            for layer_idx, entry in enumerate(stack.layers):
-                if entry.offload is not None:
-                    places.setdefault(entry.offload, []).append((stack.path, layer_idx))
-        self.by_option = {offload: Offloader(offload, len(layers)) for offload, layers in places.items()}
-        self._of_layers = {
-            layer: (self.by_option[offload], position)
-            for offload, layers in places.items()
-            for position, layer in enumerate(layers)
-        }
 
-    def of_layer(self, path: str, layer_idx: int) -> tuple[Offloader, int] | None:
-        """Return a layer's offloader, and the layer's position among those that use it; None if it does not offload."""
-        return self._of_layers.get((path, layer_idx))
+def offloaded_layers(plan: Plan) -> OffloadedLayers:
+    """Return the layers that offload, with one `Offloader` for each `offload` option that the plan names."""
+    places: dict[Offload, list[tuple[str, int]]] = {}
+    for stack in plan.stacks:
+        for layer_idx, entry in enumerate(stack.layers):
+            if entry.offload is not None:
+                places.setdefault(entry.offload, []).append((stack.path, layer_idx))
+    found: OffloadedLayers = {}
+    for offload, layers in places.items():
+        offloader = Offloader(offload, len(layers))
+        found.update({layer: (offloader, position) for position, layer in enumerate(layers)})
+    return found
 
 
 def set_on_stack(
-    model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, offloaders: Offloaders, proof: ValueProof
+    model: nn.Module, patch: StackPatch, plan: StackPlan, stack: Stack, offloaded: OffloadedLayers, proof: ValueProof
 ) -> None:
     """Make the layers of one stack carry their entries; `patch` notes what is set. FSDP may have sharded the model."""
-    stack_settings = _StackSettings(patch, stack, offloaders, proof)
+    stack_settings = _StackSettings(patch, stack, offloaded, proof)
     settings: dict[nn.Module, list[Callable[[], None]]] = {}
     for entry, layer in zip(plan.layers, stack.layers, strict=True):
         for module, make in stack_settings.of_layer(entry, layer):
@@ -90,10 +87,10 @@ def _follow_shards(model: nn.Module, stack: Stack) -> None:
 class _StackSettings:
     """What to set for the layers of one stack, and what these layers share."""
 
-    def __init__(self, patch: StackPatch, stack: Stack, offloaders: Offloaders, proof: ValueProof) -> None:
+    def __init__(self, patch: StackPatch, stack: Stack, offloaded: OffloadedLayers, proof: ValueProof) -> None:
         self._patch = patch
         self._stack = stack
-        self._offloaders = offloaders
+        self._offloaded = offloaded
         self._proof = proof
         self._selection = SelectiveStack(stack.path)
         self.runner = SegmentRunner(fsdp.let_go)
@@ -125,12 +122,12 @@ class _StackSettings:
             link = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
             yield self._region(path, layer.module, partial(link, snapshots=entry.snapshots, proof=proof))
             return
-        host = self._offloaders.of_layer(self._stack.path, layer.layer_idx)
-        before = self._offloaders.of_layer(self._stack.path, layer.layer_idx - 1)
+        host = self._offloaded.get((self._stack.path, layer.layer_idx))
+        before = self._offloaded.get((self._stack.path, layer.layer_idx - 1))
         region: Region = partial(recompute, proof=proof)
         if entry.mode in SELECTIVE_MODES:
             saves = SaveRules.of(entry.mode.value, entry.save)
-            keeper = None if host is None else host[0].keeper(host[1])
+            keeper = None if host is None else OffloadKeeper(*host)
             region = partial(recompute_selectively, self._selection, saves, keeper, proof=proof)
             yield layer.module, partial(self._place_hooks, layer.module, saves)
         if host is not None:

@@ -29,7 +29,7 @@ def tiled_modules(layer: Layer) -> list[str]:
     position-wise, or is no module.
     """
     _check_ffn(layer)
-    return [name for name, _ in _found(layer, layer.module, "", inside_attention=False)]
+    return list(_tiled_names(layer, layer.module, "", inside_attention=False))
 
 
 def random_modules(layer: Layer, names: Sequence[str]) -> list[str]:
@@ -45,16 +45,16 @@ def random_modules(layer: Layer, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _found(layer: Layer, module: nn.Module, path: str, *, inside_attention: bool) -> Iterator[tuple[str, nn.Module]]:
+def _tiled_names(layer: Layer, module: nn.Module, path: str, *, inside_attention: bool) -> Iterator[str]:
     for child_name, raw in module.named_children():
         child, name = unwrapped(raw), f"{path}.{child_name}".lstrip(".")
         is_attention = inside_attention or name in layer.attention
         if name in layer.ffn or _is_norm(child) or (is_attention and _is_linear(child)):
             # Its ffn has been checked; of the rest, what an engine gathers inside cannot run slice by slice.
             if name in layer.ffn or not _holds_units(child):
-                yield name, child
+                yield name
         else:
-            yield from _found(layer, child, name, inside_attention=is_attention)
+            yield from _tiled_names(layer, child, name, inside_attention=is_attention)
 
 
 def _check_ffn(layer: Layer) -> None:

@@ -261,7 +261,7 @@ class MicroBatch:
     """To other processes."""
 
     def __post_init__(self) -> None:
-        named = list(tensors_in(self.call.inputs))
+        named = list(nested_named_tensors(self.call.inputs))
         self._versions = [(name, tensor, tensor._version) for name, tensor in named if not tensor.is_inference()]
         self.size = sum(tensor.nbytes for _, tensor in named)
         # A step may take entries out of what it is given.
@@ -283,21 +283,21 @@ def named_tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
         yield from ((str(name), value) for name, value in inputs.items() if isinstance(value, Tensor))
 
 
-def tensors_in(batch: Any, name: str = "input") -> Iterator[tuple[str, Tensor]]:
+def nested_named_tensors(batch: Any, name: str = "input") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a batch of whatever form: one, or a mapping or a sequence of them, within each other."""
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from tensors_in(value, str(key))
+            yield from nested_named_tensors(value, str(key))
     elif isinstance(batch, list | tuple):
         for number, value in enumerate(batch):
-            yield from tensors_in(value, f"{name} {number}")
+            yield from nested_named_tensors(value, f"{name} {number}")
 
 
 def describe_inputs(inputs: Any) -> str:
     """Return the shapes of the inputs of a step."""
-    return describe_tensors(tensors_in(inputs)) or "no tensors"
+    return describe_tensors(nested_named_tensors(inputs)) or "no tensors"
 
 
 def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -39,8 +39,8 @@ class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
     """Stops a recomputation once the last tensor that backward needs is there."""
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in an argument or an output of a layer: itself, or those in its tuple or list."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in an argument or an output of a layer: itself, or those in its tuple or list, not deeper."""
     if isinstance(value, Tensor):
         return [value]
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, tuple | list) else []
@@ -86,7 +86,7 @@ class RandomState:
     def of(cls, *values: Any) -> RandomState:
         """Read the state of the CPU's generator, and of the devices on which tensors in `values` lie."""
         device_type = _accelerator_type()
-        on_device = {tensor.device: tensor for value in values for tensor in tensors_of(value) if not tensor.is_cpu}
+        on_device = {tensor.device: tensor for value in values for tensor in tensors_in(value) if not tensor.is_cpu}
         # A device that has not been used yet has no state to read; MPS has none that could be read by device.
         if not on_device or not getattr(torch.get_device_module(device_type), "_initialized", False):
             return cls(torch.get_rng_state(), (), (), device_type)

@@ -14,14 +14,14 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.selective import dispatch
 
 _MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 19
@@ -68,6 +68,11 @@ def fingerprint(tensor: Tensor, *, has_sketch: bool = False) -> Fingerprint:
             sums += _sums(chunk, signs, number)
     assert total is not None, "an empty tensor has a chunk too"
     return Fingerprint(tensor.shape, tensor.dtype, total, sums)
+
+
+def plain_fingerprints(tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
+    """Return the fingerprints of those tensors that are plain."""
+    return [fingerprint(tensor, has_sketch=has_sketch) for tensor in tensors if is_plain(tensor)]
 
 
 def scratch_bytes(tensor: Tensor) -> int:
@@ -207,15 +212,8 @@ class StateFingerprint:
     """Of their buffers and of tensors that they hold otherwise, by name."""
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module | None,
-        tensors: Sequence[Any],
-        take: Callable[[Sequence[Tensor]], list[Fingerprint]],
-        *,
-        reads_python: bool,
-    ) -> StateFingerprint:
-        """Read the state; `take` returns fingerprints, `reads_python` asks for the generators that are not torch's."""
+    def of(cls, module: nn.Module | None, tensors: Sequence[Any], *, reads_python: bool) -> StateFingerprint:
+        """Read the state; `reads_python` asks for the generators that are not torch's."""
         values: dict[str, Any] = {}
         held: dict[str, list[Fingerprint]] = {}
         for path, inner in () if module is None else module.named_modules():
@@ -223,7 +221,7 @@ class StateFingerprint:
             for name, value in vars(inner).items():
                 if isinstance(value, bool | int | float | str):
                     values[prefix + name] = value
-            held.update((prefix + name, take([tensor])) for name, tensor in tensors_held(inner))
+            held.update((prefix + name, plain_fingerprints([tensor])) for name, tensor in tensors_held(inner))
         python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
         return cls(RandomState.of(list(tensors)), python, numpy, values, held)
 
@@ -273,7 +271,7 @@ class Samples:
         now = _elements_of(tensors)
         if now is None or now.shape != self._on_device.shape:
             return False
-        with _unobserved():
+        with unobserved():
             return (now != self._on_device).any()
 
 
@@ -284,11 +282,11 @@ def call_if_true(differs: Tensor, refuse: Callable[[], None]) -> None:
         if differs.item():
             refuse()
 
-    if torch._C._current_graph_task_id() == -1:
-        read()
-    else:
+    if is_in_backward():
         # By then the host waits for the device anyway, and only the first of these waits.
         torch.autograd.Variable._execution_engine.queue_callback(read)
+    else:
+        read()
 
 
 def _bytes_of(tensor: Tensor) -> bytes | None:
@@ -315,7 +313,7 @@ def _elements_of(tensors: Sequence[Tensor]) -> Tensor | None:
     there = [tensor for tensor in there if is_plain(tensor) and tensor.dtype == there[0].dtype]
     if not there or (there[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    with _unobserved():
+    with unobserved():
         return torch.cat([_spread(tensor) for tensor in (there if len(there) == 1 else (there[0], there[-1]))])
 
 
@@ -328,7 +326,7 @@ def fingerprint_of(tensor: Tensor) -> Fingerprint | None:
     """Return the fingerprint of a tensor; None where it has no values."""
     if not is_plain(tensor):
         return None
-    with _unobserved():
+    with unobserved():
         return fingerprint(tensor)
 
 
@@ -336,15 +334,18 @@ def have_same_values(one: Fingerprint | None, other: Fingerprint | None) -> bool
     """Compare two fingerprints; a tensor without values is taken for unchanged."""
     if one is None or other is None:
         return True
-    with _unobserved():
+    with unobserved():
         return are_equal(one, other)
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
+def unobserved(
+    hidden: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch,
+) -> Iterator[None]:
+    """Run what is in the block without a graph, unseen by the region's own selection, and inside of `hidden()`."""
     setting = dispatch.pause_interception()
     try:
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), hidden():
             yield
     finally:
         dispatch.restore_interception(setting)

@@ -81,21 +81,21 @@ class ModuleState:
             self._fingerprints.clear()
         return self._layout
 
-    def enter(self) -> None:
-        """The region begins to run in this thread; refused while another thread has changed its flags."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the region run in this thread; refused while another thread has changed its flags."""
         me = threading.get_ident()
         with self._lock:
             if self._changed_by not in (None, me):
                 self._refuse_thread()
             self._inside[me] = self._inside.get(me, 0) + 1
-
-    def leave(self) -> None:
-        """The region's run ends."""
-        me = threading.get_ident()
-        with self._lock:
-            self._inside[me] -= 1
-            if not self._inside[me]:
-                del self._inside[me]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside[me] -= 1
+                if not self._inside[me]:
+                    del self._inside[me]
 
     @contextmanager
     def set_for_this_thread(self, changes: Sequence[_Change]) -> Iterator[None]:
@@ -170,8 +170,7 @@ class CallState:
         if state is None:
             yield
             return
-        state.enter()
-        try:
+        with state.running():
             if self._note is None:
                 layout = state.layout(self._module)
                 before = layout.identities()
@@ -183,8 +182,6 @@ class CallState:
                     yield
             else:
                 yield
-        finally:
-            state.leave()
 
 
 class _Layout:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import UnsupportedError
@@ -24,7 +25,7 @@ from hf_ckpt.regions.execution_state import (
     RandomState,
     keeps_activations,
     refuse_transforms,
-    tensors_of,
+    tensors_in,
     untransformed,
 )
 from hf_ckpt.regions.module_state import CallState
@@ -110,7 +111,7 @@ class _Forward:
 
 
 def run_region(region: Function, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
-    """Instance `forward` of a module that becomes a region.; `region` is `recompute`, or has its signature.
+    """Instance `forward` of a module that becomes a region; `region` is `recompute`, or has its signature.
 
     `found` is the forward that stood on the instance before, or None for the class's own.
     """
@@ -159,15 +160,6 @@ class KeptModules(threading.local):
         # A copy of the model made while a layer runs must not share the running call.
         return KeptModules, ()
 
-    @contextmanager
-    def hand_out(self, outputs: _ModuleOutputs) -> Iterator[None]:
-        """Let the kept modules use `outputs` while the layer runs."""
-        found, self.outputs = self.outputs, outputs
-        try:
-            yield
-        finally:
-            self.outputs = found
-
 
 class _ModuleOutputs:
     """What the kept modules returned in one call of the layer, in the order in which they ran."""
@@ -181,8 +173,11 @@ class _ModuleOutputs:
     def run(self, kept: KeptModules, call: Call, *tensors: Any) -> Any:
         """Run the layer: the first time for real, afterwards with the outputs that were kept."""
         self._next = 0
-        with kept.hand_out(self):
+        found, kept.outputs = kept.outputs, self
+        try:
             returned = call.run(*tensors)
+        finally:
+            kept.outputs = found
         if not self._is_complete:
             self._check_untouched()
         self._is_complete = True
@@ -205,22 +200,16 @@ class _ModuleOutputs:
             return output
         with _without_hooks_of_region():
             output = forward(*args, **kwargs)
-        detached = _detached(output)
+        detached = tree_map_only(Tensor, _detached, output)
         self._returned.append((detached, RandomState.of(detached)))
         # A detached tensor shares its version counter with the tensor that the layer goes on with.
-        self._versions.extend((tensor, tensor._version) for tensor in tensors_of(detached))
+        self._versions.extend((tensor, tensor._version) for tensor in tensors_in(detached))
         return output
 
 
-def _detached(output: Any) -> Any:
-    """Return the output without its graph, so that keeping it keeps nothing else."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_(output.requires_grad)
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(_detached, output))
-    if isinstance(output, tuple | list):
-        return type(output)(map(_detached, output))
-    return output
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, so that keeping it keeps nothing else."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
@@ -244,24 +233,25 @@ def _without_hooks_of_region() -> Iterator[None]:
 class Call:
     """A function and its arguments, without the tensors that belong to the graph, which `run` gets; see `split_call`.
 
-    `state` is that of the modules that the function runs.
+    `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
+    the modules that the function runs.
     """
 
-    __slots__ = ("_args", "_function", "_kwargs", "_lengths", "_places", "_versions", "state")
+    __slots__ = ("_arguments", "_function", "_lengths", "_places", "_versions", "state")
 
-    def __init__(self, function: Function, args: list[Any], kwargs: dict[str, Any], places: list[int | str]) -> None:
+    def __init__(self, function: Function, arguments: dict[int | str, Any], places: list[int | str]) -> None:
+        rest = {place: None if place in places else value for place, value in arguments.items()}
         self._function = function
-        self._args = args
-        self._kwargs = kwargs
+        self._arguments = rest
         self._places = places
         self._versions = [
             (tensor, tensor._version)
-            for value in (*args, *kwargs.values())
-            for tensor in tensors_of(value)
+            for value in rest.values()
+            for tensor in tensors_in(value)
             if not tensor.is_inference()
         ]
-        self._lengths = [(value, len(value)) for value in (*args, *kwargs.values()) if isinstance(value, list)]
-        self.state = CallState(function, args)
+        self._lengths = [(value, len(value)) for value in rest.values() if isinstance(value, list)]
+        self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
 
     def run(self, *tensors: Any) -> Any:
         """Call the function with `tensors` in their places.
@@ -270,12 +260,9 @@ class Call:
         state of the modules has changed in a way that cannot be restored.
         """
         self._check_unchanged()
-        args, kwargs = list(self._args), dict(self._kwargs)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if isinstance(place, str):
-                kwargs[place] = tensor
-            else:
-                args[place] = tensor
+        given = {**self._arguments, **dict(zip(self._places, tensors, strict=True))}
+        args = [value for place, value in given.items() if isinstance(place, int)]
+        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
         with self.state.as_in_forward(), untransformed(), ConcurrentRun():
             returned = self._function(*args, **kwargs)
         self._check_unchanged()
@@ -302,18 +289,13 @@ def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tens
     a second time. The seam of transformers takes it out of keyword arguments only, and GPT-2 passes its cache by
     position.
     """
-    arguments: dict[int | str, Any] = {}
+    keywords: dict[Any, Any] = {}
     if isinstance(function, partial):
-        args = (*function.args, *args)
-        arguments.update(function.keywords)
-        function = function.func
-    arguments = {**dict(enumerate(args)), **arguments}
-    arguments = {place: None if is_cache(value) else value for place, value in arguments.items()}
+        args, keywords, function = (*function.args, *args), function.keywords, function.func
+    given = {**dict(enumerate(args)), **keywords}
+    arguments: dict[int | str, Any] = {place: None if is_cache(value) else value for place, value in given.items()}
     graph = {place: value for place, value in arguments.items() if _belongs_to_graph(place, value)}
-    rest = {place: None if place in graph else value for place, value in arguments.items()}
-    positional = [rest[place] for place in range(len(args))]
-    keywords = {place: value for place, value in rest.items() if isinstance(place, str)}
-    return Call(function, positional, keywords, list(graph)), list(graph.values())
+    return Call(function, arguments, list(graph)), list(graph.values())
 
 
 def _belongs_to_graph(place: int | str, value: Any) -> bool:
@@ -330,23 +312,18 @@ def is_cache(value: object) -> bool:
     return any(base.__name__.endswith("Cache") for base in type(value).__mro__)
 
 
-class SavedInputs:
-    """Tensors that a region starts from, handed to autograd before the region runs. Saved-tensor hooks see them now.
+def save_inputs(tensors: Sequence[Tensor]) -> Tensor:
+    """Hand tensors that a region starts from to autograd, before the region runs. Saved-tensor hooks see them now.
 
-    `token` is a tensor of no elements whose node holds the others: whoever keeps it keeps them.
+    Returns a token of no elements whose node holds the others: whoever keeps it keeps them; see `saved_behind`.
     """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        # The first argument makes autograd create a node that holds the others, even if none of them needs a gradient.
-        self.token: Tensor = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
-
-    def get(self) -> list[Tensor]:
-        """Return the tensors."""
-        return saved_behind(self.token)
+    # The first argument makes autograd create a node that holds the others, even if none of them needs a gradient.
+    token: Tensor = _SaveForBackward.apply(torch.empty((), requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+    return token
 
 
 def saved_behind(token: Tensor) -> list[Tensor]:
-    """Return the tensors that the token of a `SavedInputs` keeps."""
+    """Return the tensors that a token of `save_inputs` keeps."""
     node: Any = token.grad_fn
     return list(node.saved_tensors)
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,10 @@ from hf_ckpt.regions.execution_state import (
     keeps_activations,
     module_of,
     refuse_transforms,
-    tensors_of,
+    tensors_in,
     untransformed,
 )
-from hf_ckpt.regions.recompute import Call, SavedInputs, run_checkpointed, run_watched, split_call
+from hf_ckpt.regions.recompute import Call, run_checkpointed, run_watched, save_inputs, saved_behind, split_call
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -61,8 +62,10 @@ class SegmentRunner(threading.local):
     """
 
     _open: weakref.ref[_Segment] | None = None
-    _entered: tuple[int, partial[Any], tuple[Any, ...]] | None = None
+    entered: tuple[int, partial[Any], tuple[Any, ...]] | None = None
+    """The call of the outermost module in the place of a layer, and which layer that is."""
     replayed: tuple[_Link, _Collector] | None = None
+    """The link whose recomputation the next call of a layer is."""
 
     def __init__(self, let_go: Callable[[nn.Module], None]) -> None:
         self.let_go = let_go
@@ -84,29 +87,16 @@ class SegmentRunner(threading.local):
         """Return the segment that the last layer ran in, if it still exists."""
         return self._open() if self._open is not None else None
 
-    def enter(self, layer_idx: int, function: partial[Any], args: tuple[Any, ...]) -> None:
-        """Note the call of the outermost module in the place of a layer."""
-        self._entered = (layer_idx, function, args)
-
     def take_entered(self, layer_idx: int) -> tuple[partial[Any], tuple[Any, ...]] | None:
         """Return the call that led to this layer, if it was noted."""
-        entered, self._entered = self._entered, None
+        entered, self.entered = self.entered, None
         return entered[1:] if entered is not None and entered[0] == layer_idx else None
-
-    @contextmanager
-    def replaying(self, link: _Link, collector: _Collector) -> Iterator[None]:
-        """Let the next call of a layer be the recomputation of `link`."""
-        self.replayed = (link, collector)
-        try:
-            yield
-        finally:
-            self.replayed = None
 
 
 def enter(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook, the first one, of the outermost module in the place of a layer."""
     if keeps_activations(outer) and runner.replayed is None:
-        runner.enter(layer_idx, partial(outer, **kwargs), args)
+        runner.entered = (layer_idx, partial(outer, **kwargs), args)
 
 
 def leave(runner: SegmentRunner, layer_idx: int, outer: nn.Module, args: Any, output: Any) -> None:
@@ -174,7 +164,7 @@ class _Link:
         # Index in the outputs of the layer before, or None for a tensor from elsewhere.
         self._sources = [_position(tensor, outputs) for tensor in tensors]
         own = [tensor for tensor, source in zip(tensors, self._sources, strict=True) if source is None]
-        self._own_inputs = SavedInputs(own)
+        self._own_inputs = save_inputs(own)
 
     def taken_from(self, before: Outputs) -> Outputs:
         """Return the outputs of the layer before that this one takes, without their graph."""
@@ -183,12 +173,15 @@ class _Link:
 
     def replay(self, runner: SegmentRunner, before: Outputs, collector: _Collector) -> Any:
         """Run the layer again on the outputs `before` of the layer before it."""
-        own = iter(self._own_inputs.get())
+        own = iter(saved_behind(self._own_inputs))
         tensors = [next(own) if source is None else before[source] for source in self._sources]
         if self._outer is None:
             return self.recompute(self._call, tensors, collector)
-        with runner.replaying(self, collector):
+        runner.replayed = (self, collector)
+        try:
             return self._call.run(*tensors)
+        finally:
+            runner.replayed = None
 
     def let_go(self, runner: SegmentRunner) -> None:
         """Free what an engine has gathered for the layer."""
@@ -210,15 +203,13 @@ class _Link:
         return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Placeholder:
     """Stands in the graph for a tensor that is not kept. Owns its segment, and by that the saved input."""
 
-    __slots__ = ("__weakref__", "link", "segment", "value")
-
-    def __init__(self, segment: _Segment, link: int) -> None:
-        self.segment = segment
-        self.link = link
-        self.value: Tensor | None = None
+    segment: _Segment
+    link: int
+    value: Tensor | None = None
 
 
 class _Segment:
@@ -261,7 +252,7 @@ class _Segment:
             link = _Link(*replayed, module, self._outputs, nested, proof)
             self._links.append(link)
             self._firsts.append(len(self._placeholders))
-            with self._hooks():
+            with saved_tensors_hooks(self._pack, _unpack):
                 output = link.run(call, tensors)
         self.leave(layer_idx, output)
         return output
@@ -269,12 +260,9 @@ class _Segment:
     def leave(self, layer_idx: int, output: Any) -> None:
         """Note what a layer returns: first its own output, then that of the module around it."""
         if layer_idx == self._layer_idx:
-            returned = tensors_of(output)
+            returned = tensors_in(output)
             self._outputs = [weakref.ref(tensor) for tensor in returned]
             self._versions = [tensor._version for tensor in returned]
-
-    def _hooks(self) -> AbstractContextManager[Any]:
-        return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder(self, len(self._links) - 1)
@@ -298,7 +286,7 @@ class _Segment:
                             self._snapshots[number] = outputs
                     # An engine must see the end of each layer's forward, except for the one in its backward.
                     collector.may_stop = number == trigger
-                    outputs = tensors_of(link.replay(self._runner, outputs, collector))
+                    outputs = tensors_in(link.replay(self._runner, outputs, collector))
                     if self._num_snapshots is not None and number + 1 < trigger:
                         # The next one's turn comes next.
                         link.let_go(self._runner)

@@ -213,8 +213,8 @@ class TileProof:
         self._fault: str | None = None
         self._alone = _spread(self._leading[-1])
         self._outputs_alone: list[Tensor] = []
-        # Of the outputs; None before backward.
-        self._gradients: list[Tensor | None] | None = None
+        # Of the outputs that have one; None before backward.
+        self._gradients: list[Tensor] | None = None
         self._number = 0
         self._weight_gradients: list[list[Fingerprint | None]] = []
 
@@ -248,7 +248,7 @@ class TileProof:
 
     def begin_backward(self, gradients: Sequence[Tensor | None]) -> None:
         """The backward begins, with these gradients of the outputs."""
-        self._gradients = list(gradients)
+        self._gradients = [gradient for gradient in gradients if gradient is not None]
 
     def _run_again(self, function: Function, inputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> Any:
         number, self._number = self._number, self._number + 1
@@ -281,7 +281,7 @@ class TileProof:
             return
         part = self._slices[self._number - 1]
         given = self._take([piece for piece in parts if piece is not None])
-        if not self._holds(self._given_gradients(), given, part.start, part.end):
+        if not self._holds(self._gradients or [], given, part.start, part.end):
             self._add_fault(f"the gradient of its output at {part.positions} is cut elsewhere. {_OUR_FAULT}")
         part.input_gradients = [None if x is None else self._take([x])[0] for x in of_inputs]
         self._weight_gradients.append([None if x is None else self._take([x], has_sketch=True)[0] for x in of_weights])
@@ -351,9 +351,6 @@ class TileProof:
             whole = whole.reshape(*self._leading, *whole.shape[1:])
         return whole.index_select(self._dim, index.to(whole.device))
 
-    def _given_gradients(self) -> list[Tensor]:
-        return [gradient for gradient in self._gradients or () if gradient is not None]
-
     def _gradients_of(self, part: _SliceRun, wholes: Sequence[Tensor]) -> list[Fingerprint]:
         """Return what a slice's gradients of inputs should leave in the whole ones: zeros where it has none."""
         found = []
@@ -386,7 +383,7 @@ class TileProof:
             return draws
         if not all(map(_are_near, self._outputs_alone, outputs)):
             return False
-        gradients = self._given_gradients()
+        gradients = self._gradients or []
         floating = [output for output in outputs if output.requires_grad]
         wholes = [whole for whole in of_inputs if whole is not None]
         if not wholes or not floating or len(floating) != len(gradients):

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from hf_ckpt.regions.execution_state import (
     refuse_in_tiles,
     refuse_transforms,
 )
-from hf_ckpt.regions.recompute import Call, SavedInputs, original_forward, recompute, saved_behind
+from hf_ckpt.regions.recompute import Call, original_forward, recompute, save_inputs, saved_behind
 from hf_ckpt.regions.tile_checks import (
     DroppedGraph,
     TileProof,
@@ -91,17 +91,16 @@ def run_tiled(tiling: Tiling, module: nn.Module, found: Function | None, *args: 
     if not keeps_activations(module):
         return forward(*args, **kwargs)
     refuse_transforms()
-    cutting = arguments_to_cut(module, args, kwargs, tiling.tiles)
+    arguments = dict[int | str, Any](enumerate(args)) | kwargs
+    cutting = arguments_to_cut(module, arguments, tiling.tiles)
     if cutting is None or len(cutting[0].bounds) == 1:
         if not tiling.recomputes:
             return forward(*args, **kwargs)
         return recompute(partial(forward, **kwargs), *args, proof=tiling.proof)
     cut, places = cutting
-    rest = [None if place in places else value for place, value in enumerate(args)]
-    keywords = {key: None if key in places else value for key, value in kwargs.items()}
-    inputs = [kwargs[place] if isinstance(place, str) else args[place] for place in places]
+    inputs = [arguments[place] for place in places]
     with ConcurrentRun():
-        return _Slices(tiling, module, Call(forward, rest, keywords, places), cut, inputs).run(inputs)
+        return _Slices(tiling, module, Call(forward, arguments, places), cut, inputs).run(inputs)
 
 
 class _Slices:
@@ -127,13 +126,14 @@ class _Slices:
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Run all slices and return what the module returns for the whole."""
         # Before anything runs: the recomputation of a region around this one may need nothing more, and stop here.
-        saved = SavedInputs(inputs if any(self._needs_gradient) or self._weights else ())
+        token = save_inputs(inputs if any(self._needs_gradient) or self._weights else ())
         if not self._tiling.is_checked:
             check_position_wise(self._module, partial(self._run_positions, inputs), inputs, self._cut.dim)
         outputs = self._forward(inputs)
-        # The token's node keeps the inputs; the hooks of a region around this one would replace the token.
+        # The token's node keeps the inputs; the hooks of a region around this one would replace the token. In a tuple
+        # it is no input of the slices, which get no gradient through it.
         with saved_tensors_hooks(_identity, _identity):
-            outputs = _Tiled.apply(self, saved, outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
+            outputs = _Tiled.apply(self, (token,), outputs, *inputs, *self._weights_now())  # type: ignore[no-untyped-call]
         returned = self._joined.as_returned(outputs)
         if self._proof is not None:
             self._proof.check_outputs(returned)
@@ -259,14 +259,11 @@ class _Slices:
         return [getattr(owner, name) for owner, name in self._weights]
 
 
-class _Slice:
+class _Slice(NamedTuple):
     """The inputs and the result of one slice."""
 
-    __slots__ = ("inputs", "returned")
-
-    def __init__(self, inputs: list[Tensor], returned: Any) -> None:
-        self.inputs = inputs
-        self.returned = returned
+    inputs: list[Tensor]
+    returned: Any
 
 
 class _Tiled(torch.autograd.Function):
@@ -274,11 +271,11 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slices: _Slices, saved: SavedInputs, outputs: tuple[Tensor | None, ...], *tensors: Tensor
+        ctx: Any, slices: _Slices, tokens: tuple[Tensor], outputs: tuple[Tensor | None, ...], *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.slices = slices
-        ctx.save_for_backward(saved.token)
+        ctx.save_for_backward(*tokens)
         ctx.mark_non_differentiable(*(x for x in outputs if x is not None and not x.is_floating_point()))
         return outputs
 
@@ -411,16 +408,13 @@ def _bounds(num_positions: int, tiles: int) -> tuple[tuple[int, int], ...]:
 
 
 def arguments_to_cut(
-    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], tiles: Tiles
+    module: nn.Module, arguments: dict[int | str, Any], tiles: Tiles
 ) -> tuple[Cut, list[int | str]] | None:
     """Return how to cut a call and the places of the arguments that are cut; None if it can only run whole.
 
     The first tensor is taken for the hidden states. Any other one must have a value for each position, or be a single
     number.
     """
-    arguments: dict[int | str, Any] = {}
-    arguments.update(enumerate(args))
-    arguments.update(kwargs)
     tensors = {place: value for place, value in arguments.items() if isinstance(value, Tensor)}
     hidden = next(iter(tensors.values()), None)
     if hidden is None or not hidden.is_floating_point() or hidden.dim() < 2 or not hidden.numel():

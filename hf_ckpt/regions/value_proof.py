@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -24,24 +25,28 @@ from hf_ckpt.policy.options import Prove
 from hf_ckpt.regions.execution_state import (
     AllRecomputed,
     Function,
+    RandomState,
     is_in_backward,
     module_of,
     modules_inside,
-    tensors_of,
+    tensors_in,
 )
 from hf_ckpt.regions.fingerprints import (
     Fingerprint,
     StateFingerprint,
     all_equal,
-    fingerprint,
     is_plain,
     largest_distance,
+    plain_fingerprints,
     plain_tensors,
     rounding_of,
+    unobserved,
 )
-from hf_ckpt.regions.selective import dispatch
 
 logger = logging.getLogger(__name__)
+
+_unobserved = partial(unobserved, _disable_current_modes)
+"""Hides what runs in a block from modes."""
 
 _TRIES = 3
 """Forwards without a backward after which a region is checked less often: in one of each step, and without steps in the
@@ -282,7 +287,9 @@ class CallProof:
             self._forward = run
             return returned, None
         with _unobserved():
-            fault = self._find_fault(self._forward, run, lambda: self._run_once_more(function, tensors, run))
+            fault = self._find_fault(
+                self._forward, run, lambda: self._run_once_more(function, tensors, run.before.random)
+            )
         return returned, fault
 
     def check_graph(self, function: Function, args: Sequence[Any], returned: Any) -> None:
@@ -294,7 +301,7 @@ class CallProof:
             self._region.add_fault("its forward ran without a graph, so that its weights get no gradient.")
             return
         given = [*args, *function.args, *function.keywords.values()] if isinstance(function, partial) else args
-        inputs = [tensor for value in given for tensor in tensors_of(value) if tensor.requires_grad]
+        inputs = [tensor for value in given for tensor in tensors_in(value) if tensor.requires_grad]
         known = set(map(id, inputs))
         outputs = [
             tensor for tensor in plain_tensors(returned) if tensor.is_floating_point() and id(tensor) not in known
@@ -317,7 +324,7 @@ class CallProof:
     def fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
         """Return the fingerprints of those tensors that are plain."""
         with _unobserved():
-            return self._fingerprints(tensors, has_sketch=has_sketch)
+            return plain_fingerprints(tensors, has_sketch=has_sketch)
 
     def unobserved(self) -> AbstractContextManager[None]:
         """Hide what runs in the block from modes and from the region's own selection."""
@@ -341,14 +348,11 @@ class CallProof:
 
     def record_kept(self, number: Any, tensors: Sequence[Tensor]) -> None:
         """Fingerprint an output that is kept."""
-        with _unobserved():
-            self._kept[number] = self._fingerprints(tensors)
+        self._kept[number] = self.fingerprints(tensors)
 
     def check_kept(self, number: Any, name: str, tensors: Sequence[Tensor]) -> None:
         """Check an output that is returned in place of running its operator again."""
-        with _unobserved():
-            found = self._fingerprints(tensors)
-        if not all_equal(self._kept.get(number, []), found):
+        if not all_equal(self._kept.get(number, []), self.fingerprints(tensors)):
             self._wrong_kept.append(name)
 
     def _run(
@@ -357,24 +361,20 @@ class CallProof:
         # Those of Python and numpy tell what the forward drew from: a recomputation's are not needed.
         is_forward = self._forward is None
         with _unobserved():
-            before = StateFingerprint.of(self._module, tensors, self._fingerprints, reads_python=is_forward)
+            before = StateFingerprint.of(self._module, tensors, reads_python=is_forward)
         with self._hooks(modules):
             returned = function(*tensors)
         with _unobserved():
-            after = StateFingerprint.of(None, tensors, self._fingerprints, reads_python=is_forward)
-            outputs = self._fingerprints(plain_tensors(returned), has_sketch=True)
+            after = StateFingerprint.of(None, tensors, reads_python=is_forward)
+            outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         return returned, _Run(outputs, modules, before, after)
-
-    def _fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
-        return [fingerprint(tensor, has_sketch=has_sketch) for tensor in tensors if is_plain(tensor)]
 
     @contextmanager
     def _hooks(self, found: Any) -> Iterator[None]:
         """Fingerprint what the modules inside return while the block runs; see `_returned`."""
         with ExitStack() as hooks:
             for name, module in modules_inside(self._module):
-                handle = module.register_forward_hook(partial(self._returned, found, name))
-                hooks.callback(handle.remove)
+                hooks.enter_context(module.register_forward_hook(partial(self._returned, found, name)))
             yield
 
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -382,10 +382,10 @@ class CallProof:
         if not torch.compiler.is_compiling():
             with _unobserved():
                 # With a sketch, which tells rounding from more, if no whole output will be there to compare.
-                taken = self._fingerprints(plain_tensors(output), has_sketch=not self.runs_to_end)
+                taken = plain_fingerprints(plain_tensors(output), has_sketch=not self.runs_to_end)
                 found.setdefault(name, []).extend(taken)
 
-    def _find_fault(self, forward: _Run, again: _Run, run_again: Callable[[], _Run]) -> str | None:
+    def _find_fault(self, forward: _Run, again: _Run, run_again: Callable[[], list[Fingerprint]]) -> str | None:
         if self._wrong_kept:
             return (
                 f"recomputation is handed another output of {self._wrong_kept[0]} than the forward kept. This is a "
@@ -401,19 +401,17 @@ class CallProof:
         distance = largest_distance(forward.outputs, again.outputs)
         cause = _random_cause(forward, again)
         if cause is None and distance is not None and distance < _NOISE * rounding_of(forward.outputs):
-            third = run_again()
-            noise = largest_distance(again.outputs, third.outputs)
+            noise = largest_distance(again.outputs, run_again())
             if noise and distance <= 4 * noise:
-                self._region.proof.note_noise(self._region.path, noise)
+                self.note_noise(noise)
                 return None
-        size = "" if distance is None else f" (by {_percent(distance)} of its norm)"
         first = _first_difference(forward.modules, again.modules)
-        cause = cause or _cause(forward, again, self._module)
+        cause = cause or _cause(forward.before, again.before, self._module)
         place = f" The first module inside that returns something else is {first}." if first else ""
         why = cause or (
             "A generator of its own, state that its module does not hold, or a changed input would explain it."
         )
-        return f"its recomputation returns something else than its forward{size}.{place} {why}"
+        return f"its recomputation returns something else than its forward{_by(distance)}.{place} {why}"
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
         """Compare what the modules returned that a recomputation ran before it was stopped."""
@@ -424,20 +422,17 @@ class CallProof:
                     continue
                 distance = largest_distance(before, found)
             if distance is None or not distance < _NOISE * rounding_of(found):
-                size = "" if distance is None else f" (by {_percent(distance)} of its norm)"
-                return f"in its recomputation {name} returns something else than in its forward{size}."
+                return f"in its recomputation {name} returns something else than in its forward{_by(distance)}."
             # A second recomputation would show more, but would gather weights in this process alone.
             self.note_noise(distance)
         return None
 
-    def _run_once_more(self, function: Function, tensors: Sequence[Any], run: _Run) -> _Run:
-        with run.before.random.kept(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack):
-            run.before.random.restore()
+    def _run_once_more(self, function: Function, tensors: Sequence[Any], random: RandomState) -> list[Fingerprint]:
+        with random.kept(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack):
+            random.restore()
             with torch.enable_grad():
                 returned = function(*tensors)
-        with _unobserved():
-            outputs = self._fingerprints(plain_tensors(returned), has_sketch=True)
-        return _Run(outputs, {}, run.before, run.after)
+        return self.fingerprints(plain_tensors(returned), has_sketch=True)
 
 
 def _random_cause(forward: _Run, again: _Run) -> str | None:
@@ -452,16 +447,11 @@ def _random_cause(forward: _Run, again: _Run) -> str | None:
     return None
 
 
-def _cause(forward: _Run, again: _Run, module: nn.Module | None) -> str | None:
+def _cause(before: StateFingerprint, now: StateFingerprint, module: nn.Module | None) -> str | None:
     """Return the likeliest other cause of a difference, as a sentence; None if none is found."""
-    before, now = forward.before, again.before
     for name, value in before.values.items():
         if now.values.get(name) != value:
             return f"Its attribute {name} was {value!r} in forward and is {now.values.get(name)!r} in recomputation."
-    return _cause_in_tensors(before, now, module)
-
-
-def _cause_in_tensors(before: StateFingerprint, now: StateFingerprint, module: nn.Module | None) -> str | None:
     for name, found in before.tensors.items():
         if not all_equal(found, now.tensors.get(name, [])):
             return f"Its tensor {name} was changed between forward and recomputation."
@@ -500,8 +490,10 @@ def _first_difference(forward: dict[str, list[Fingerprint]], again: dict[str, li
     return next(names, None)
 
 
-def _percent(distance: float) -> str:
-    return "what is not a number" if distance != distance else f"{100 * distance:.2g} %"
+def _by(distance: float | None) -> str:
+    if distance is None:
+        return ""
+    return f" (by {'what is not a number' if isnan(distance) else f'{100 * distance:.2g} %'} of its norm)"
 
 
 def _as_sentences(found: dict[str, str]) -> list[str]:
@@ -521,17 +513,6 @@ def _as_sentences(found: dict[str, str]) -> list[str]:
 def _call_proof(region: RegionProof, function: Function, tensors: Sequence[Any]) -> CallProof | None:
     is_possible = all(is_plain(tensor) for tensor in tensors if isinstance(tensor, Tensor))
     return CallProof(region, module_of(function)) if is_possible else None
-
-
-@contextmanager
-def _unobserved() -> Iterator[None]:
-    """Hide what runs in the block from modes, and from the region's own selection."""
-    setting = dispatch.pause_interception()
-    try:
-        with torch.no_grad(), _disable_current_modes():
-            yield
-    finally:
-        dispatch.restore_interception(setting)
 
 
 def _drop(tensor: Tensor) -> None:

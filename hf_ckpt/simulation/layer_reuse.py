@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.regions.execution_state import RandomState, is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import RandomState, is_in_backward, tensors_in
 from hf_ckpt.simulation.fake_model import FakeCopy
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, copied_events, moved_path
@@ -333,7 +333,7 @@ class _RecordedCalls:
         call = self.current
         if is_in_backward() or call is None:
             return
-        if _call_signature(tensors_of(output), {}) != _call_signature([_hidden(args, kwargs)], {}):
+        if _call_signature(tensors_in(output), {}) != _call_signature([_hidden(args, kwargs)], {}):
             raise CannotReuseError(
                 f"{type(module).__name__} returns more than hidden states like those that it is given"
             )

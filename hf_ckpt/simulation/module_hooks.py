@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.simulation.step_memory import Phase, Place
 from hf_ckpt.simulation.tape import Mark
 from hf_ckpt.simulation.tracker import Tracker
@@ -120,7 +120,7 @@ def _track_output(tracker: Tracker, place: Place, mark: Mark | None, module: nn.
         return
     # The first output is the hidden states; where there are others, their backward may come later.
     with torch._C.DisableTorchFunction():
-        for tensor in tensors_of(output)[:1]:
+        for tensor in tensors_in(output)[:1]:
             if tensor.requires_grad:
                 tensor.register_hook(partial(_enter_backward, tracker, place, mark))  # type: ignore[no-untyped-call]
 

@@ -92,12 +92,6 @@ class SimulatedLink(Link):
         self.cancel(sent)
         self._note(TransferKind.RELEASE, sent.layout)
 
-    def check_room(self, num_bytes: int) -> None:
-        """See `Link`: the host is taken to have room."""
-
-    def close(self) -> None:
-        """See `Link`."""
-
     def _note(self, kind: TransferKind, layout: TensorLayout) -> None:
         self._tracker.record_transfer(Transfer(kind, layout.num_bytes))
 

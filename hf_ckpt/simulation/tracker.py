@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.simulation import quantized
 from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import is_shared, local_bytes, local_part
@@ -294,7 +294,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_outputs(self, output: Any, place: Place) -> None:
         made = set[int]()
-        for tensor in tensors_of(output):
+        for tensor in tensors_in(output):
             if isinstance(tensor, AsyncCollectiveTensor):
                 # It has no memory of its own.
                 continue

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import StructureError, did_you_mean
-from hf_ckpt.structure.parts import PARTS, PartFinder, parameter_shapes, unwrapped, words_of
+from hf_ckpt.structure.parts import PARTS, PartFinder, is_at_or_below, parameter_shapes, unwrapped, words_of
 
 # Engines put one of these around the whole model; a plan names its paths as they are without.
 _WRAPPERS_OF_MODELS = ("DistributedDataParallel", "DeepSpeedEngine")
@@ -196,12 +197,13 @@ def clean_path(model: nn.Module, path: str) -> str:
         model: the model that the path starts from.
         path: dotted path, as `named_modules()` gives it.
     """
-    names, module = [], model
-    for name in path.split(".") if path else []:
-        if not _is_wrapper(module):
-            names.append(name)
-        module = getattr(module, name)
-    return ".".join(names)
+    around = modules_down_to(model, path)
+    return ".".join(name for name, module in zip(path.split("."), around, strict=False) if not _is_wrapper(module))
+
+
+def modules_down_to(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the model, the modules around the one at `path` from the outside to the inside, and that one."""
+    return list(accumulate(path.split(".") if path else (), getattr, initial=model))
 
 
 def class_name(module: nn.Module) -> str:
@@ -306,12 +308,8 @@ def _layer_type(module: nn.Module, config: object, idx: int, num_layers: int) ->
 
 def nearest_config(model: nn.Module, path: str) -> Any:
     """Return the config of the module at `path` or of the nearest one around it."""
-    names = path.split(".") if path else []
-    for length in range(len(names), -1, -1):
-        config = getattr(model.get_submodule(".".join(names[:length])), "config", None)
-        if config is not None:
-            return config
-    return None
+    configs = (getattr(module, "config", None) for module in reversed(modules_down_to(model, path)))
+    return next((config for config in configs if config is not None), None)
 
 
 def _roles(path: str, model: nn.Module, owner_path: str) -> frozenset[str]:
@@ -333,8 +331,8 @@ def _trains_before(model: nn.Module, path: str, roles: frozenset[str]) -> bool:
     """
     start = _tower(path, roles)
     for name, module in model.named_modules():
-        inside = not start or name == start or name.startswith(start + ".")
-        if not inside or name == path or name.startswith(path + ".") or _runs_after(clean_path(model, name)):
+        inside = not start or is_at_or_below(name, start)
+        if not inside or is_at_or_below(name, path) or _runs_after(clean_path(model, name)):
             continue
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             return True

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.structure.layers import class_name, clean_path, path_of
+from hf_ckpt.structure.layers import class_name, clean_path, modules_down_to, path_of
 from hf_ckpt.structure.parts import unwrapped
 
 _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cross_entropy")
@@ -99,9 +99,7 @@ def _output_embeddings(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
 def _around_head(model: nn.Module) -> list[nn.Module]:
     """Return the modules around the head, from the outside; the model alone where it has no head."""
     _, head = next(_output_embeddings(model), (None, None))
-    path = path_of(model, head) or ""
-    names = path.split(".") if path else []
-    return [model.get_submodule(".".join(names[:length])) for length in range(max(len(names), 1))]
+    return modules_down_to(model, path_of(model, head) or "")[:-1] or [model]
 
 
 def _origins(function: Any) -> Iterator[str]:

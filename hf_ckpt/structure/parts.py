@@ -22,9 +22,15 @@ Shapes = dict[nn.Module, dict[str, torch.Size]]
 
 def parameter_shapes(model: nn.Module) -> Shapes:
     """Return, for each module that holds parameters itself, their unsharded shapes by name."""
-    shapes: Shapes = {module: dict(_own_shapes(module)) for module in model.modules()}
+    shapes: Shapes = {}
+    for module in model.modules():
+        # What a unit of FSDP1 holds itself is the flat parameter.
+        if not isinstance(module, FullyShardedDataParallel):
+            own = module.named_parameters(recurse=False)
+            # ZeRO-3 notes the shape on the parameter that it has emptied.
+            shapes[module] = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in own}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        for module, name, shape in _flattened(unit):
+        for (module, name), shape in _flattened(unit).items():
             shapes.setdefault(module, {})[name] = shape
     return shapes
 
@@ -36,28 +42,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _own_shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size]]:
-    if isinstance(module, FullyShardedDataParallel):
-        # What it holds itself is the flat parameter.
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        # ZeRO-3 notes the shape on the parameter that it has emptied.
-        yield name, getattr(parameter, "ds_shape", parameter.shape)
-
-
-def _flattened(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, torch.Size]]:
+def _flattened(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], torch.Size]:
+    """Return the shapes of the parameters that a unit of FSDP1 has flattened into its own."""
     if unit._handle is None:
         # A unit whose parameters are all in units below it, or that has none.
-        return
+        return {}
     flat = unit._handle.flat_param
-    for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
-        yield info.module, info.param_name, shape
+    names = [(info.module, info.param_name) for info in flat._param_infos]
+    shapes = dict(zip(names, flat._shapes, strict=True))
     for shared in flat._shared_param_infos:
-        prim = (
-            info.module is shared.prim_module and info.param_name == shared.prim_param_name
-            for info in flat._param_infos
-        )
-        yield shared.module, shared.param_name, flat._shapes[list(prim).index(True)]
+        shapes[shared.module, shared.param_name] = shapes[shared.prim_module, shared.prim_param_name]
+    return shapes
 
 
 PARTS = ("attention", "ffn")
@@ -125,9 +120,7 @@ class PartFinder:
         """
         ffn = self.parts(module)[1]
         return any(
-            _computes_attention(child)
-            for name, child in module.named_modules()
-            if not any(name == part or name.startswith(f"{part}.") for part in ffn)
+            _computes_attention(child) for name, child in module.named_modules() if not is_at_or_below(name, *ffn)
         )
 
     def children(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -158,7 +151,7 @@ class PartFinder:
 
     def _has_weights(self, child: nn.Module) -> bool:
         """Whether the module multiplies by a matrix; norms, dropouts and rotary embeddings do not."""
-        return any(len(shape) >= 2 for module in child.modules() for shape in self._own_shapes(module).values())
+        return any(len(shape) >= 2 for module in child.modules() for shape in self._shapes.get(module, {}).values())
 
     def _is_linear(self, child: nn.Module) -> bool:
         """Whether the module is one matrix product: nn.Linear, Conv1D, or a quantised or LoRA layer in their place."""
@@ -169,10 +162,7 @@ class PartFinder:
         # FSDP1 and ZeRO-3 leave something flat in its place.
         while isinstance(base := getattr(child, "base_layer", None), nn.Module):
             child = unwrapped(base)
-        return len(self._own_shapes(child).get("weight", ())) >= 2
-
-    def _own_shapes(self, module: nn.Module) -> Mapping[str, torch.Size]:
-        return self._shapes.get(module, {})
+        return len(self._shapes.get(child, {}).get("weight", ())) >= 2
 
     def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
         """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules).
@@ -189,6 +179,11 @@ class PartFinder:
     def _is_half(self, name: str, child: nn.Module) -> bool:
         is_called_so = any(word in _FFN_HALVES for word in words_of(name)[:1])
         return is_called_so and self._has_weights(child) and self._kind(name, child) != "attention"
+
+
+def is_at_or_below(name: str, *paths: str) -> bool:
+    """Whether a dotted name is one of these paths, or lies below one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def words_of(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.execution_state import is_in_backward, tensors_of
+from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.structure.layers import Layer, Stack
 
 _TILES = "tiles"
@@ -91,7 +91,7 @@ class FirstStep:
         # What ran in tiles runs again in a graph of its own, and only that one has a backward.
         if not _is_seen() or (is_in_backward() and module not in self._in_tiles):
             return
-        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
         for tensor in floating:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._has_gradient.add(module))  # type: ignore[no-untyped-call]

@@ -67,10 +67,12 @@ def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterat
         device: whose memory counts.
     """
     trained = [getattr(trainer, name, None) for name in ("model", "model_wrapped")]
-    own = {id(tensor) for each in (model, *trained) if isinstance(each, nn.Module) for tensor in tensors_of(each)}
+    own = {
+        id(tensor) for each in (model, *trained) if isinstance(each, nn.Module) for tensor in weights_and_buffers(each)
+    }
     loose: dict[str, list[Tensor]] = {}
     for name, found in _reached(trainer):
-        candidates = [found] if isinstance(found, Tensor) else tensors_of(found)
+        candidates = [found] if isinstance(found, Tensor) else weights_and_buffers(found)
         tensors = {id(each): each for each in candidates if id(each) not in own}
         own |= tensors.keys()
         on_device = [each for each in tensors.values() if each.device.type == device.type]
@@ -81,7 +83,7 @@ def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterat
     yield from (OtherModel(name, None, tuple(tensors)) for name, tensors in loose.items() if tensors)
 
 
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+def weights_and_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.structure.parts import is_at_or_below
 from hf_ckpt.units import counted
 from hf_ckpt.verify.compare import Trials
 from hf_ckpt.verify.record import Record, UserHook, WatchedLayer, tensor_digest
@@ -114,8 +115,8 @@ def _count_faults(planned: Record) -> Iterator[str]:
         again += _ran_again(planned, layer)
     # The chunked head runs again, and the modules inside it.
     layers = (*(layer.path for layer in planned.layers), *([planned.head] if planned.head else []))
-    again += [path for path in planned.recomputations if not _is_below(path, layers)]
-    if planned.head and not any(_is_below(path, (planned.head,)) for path in planned.recomputations):
+    again += [path for path in planned.recomputations if not is_at_or_below(path, *layers)]
+    if planned.head and not any(is_at_or_below(path, planned.head) for path in planned.recomputations):
         yield f"The plan did nothing on the head: nothing of {planned.head} ran again in backward."
     if idle:
         modes = listed(sorted({f'"{layer.entry.mode}"' for layer in idle}))
@@ -156,7 +157,7 @@ def _count(
     Without a gradient at its output a region has no backward, and so no reason to run again.
     """
     entered = (path for path in planned.forwards if path.startswith(f"{root}."))
-    first = next((path for path in entered if not _is_below(path, excluded)), None)
+    first = next((path for path in entered if not is_at_or_below(path, *excluded)), None)
     if first is None or root not in planned.with_output_gradient:
         return None
     forward, backward = planned.forwards[first], planned.recomputations[first]
@@ -172,12 +173,8 @@ def _count(
 def _ran_again(planned: Record, layer: WatchedLayer) -> Iterator[str]:
     regions = list(_regions(layer))
     for path in (path for path in planned.recomputations if path.startswith(f"{layer.path}.")):
-        if not any(_is_below(path, (root,)) and not _is_below(path, excluded) for root, excluded in regions):
+        if not any(is_at_or_below(path, root) and not is_at_or_below(path, *excluded) for root, excluded in regions):
             yield path
-
-
-def _is_below(path: str, roots: Sequence[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
 def _layers(layers: Sequence[WatchedLayer]) -> str:

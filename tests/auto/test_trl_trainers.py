@@ -26,7 +26,7 @@ from hf_ckpt.simulation.layer_reuse import LayerReuse
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step import Sharding
 from hf_ckpt.simulation.step_memory import Category, Phase, StepMemory
-from hf_ckpt.trainer.other_models import tensors_of
+from hf_ckpt.trainer.other_models import weights_and_buffers
 from tests.training import changed, weights
 
 pytest.importorskip("trl", minversion="1.16")
@@ -145,7 +145,7 @@ def test_larger_reference_takes_what_it_has_more(tmp_path: Path) -> None:
         followed = follow_trainer(trainer("DPO", "separate", tmp_path, callback, ref_model=reference))
         assert_alike(predicted_of(callback), followed)
         found.append((planning_of(callback).predicted_bytes, most(followed, Category.REFERENCE)))
-    sizes = [sum(each.nbytes for each in tensors_of(reference)) for reference in (small, large)]
+    sizes = [sum(each.nbytes for each in weights_and_buffers(reference)) for reference in (small, large)]
     assert found[1][0] - found[0][0] == sizes[1] - sizes[0]
 
 

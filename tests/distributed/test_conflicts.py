@@ -81,7 +81,7 @@ def test_error_on_one_rank_ends_all(engine: str, rank: int, tmp_path: Path) -> N
         raise UnsupportedError("this rank cannot")
 
     is_failing = dist.get_rank() == rank
-    with mock.patch("hf_ckpt.patch.apply._apply_plan", fail) if is_failing else nullcontext():
+    with mock.patch("hf_ckpt.patch.apply.set_on_stack", fail) if is_failing else nullcontext():
         text = raised_by(KINDS["full"]("llama"), engine, tmp_path, callback("full"))
     if is_failing:
         assert text == "UnsupportedError: this rank cannot"

@@ -22,7 +22,7 @@ from hf_ckpt import HFCkptCallback, PlanMismatchError, PolicyError
 from hf_ckpt.regions import recompute, segments, value_proof
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.offload import offloader
-from hf_ckpt.regions.recompute import Call, SavedInputs
+from hf_ckpt.regions.recompute import Call
 from hf_ckpt.regions.selective import selective_recompute
 from hf_ckpt.regions.selective.kept_outputs import KeptOutputs, _KeeperHandle
 from tests.training import llama, lora, rows, trainer, weights
@@ -69,9 +69,9 @@ def mask_is_dropped(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     run = Call.run
 
     def forgetful(self: Call, *tensors: Any) -> Any:
-        if is_in_backward() and "attention_mask" in self._kwargs:
+        if is_in_backward() and "attention_mask" in self._arguments:
             mask = torch.zeros(2, 1, 8, 8)
-            self._kwargs["attention_mask"] = mask
+            self._arguments["attention_mask"] = mask
         return run(self, *tensors)
 
     patch.setattr(Call, "run", forgetful)
@@ -97,8 +97,10 @@ def _shape(output: object) -> torch.Size | None:
 
 
 def input_is_scaled(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    get = SavedInputs.get
-    patch.setattr(SavedInputs, "get", lambda self: [x * 1.01 if x.is_floating_point() else x for x in get(self)])
+    saved = recompute.saved_behind
+    patch.setattr(
+        segments, "saved_behind", lambda token: [x * 1.01 if x.is_floating_point() else x for x in saved(token)]
+    )
 
 
 def layer_is_skipped(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
@@ -106,7 +108,8 @@ def layer_is_skipped(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
 
     def skipping(self: Call, *tensors: Any) -> Any:
         returned = run(self, *tensors)
-        return tensors[0] + 0 * returned if is_in_backward() and len(self._kwargs) > 2 else returned
+        keywords = [place for place in self._arguments if isinstance(place, str)]
+        return tensors[0] + 0 * returned if is_in_backward() and len(keywords) > 2 else returned
 
     patch.setattr(Call, "run", skipping)
 

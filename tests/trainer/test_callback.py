@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, Plan, PlanMismatchError, PolicyError, UnsupportedError
-from hf_ckpt.regions.offload.transfer import SynchronousWire
+from hf_ckpt.regions.offload.transfer import Wire
 from hf_ckpt.trainer.metrics import describe_recomputed, recomputed_share
 from tests.exactness import POLICIES
 from tests.traces import differences, snapshot
@@ -199,8 +199,8 @@ def test_figures_of_offload_are_reported(tmp_path: Path, kind: str) -> None:
 
 def test_buffers_are_made_for_the_longest_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    found = SynchronousWire.allocate
-    monkeypatch.setattr(SynchronousWire, "allocate", lambda wire, size: (made.append(size), found(wire, size))[1])
+    found = Wire.allocate
+    monkeypatch.setattr(Wire, "allocate", lambda wire, size: (made.append(size), found(wire, size))[1])
     used = HFCkptCallback("full", offload=OFFLOAD)
     run = trainer(llama(), tmp_path, used, max_steps=6, per_device_train_batch_size=1)
     run.train_dataset = [{"input_ids": [1] * length, "labels": [1] * length} for length in (4, 5, 6, 7, 8, 16)]

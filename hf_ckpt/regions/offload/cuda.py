@@ -25,14 +25,22 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.offload.transfer import Buffer, DeviceMemory, HostAllocation, TensorLayout
+from hf_ckpt.regions.offload.transfer import (
+    AsyncCopy,
+    Buffer,
+    DeviceMemory,
+    HostAllocation,
+    IncomingTensor,
+    TensorLayout,
+    Wire,
+)
 
 
 class CudaDevice:
@@ -101,7 +109,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-class CudaWire:
+class CudaWire(Wire):
     """A `Wire` between CUDA devices and pinned memory."""
 
     # CUDA cannot be used there, and pinned pages are not shared with it.
@@ -155,9 +163,9 @@ class CudaWire:
         """See `CudaDevice.allocate`."""
         return self._device.allocate(num_bytes)
 
-    def record_event(self, device: torch.device) -> CudaTimedEvent:
+    def record_event(self, device: torch.device) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        return CudaTimedEvent(self._device.record_event(self._device.current_stream(device)))
+        return self._device.record_event(self._device.current_stream(device))
 
     def memory(self, device: torch.device) -> DeviceMemory:
         """See `CudaDevice.memory`."""
@@ -168,20 +176,7 @@ class CudaWire:
         self._device.reset_peak(device)
 
 
-class CudaTimedEvent:
-    """A point in what a stream does."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def seconds_to(self, later: Any) -> float:
-        """Return the seconds from here to there. Waits until both have been reached."""
-        later._event.synchronize()
-        milliseconds: float = self._event.elapsed_time(later._event)
-        return milliseconds / 1000
-
-
-class CudaCopy:
+class CudaCopy(AsyncCopy):
     """A copy on a stream of its own, asked for by `home_stream`, between the events `began` and `ended`."""
 
     def __init__(self, home_stream: Any, began: Any, ended: Any) -> None:
@@ -201,24 +196,23 @@ class CudaCopy:
         """Make a stream wait, with all that it is given from now on."""
         stream.wait_event(self._ended)
 
-    def events(self) -> tuple[CudaTimedEvent, CudaTimedEvent]:
+    def events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Return where the copy began and ended."""
-        return CudaTimedEvent(self._began), CudaTimedEvent(self._ended)
+        return self._began, self._ended
 
 
-class CudaIncomingTensor:
+class CudaIncomingTensor(IncomingTensor):
     """A tensor that is being filled; its memory belongs to the stream that asked for it."""
 
     def __init__(self, device: CudaDevice, tensor: Tensor, layout: TensorLayout, copy: CudaCopy) -> None:
+        super().__init__(tensor)
         self._device = device
-        self._tensor: Tensor | None = tensor
         self._layout = layout
         self._async_copy = copy
 
     def take(self) -> Tensor:
         """Return the tensor; the current stream waits for it."""
-        tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "an arrival is taken once"
+        tensor = super().take()
         stream = self._device.current_stream(self._layout.device)
         self._async_copy.wait_stream(stream)
         if stream != self._async_copy.home_stream:
@@ -229,14 +223,14 @@ class CudaIncomingTensor:
     def drop(self) -> None:
         """Let go of the tensor: what uses its memory next comes after the copy."""
         self._async_copy.wait_home_stream()
-        self._tensor = None
+        super().drop()
 
 
 class PinningError(Exception):
     """The driver does not pin the pages that it was given."""
 
 
-class PinnedPages:
+class PinnedPages(HostAllocation):
     """Whole pages of this process, pinned by the driver, which raises a `PinningError` where it does not.
 
     `pin_memory` of torch rounds up to a power of two (1.2 GiB take 2). Pages are not shared with forked processes (data
@@ -247,7 +241,7 @@ class PinnedPages:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(pages)
-        self.bytes = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+        super().__init__(torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes))
         address = self.bytes.data_ptr()
         # 1: cudaHostRegisterPortable, pinned for all devices.
         status = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # type: ignore[no-untyped-call]
@@ -262,7 +256,7 @@ class PinnedPages:
         """Unpin the pages; they go back to the system with the last reference to `bytes`."""
         if self._lost.detach() is not None:
             _unpin(self.bytes.data_ptr())
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        super().free()
 
 
 def _unpin(address: int) -> None:
@@ -290,26 +284,18 @@ def _advise(pages: mmap.mmap) -> None:
     for name in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         advice = getattr(mmap, name, None)
         if advice is not None:
-            try:
+            with suppress(OSError):
                 pages.madvise(advice)
-            except OSError:
-                continue
 
 
 def _clear_pending_error() -> None:
     """Run a trivial kernel, to report the error that the refused call has left for the next one."""
-    try:
+    with suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)
-    except RuntimeError:
-        return
 
 
-class PinnedByTorch:
+class PinnedByTorch(HostAllocation):
     """Pinned memory of torch, which rounds up to a power of two."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def free(self) -> None:
-        """Give it back to torch."""
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        super().__init__(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))

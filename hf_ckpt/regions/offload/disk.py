@@ -14,7 +14,6 @@ process may have taken the directory for an abandoned one in the moment before.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -24,12 +23,10 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -93,10 +90,6 @@ class DiskLink(BufferedLink):
         self._writing.append(handle)
         self._num_out += 1
         return handle
-
-    def wait_for_send(self, handle: DiskHandle) -> None:
-        """Make the device's later work wait for the copy to the host."""
-        handle.outgoing.wait_for_copy()
 
     def prefetch(self, handle: DiskHandle) -> None:
         """Start reading the file, unless the bytes are still in memory."""
@@ -204,7 +197,7 @@ class DiskLink(BufferedLink):
 
     def close(self) -> None:
         """Remove the directory as soon as no handle is out."""
-        self.pool.close()
+        super().close()
         self._is_closed = True
         self._end_if_closed()
 
@@ -305,7 +298,7 @@ class PrivateDirectory:
 
     def remove_file(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(name, dir_fd=self._directory)
 
     def free_bytes(self) -> int:
@@ -352,15 +345,15 @@ def check_path(path: str) -> None:
         ) from error
 
 
-def write_all(file: int, content: memoryview, write: Callable[[int, memoryview, int], int] | None = None) -> int:
+def write_all(file: int, content: memoryview) -> int:
     """Write all of `content` at the start of a file, in as many writes as it takes, and return its checksum.
 
     Raises:
         OSError: it could not be written.
     """
-    write, checksum, done = write or os.pwrite, 0, 0
+    checksum = done = 0
     while done < len(content):
-        written = write(file, content[done : done + _CHUNK], done)
+        written = os.pwrite(file, content[done : done + _CHUNK], done)
         if written <= 0:
             raise OSError(errno.EIO, "the disk takes no more bytes, and does not say why")
         checksum = zlib.crc32(content[done : done + written], checksum)
@@ -368,13 +361,11 @@ def write_all(file: int, content: memoryview, write: Callable[[int, memoryview, 
     return checksum
 
 
-def read_all(
-    file: int, into: memoryview, read: Callable[[int, list[memoryview], int], int] | None = None
-) -> int | None:
+def read_all(file: int, into: memoryview) -> int | None:
     """Fill `into` from the start of a file; return the checksum of what was read, None if the file ends early."""
-    read, checksum, done = read or os.preadv, 0, 0
+    checksum = done = 0
     while done < len(into):
-        count = read(file, [into[done : done + _CHUNK]], done)
+        count = os.preadv(file, [into[done : done + _CHUNK]], done)
         if count <= 0:
             return None
         checksum = zlib.crc32(into[done : done + count], checksum)
@@ -401,16 +392,11 @@ def _remove_abandoned(path: str) -> None:
         # Written to, but not read by this user: what else is there is not ours to know.
         return
     for entry in entries:
-        # A link, or what another user has made, is none of ours, whatever its name.
-        if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False) and _is_ours(Path(entry.path)):
-            _remove_if_abandoned(entry.path)
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.geteuid()
-    except OSError:
-        return False
+        if entry.name.startswith(_PREFIX):
+            with suppress(OSError):
+                # A link, or what another user has made, is none of ours, whatever its name.
+                if entry.is_dir(follow_symlinks=False) and os.lstat(entry.path).st_uid == os.geteuid():
+                    _remove_if_abandoned(entry.path)
 
 
 def _remove_if_abandoned(path: str) -> None:
@@ -418,7 +404,7 @@ def _remove_if_abandoned(path: str) -> None:
         lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         # Being made right now, or its maker died in that moment. If it is being made, its maker makes another.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.rmdir(path)
         return
     except OSError:
@@ -454,12 +440,10 @@ def _make_lock(path: str) -> int:
         lock = os.open(where, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return -1
-    try:
+    with suppress(OSError):
         _lock_now(lock)
         if os.path.samestat(os.fstat(lock), os.stat(where, follow_symlinks=False)):
             return lock
-    except OSError:
-        pass
     os.close(lock)
     return -1
 

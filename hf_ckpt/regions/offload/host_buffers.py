@@ -7,10 +7,10 @@ some room to grow. Knows no streams: a buffer carries the last copy that used it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.transfer import (
     AsyncCopy,
     Buffer,
-    DeviceMemory,
     HostAllocation,
     IncomingTensor,
     Link,
     TensorLayout,
-    TimedEvent,
     Wire,
 )
 
@@ -36,14 +34,11 @@ _GROWTH = 4
 
 
 class BufferPool:
-    """Makes, lends and keeps buffers. Used by one thread at a time.
+    """Makes, lends and keeps buffers for a wire, within limits. Used by one thread at a time."""
 
-    `allocate` makes memory of so many bytes, or raises; `check` raises if so many more bytes may not be allocated.
-    """
-
-    def __init__(self, allocate: Callable[[int], HostAllocation], check: Callable[[int], None]) -> None:
-        self._allocate = allocate
-        self._check = check
+    def __init__(self, wire: Wire, limits: HostLimits) -> None:
+        self._wire = wire
+        self._limits = limits
         self._free: list[Buffer] = []
         self._is_closed = False
         self.held_bytes = 0  # of all buffers, lent or not
@@ -71,29 +66,34 @@ class BufferPool:
         if fitting:
             buffer = min(fitting, key=_size)
             self._free.remove(buffer)
-        else:
-            size = max(num_bytes, max_bytes or 0)
-            if self._free:
-                too_small = max(self._free, key=_size)
-                if max_bytes is None and self._can_grow():
-                    size = max(size, too_small.num_bytes + too_small.num_bytes // _GROWTH)
-                self._discard(too_small)
-            buffer = self._make(size)
-        return buffer
+            return buffer
+        size = max(num_bytes, max_bytes or 0)
+        if self._free:
+            too_small = max(self._free, key=_size)
+            if max_bytes is None and self._can_grow():
+                size = max(size, too_small.num_bytes + too_small.num_bytes // _GROWTH)
+            self._discard(too_small)
+        return self._make(size)
 
     def _can_grow(self) -> bool:
         try:
-            self._check(self.held_bytes // _GROWTH)
+            self._limits.check(self.held_bytes // _GROWTH, self.held_bytes)
         except HostMemoryError:
             return False
         return True
 
     def _make(self, num_bytes: int) -> Buffer:
-        self._check(num_bytes)
+        self._limits.check(num_bytes, self.held_bytes)
         buffer = Buffer(self._allocate(num_bytes))
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
+
+    def _allocate(self, num_bytes: int) -> HostAllocation:
+        try:
+            return self._wire.allocate(num_bytes)
+        except (OSError, RuntimeError) as error:
+            raise self._limits.allocation_error(num_bytes, self.held_bytes, error) from error
 
     def give_back(self, buffer: Buffer) -> None:
         """Take a buffer back. A copy from or into it may still be under way."""
@@ -123,12 +123,6 @@ class OutgoingTensor:
     source: Tensor | None
     """What the copy reads, as long as it may be under way."""
 
-    def wait_for_copy(self) -> None:
-        """Make the device's later work wait for the copy; then the source may be freed."""
-        if self.source is not None:
-            self.copy.wait_home_stream()
-            self.source = None
-
 
 class BufferedLink(Link):
     """A link whose bytes pass through buffers in host memory, or stay there."""
@@ -138,7 +132,7 @@ class BufferedLink(Link):
         self._limits = limits
         self._num_tokens = self._max_tokens = 1
         self._has_room = False
-        self.pool = BufferPool(self._allocate, self._check)
+        self.pool = BufferPool(wire, limits)
 
     def _fill(self, tensor: Tensor) -> tuple[OutgoingTensor, Buffer]:
         """Start copying a tensor into a buffer of its size; return the buffer too."""
@@ -152,6 +146,17 @@ class BufferedLink(Link):
             self.pool.give_back(buffer)
             raise
         return OutgoingTensor(layout, copy, source), buffer
+
+    def wait_for_send(self, handle: Any) -> None:
+        """Make the device's later work wait for the copy to the host."""
+        outgoing: OutgoingTensor = handle.outgoing
+        if outgoing.source is not None:
+            outgoing.copy.wait_home_stream()
+            outgoing.source = None
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.pool.close()
 
     def expect_batch(self, num_tokens: int, max_tokens: int) -> None:
         """Note the lengths, for the size of buffers."""
@@ -177,15 +182,6 @@ class BufferedLink(Link):
         with suppress(HostMemoryError):
             self._limits.check(self._in_longest(num_bytes + held - self.pool.free_bytes) - held, held)
             self._has_room = True
-
-    def _allocate(self, num_bytes: int) -> HostAllocation:
-        try:
-            return self._wire.allocate(num_bytes)
-        except (OSError, RuntimeError) as error:
-            raise self._limits.allocation_error(num_bytes, self.pool.held_bytes, error) from error
-
-    def _check(self, num_bytes: int) -> None:
-        self._limits.check(num_bytes, self.pool.held_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -213,14 +209,11 @@ class HostLink(BufferedLink):
     def __init__(self, wire: Wire, limits: HostLimits) -> None:
         super().__init__(wire, limits)
         self.survives_fork = wire.survives_fork
+        self.timed_wire = wire
 
     def send(self, tensor: Tensor) -> HostHandle:
         """Start copying into a buffer of the tensor's size."""
         return HostHandle(*self._fill(tensor))
-
-    def wait_for_send(self, handle: HostHandle) -> None:
-        """Make the device's later work wait for the copy."""
-        handle.outgoing.wait_for_copy()
 
     def prefetch(self, handle: HostHandle) -> None:
         """Start the copy to the device."""
@@ -246,27 +239,11 @@ class HostLink(BufferedLink):
         self.cancel(handle)
         self.pool.give_back(handle.buffer)
 
-    def close(self) -> None:
-        """Free the buffers."""
-        self.pool.close()
-
     def check_room(self, num_bytes: int) -> None:
         """Compare what is to come with the limits; free buffers count for it."""
         self._limits.check(num_bytes - self.pool.free_bytes, self.pool.held_bytes)
         self._make_room(num_bytes)
 
-    def record_event(self, device: torch.device) -> TimedEvent | None:
-        """See `Wire`."""
-        return self._wire.record_event(device)
-
-    def copy_events(self, handle: HostHandle) -> tuple[TimedEvent, TimedEvent] | None:
+    def copy_events(self, handle: HostHandle) -> tuple[torch.Event, torch.Event] | None:
         """See `Link`."""
         return handle.outgoing.copy.events()
-
-    def memory(self, device: torch.device) -> DeviceMemory | None:
-        """See `Wire`."""
-        return self._wire.memory(device)
-
-    def reset_peak(self, device: torch.device) -> None:
-        """See `Wire`."""
-        self._wire.reset_peak(device)

@@ -91,7 +91,6 @@ class HostLimits:
         self,
         cap: int | None,
         machine: Callable[[], HostMemory] = read_host_memory,
-        num_processes: int | None = None,
         *,
         trusts: bool = False,
     ) -> None:
@@ -100,7 +99,7 @@ class HostLimits:
         self._cap = cap
         self._trusts = trusts
         self._machine = machine
-        self._num_processes = num_processes or num_local_processes()
+        self._num_processes = num_local_processes()
 
     def check(self, num_bytes: int, held_bytes: int) -> None:
         """Check that `num_bytes` more can be taken by a process that holds `held_bytes` already.
@@ -156,11 +155,8 @@ def _trust(bound: int, of_groups: int | None) -> str:
 
 
 def _machine(root: Path, field: str) -> int | None:
-    for line in _lines(root / "proc/meminfo"):
-        name, _, amount = line.partition(":")
-        if name == field:
-            return int(amount.split()[0]) * 1024
-    return None
+    kibibytes = _field(root / "proc/meminfo", f"{field}:")
+    return None if kibibytes is None else kibibytes * 1024
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
@@ -191,7 +187,8 @@ def _limits(base: Path, mounted: str, path: str, names: tuple[str, str, str]) ->
     for folder in (group, *group.parents):
         limit, used = _number(folder / names[0]), _number(folder / names[1])
         if limit is not None and limit < _UNLIMITED and used is not None:
-            yield limit, used - _reclaimable(folder, names[2])
+            # Files that were read and can be dropped count as used, but can be taken.
+            yield limit, used - (_field(folder / "memory.stat", names[2]) or 0)
         if folder == base:
             return
 
@@ -206,13 +203,10 @@ def _mounted(root: Path, kind: str, option: str | None) -> tuple[Path, str] | No
     return None
 
 
-def _reclaimable(folder: Path, name: str) -> int:
-    """Return the bytes of files that were read and can be dropped: they count as used, but can be taken."""
-    for line in _lines(folder / "memory.stat"):
-        words = line.split()
-        if words[:1] == [name]:
-            return int(words[1])
-    return 0
+def _field(path: Path, name: str) -> int | None:
+    """Return the number behind a name, in a file that has one on each line."""
+    found = (words for words in map(str.split, _lines(path)) if words[:1] == [name])
+    return next((int(words[1]) for words in found), None)
 
 
 def _number(path: Path) -> int | None:

@@ -23,7 +23,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import OffloadError, UnsupportedError
 from hf_ckpt.policy.options import TO_DISK, Offload
-from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_of
+from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink
-from hf_ckpt.regions.offload.eligible_tensors import reason_not_offloaded
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.pacing import (
@@ -51,8 +50,8 @@ from hf_ckpt.regions.offload.pacing import (
 from hf_ckpt.regions.offload.transfer import (
     Link,
     StorageKey,
-    SynchronousWire,
     Wire,
+    reason_not_offloaded,
     storage_key,
 )
 
@@ -116,7 +115,8 @@ class Offloader:
         self._orders: dict[torch.device, PrefetchOrder] = {}
         self._last_position = self.num_layers
         self._is_checked = False
-        self._counts = OffloadCounts()
+        self._stats = OffloadStats()
+        self._num_forwards = 0
         self._tuner = FractionTuner(self.settings.fraction, self.num_layers)
 
     def _reset_after_fork(self) -> None:
@@ -149,10 +149,6 @@ class Offloader:
             self._expected_batch = num_tokens, max_tokens
             if self._link is not None:
                 self._link.expect_batch(*self._expected_batch)
-
-    def keeper(self, position: int) -> OffloadKeeper:
-        """Return what keeps the outputs that the layer at a position wants back."""
-        return OffloadKeeper(self, position)
 
     @contextmanager
     def scope(self, position: int) -> Iterator[OffloadScope]:
@@ -187,7 +183,7 @@ class Offloader:
 
     def _enter(self, position: int) -> OffloadScope:
         if position <= self._last_position:
-            self._counts.num_forwards += 1
+            self._num_forwards += 1
             self._is_checked = False
             self._tuner.begin_forward(self._link)
         self._last_position = position
@@ -233,21 +229,21 @@ class Offloader:
             if reason is None and not self._has_link_for(tensor.device):
                 reason = f"on {tensor.device.type}"
             if reason is not None:
-                self._counts.num_not_offloaded[reason] += 1
+                self._stats.num_not_offloaded[reason] += 1
                 return tensor
-            group, order = self._group(tensor.device, scope)
+            group = self._group(tensor.device, scope)
             sent = self._sent_before(tensor)
             if sent is not None and sent not in group.items():
-                self._counts.num_not_offloaded["saved by several layers, which would all have to fetch it"] += 1
+                self._stats.num_not_offloaded["saved by several layers, which would all have to fetch it"] += 1
                 return tensor
             if sent is None:
                 sent = self._send(tensor, scope, scope if is_made_here else None)
                 group.add(sent)
-            return PackedTensor(self, sent, group, order)
+            return PackedTensor(self, sent, group)
 
     def _has_link_for(self, device: torch.device) -> bool:
         if self._link is None:
-            self._link, self._device_type = link_for(self.settings, device)
+            self._link, self._device_type = link_for(self.settings, device.type), device.type
             self._link.expect_batch(*self._expected_batch)
         return self._device_type is None or device.type == self._device_type
 
@@ -271,19 +267,18 @@ class Offloader:
         weakref.finalize(
             sent, self._release_later, ReleasedTensor(handle, sent.num_bytes, self._start_pid, key, storage)
         ).atexit = False
-        counts = self._counts
-        counts.num_tensors += 1
-        counts.bytes_out += sent.num_bytes
-        counts.num_live += 1
-        counts.live_bytes += sent.num_bytes
+        stats = self._stats
+        stats.num_tensors += 1
+        stats.bytes_out += sent.num_bytes
+        stats.num_live += 1
+        stats.live_bytes += sent.num_bytes
         is_first, scope.num_bytes = not scope.num_bytes, scope.num_bytes + sent.num_bytes
         self._tuner.note_sent(self._link, handle, tensor.device, scope.num_bytes, is_first=is_first)
         return sent
 
-    def _group(self, device: torch.device, scope: OffloadScope) -> tuple[SentGroup, PrefetchOrder]:
+    def _group(self, device: torch.device, scope: OffloadScope) -> SentGroup:
         if device not in scope.groups:
-            order = self._orders.setdefault(device, PrefetchOrder())
-            scope.groups[device] = (order.new_group(), order)
+            scope.groups[device] = self._orders.setdefault(device, PrefetchOrder()).new_group()
         return scope.groups[device]
 
     def _finish_copies(self, copies: list[PendingCopy], is_whole: bool) -> None:
@@ -307,9 +302,9 @@ class Offloader:
             self._check_pid(sent.start_pid)
             assert self._link is not None, "the handle's tensor was sent over it"
             tensor = self._link.receive(sent.handle)
-            self._counts.bytes_in += sent.num_bytes
-            wanted = packed.order.next_items(sent, packed.group, self._link.ahead)
-            self._prefetch(packed.order, sent, wanted)
+            self._stats.bytes_in += sent.num_bytes
+            order = packed.group.order
+            self._prefetch(order, sent, order.next_items(sent, packed.group, self._link.ahead))
             return tensor
 
     def add_prefetch_hook(self, output: Any) -> None:
@@ -320,7 +315,7 @@ class Offloader:
         """
         with self._locked():
             self._finish_copies([copy for copy in self._pending if copy.made_in is not None], is_whole=True)
-        for tensor in tensors_of(output):
+        for tensor in tensors_in(output):
             order = self._orders.get(tensor.device)
             if tensor.requires_grad and order is not None:
                 hook = partial(self._prefetch_last, order, order.num_groups)
@@ -382,34 +377,30 @@ class Offloader:
         reference = self._sent.get(released.key)
         if reference is not None and reference() is None:
             del self._sent[released.key]
-        self._counts.num_live -= 1
-        self._counts.live_bytes -= released.num_bytes
+        self._stats.num_live -= 1
+        self._stats.live_bytes -= released.num_bytes
         self._link.release(released.handle)
 
     @property
     def stats(self) -> OffloadStats:
         """What has been done so far."""
         self._reset_after_fork()
-        counts, link = self._counts, self._link
-        return OffloadStats(
-            num_tensors=counts.num_tensors,
-            bytes_out=counts.bytes_out,
-            bytes_in=counts.bytes_in,
-            num_live=counts.num_live,
-            live_bytes=counts.live_bytes,
+        link = self._link
+        return replace(
+            self._stats,
             host_bytes=0 if link is None else link.host_bytes,
             peak_host_bytes=0 if link is None else link.peak_host_bytes,
             seconds_waited=0.0 if link is None else link.seconds_waited,
             fraction=self._tuner.fraction,
             peak_before_reset_bytes=self._tuner.peak_before_reset,
-            num_not_offloaded=dict(counts.num_not_offloaded),
+            num_not_offloaded=dict(self._stats.num_not_offloaded),
         )
 
     def faults(self) -> list[str]:
         """Return what is wrong after a step, in sentences: nothing at all was sent away, though it was asked for."""
-        if not self._counts.num_forwards or self._counts.num_tensors:
+        if not self._num_forwards or self._stats.num_tensors:
             return []
-        reasons = "; ".join(f"{count} {reason}" for reason, count in sorted(self._counts.num_not_offloaded.items()))
+        reasons = "; ".join(f"{count} {reason}" for reason, count in sorted(self._stats.num_not_offloaded.items()))
         return [
             f"offload was asked for {self.num_layers} layers, but nothing was sent away: "
             f"{reasons or 'they saved nothing'}. Lower min_bytes, or leave offload out."
@@ -434,7 +425,6 @@ class PackedTensor:
     offloader: Offloader
     sent: SentTensor
     group: SentGroup
-    order: PrefetchOrder
 
 
 class OffloadScope:
@@ -446,11 +436,11 @@ class OffloadScope:
         self.is_offloaded = is_offloaded
         self.start_pid = start_pid
         self.num_bytes = 0
-        self.groups: dict[torch.device, tuple[SentGroup, PrefetchOrder]] = {}
+        self.groups: dict[torch.device, SentGroup] = {}
 
     def is_needed(self) -> bool:
         """Whether something that was sent in this call is still to be asked for."""
-        return any(group.items() for group, _ in self.groups.values())
+        return any(group.items() for group in self.groups.values())
 
     def pack(self, tensor: Tensor, *, is_made_here: bool = False) -> PackedTensor | Tensor:
         """Send a tensor away if that is worth it, and return what autograd keeps. See `Offloader.offload_tensor`."""
@@ -460,7 +450,7 @@ class OffloadScope:
 
 
 class OffloadKeeper:
-    """Keeps tensors that a region wants to have back in its recomputation."""
+    """Keeps tensors that the region at a position wants to have back in its recomputation."""
 
     def __init__(self, offloader: Offloader, position: int) -> None:
         self._offloader = offloader
@@ -475,53 +465,39 @@ class OffloadKeeper:
         return unpack(packed)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OffloadStats:
     """Counts since the offloader was made."""
 
-    num_tensors: int
-    """Tensors copied to the host, or to disk."""
-    bytes_out: int
-    bytes_in: int
-    num_live: int
-    """Tensors that wait on the host now."""
-    live_bytes: int
-    host_bytes: int
-    """Host memory held now, in use or kept for later."""
-    peak_host_bytes: int
-    seconds_waited: float
-    """Time for which a thread waited for a copy. On a GPU streams wait for each other instead, which this misses."""
-    fraction: float
-    """Share of the layers that send away what they save, as it stands now."""
-    peak_before_reset_bytes: int
-    """Peak of the device before the offloader reset torch's count, to measure the share; 0 if it did not."""
-    num_not_offloaded: dict[str, int]
-    """Tensors that stayed where they were, by the reason."""
-
-
-@dataclass
-class OffloadCounts:
-    """The part of `OffloadStats` that the offloader itself counts."""
-
     num_tensors: int = 0
+    """Tensors copied to the host, or to disk."""
     bytes_out: int = 0
     bytes_in: int = 0
     num_live: int = 0
+    """Tensors that wait on the host now."""
     live_bytes: int = 0
-    num_forwards: int = 0
-    num_not_offloaded: Counter[str] = field(default_factory=Counter)
+    host_bytes: int = 0
+    """Host memory held now, in use or kept for later."""
+    peak_host_bytes: int = 0
+    seconds_waited: float = 0.0
+    """Time for which a thread waited for a copy. On a GPU streams wait for each other instead, which this misses."""
+    fraction: float = 1.0
+    """Share of the layers that send away what they save, as it stands now."""
+    peak_before_reset_bytes: int = 0
+    """Peak of the device before the offloader reset torch's count, to measure the share; 0 if it did not."""
+    num_not_offloaded: dict[str, int] = field(default_factory=Counter)
+    """Tensors that stayed where they were, by the reason."""
 
 
-def link_for(settings: Offload, device: torch.device) -> tuple[Link, str]:
-    """Return a link for tensors on a device, and the type of device that it serves.
+def link_for(settings: Offload, device_type: str) -> Link:
+    """Return a link for tensors on a type of device.
 
     Raises:
         PolicyError: disk was asked for, and nothing can be written there.
     """
-    kind = device.type
-    wire: Wire = CudaWire() if kind == "cuda" else SynchronousWire()
+    wire = CudaWire() if device_type == "cuda" else Wire()
     limits = HostLimits(settings.host_memory, trusts=settings.trust_host_memory)
     if settings.to == TO_DISK:
         assert settings.path is not None, "parse_offload has seen to that"
-        return DiskLink(wire, limits, settings.path), kind
-    return HostLink(wire, limits), kind
+        return DiskLink(wire, limits, settings.path)
+    return HostLink(wire, limits)

@@ -13,10 +13,10 @@ rise in the measured step and would cost layers their place; its value from befo
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice, starmap
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey, TimedEvent
+from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey
 
 _NUM_WARM_UP = 1
 """Forwards that are not measured: kernels are chosen and memory is allocated in the first."""
@@ -41,7 +41,8 @@ def is_offloaded(position: int, num_layers: int, fraction: float | None) -> bool
     last layers stay where their backward needs them first.
     """
     count = num_offloaded(num_layers, fraction)
-    return _before(position + 1, count, num_layers) > _before(position, count, num_layers)
+    # Whether position * count / num_layers, rounded up, is less than it is for the next position.
+    return -position * count % num_layers < count
 
 
 def num_offloaded(num_layers: int, fraction: float | None) -> int:
@@ -51,45 +52,45 @@ def num_offloaded(num_layers: int, fraction: float | None) -> int:
     return 0 if fraction <= 0 else max(1, int(num_layers * fraction + 0.5))
 
 
-def _before(position: int, count: int, num_layers: int) -> int:
-    """Return how many of `count` evenly spread layers come before a position, rounded up."""
-    return -(-position * count // num_layers) if num_layers else 0
-
-
 @dataclass
 class _RegionTiming:
     """What was recorded of one region, from the first tensor that it sent."""
 
-    began: TimedEvent
-    copies: list[tuple[TimedEvent, TimedEvent]] = field(default_factory=list)
-    ended: TimedEvent | None = None
+    began: torch.Event
+    copies: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+    ended: torch.Event | None = None
 
 
 class FractionTuner:
     """Decides on the share of layers that send: the user's `fraction`, or what measurements allow if that is None."""
 
     def __init__(self, fraction: float | None, num_layers: int) -> None:
-        self.fraction = 1.0 if fraction is None else fraction
         # Bytes of the device that were allocated at most before its peak was reset; 0 if it was not.
         self.peak_before_reset = 0
-        self._is_measuring = fraction is None
         self._is_fixed = fraction is not None
         self._num_layers = num_layers
+        self._bytes = 0
+        self._device: torch.device | None = None
+        self._start_measuring()
+        if fraction is not None:
+            self.fraction, self._is_measuring = fraction, False
+
+    def _start_measuring(self) -> None:
+        self.fraction = 1.0
+        self._is_measuring = True
+        self._remeasures_growth = False
         self._num_forwards = 0
         self._regions: list[_RegionTiming] = []
-        self._bytes = 0
         self._measured: float | None = None
         self._before: DeviceMemory | None = None
         self._growth = 0
-        self._remeasures_growth = False
-        self._device: torch.device | None = None
 
     def begin_forward(self, link: Link | None) -> None:
         """Note that a forward begins, and decide on its share."""
         regions, self._regions = self._regions, []
-        if self._is_fixed or link is None or self._device is None:
+        if self._is_fixed or link is None or link.timed_wire is None or self._device is None:
             return
-        memory = link.memory(self._device)
+        memory = link.timed_wire.memory(self._device)
         if memory is None:
             return
         if self._is_measuring:
@@ -100,7 +101,7 @@ class FractionTuner:
                 self._remeasures_growth = self._note_growth(memory) and self._min_fraction(memory) > self._measured
                 if self._remeasures_growth:
                     self.peak_before_reset = max(self.peak_before_reset, memory.peak)
-                    link.reset_peak(self._device)
+                    link.timed_wire.reset_peak(self._device)
             self._before = memory
         elif self._remeasures_growth:
             self._note_growth(memory)
@@ -121,31 +122,22 @@ class FractionTuner:
         if self._device is None:
             self._device = device
         if not self._is_measuring and num_bytes > _LONGER * self._bytes:
-            self._measure_again()
+            self._start_measuring()
         self._bytes = max(self._bytes, num_bytes)
-        if not self._is_measuring:
+        if not self._is_measuring or link.timed_wire is None:
             return
         if is_first:
-            event = link.record_event(device)
+            event = link.timed_wire.record_event(device)
             if event is not None:
                 self._regions.append(_RegionTiming(event))
         events = link.copy_events(handle)
         if events is not None and self._regions:
             self._regions[-1].copies.append(events)
 
-    def end_region(self, link: Link | None, device: torch.device | None) -> None:
+    def end_region(self, link: Link | None, device: torch.device) -> None:
         """Note the end of a region that has sent something."""
-        if self._is_measuring and link is not None and device is not None and self._regions:
-            self._regions[-1].ended = link.record_event(device)
-
-    def _measure_again(self) -> None:
-        self.fraction = 1.0
-        self._is_measuring = True
-        self._remeasures_growth = False
-        self._num_forwards = 0
-        self._regions = []
-        self._measured = self._before = None
-        self._growth = 0
+        if self._is_measuring and link is not None and link.timed_wire is not None and self._regions:
+            self._regions[-1].ended = link.timed_wire.record_event(device)
 
     def _min_fraction(self, memory: DeviceMemory) -> float:
         """Return the smallest share with which a forward that grows as the measured ones fits on the device."""
@@ -158,26 +150,28 @@ def _fraction_in_time(regions: list[_RegionTiming]) -> float:
     whole = [region for region in regions if region.ended is not None and region.copies]
     if not whole:
         return 1.0
-    computing = median(region.began.seconds_to(region.ended) for region in whole)
-    copying = median(sum(began.seconds_to(ended) for began, ended in region.copies) for region in whole)
+    computing = median(_milliseconds(region.began, region.ended) for region in whole)
+    copying = median(sum(starmap(_milliseconds, region.copies)) for region in whole)
     return min(1.0, _MARGIN * computing / copying) if copying > 0 else 1.0
+
+
+def _milliseconds(began: torch.Event, ended: Any) -> float:
+    ended.synchronize()
+    return began.elapsed_time(ended)
 
 
 # --- What has been sent, and the order in which it comes back. ---
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SentTensor:
-    """A tensor that was sent away; all who saved it share this.
+    """A tensor that was sent away; all who saved it share this."""
 
-    `start_pid` is the process in which the offloader had started, `handle` the link's.
-    """
-
-    __slots__ = ("__weakref__", "handle", "num_bytes", "start_pid")
-
-    def __init__(self, handle: Any, num_bytes: int, start_pid: int) -> None:
-        self.handle = handle
-        self.num_bytes = num_bytes
-        self.start_pid = start_pid
+    handle: Any
+    """The link's."""
+    num_bytes: int
+    start_pid: int
+    """The process in which the offloader had started."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,10 +201,11 @@ class ReleasedTensor:
 class SentGroup:
     """What one call of a region sent away, in that order. Lives as long as one of its tensors is needed.
 
-    `number` counts the calls that sent something away.
+    `order` is that of its device, `number` counts the calls that sent something away.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, order: PrefetchOrder, number: int) -> None:
+        self.order = order
         self.number = number
         self._items: list[weakref.ref[SentTensor]] = []
 
@@ -242,7 +237,7 @@ class PrefetchOrder:
     def new_group(self) -> SentGroup:
         """Begin a group, after all others."""
         self._groups = [reference for reference in self._groups if reference() is not None]
-        group = SentGroup(self.num_groups)
+        group = SentGroup(self, self.num_groups)
         self.num_groups += 1
         self._groups.append(weakref.ref(group))
         return group
@@ -256,7 +251,7 @@ class PrefetchOrder:
 
     def last_items(self, number: int, num_groups: int) -> list[SentTensor]:
         """Return the items of the last groups before a number, in the order in which backward asks for them."""
-        return [item for group in itertools.islice(self._before(number), num_groups) for item in group.items()]
+        return [item for group in islice(self._before(number), num_groups) for item in group.items()]
 
     def update_prefetched(
         self, received: SentTensor | None, wanted: list[SentTensor]

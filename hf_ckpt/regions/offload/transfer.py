@@ -1,17 +1,18 @@
-"""What goes between device and host: how a tensor becomes bytes and a tensor again, and who carries them.
+"""What goes between device and host: which tensors, how they become bytes and tensors again, and who carries them.
 
 A `Link` takes whole tensors and decides where their bytes wait (`host_buffers`, `disk`). A `Wire` copies bytes between
-a device and a buffer in host memory: `SynchronousWire` here, `CudaWire` in `cuda`. Knows no layers.
+a device and a buffer in host memory; `CudaWire` of `cuda` does so on streams of its own. Knows no layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,57 @@ def _bytes_in_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-class Link(Protocol):
+# --- Which saved tensors can be offloaded, and why the others stay. ---
+
+_ALIGNMENT = 256
+"""Bytes. Kernels are chosen by how a tensor is aligned, up to this; a new tensor always is."""
+
+
+def reason_not_offloaded(tensor: Tensor, min_bytes: int) -> str | None:
+    """Return why a saved tensor (not empty) stays where it is, or None if it can be offloaded."""
+    if _is_kept_anyway(tensor):
+        return "kept by the model or by autograd anyway"
+    if not _is_strided(tensor):
+        return "no plain tensor"
+    if tensor.nbytes < min_bytes:
+        return f"smaller than min_bytes={min_bytes}"
+    if tensor.nbytes > _span(tensor) * tensor.element_size():
+        return "larger than the memory behind it (expanded)"
+    if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
+        # The same values elsewhere could be multiplied by another kernel, which need not agree in the last bit.
+        return "begins at an odd place in its memory"
+    return None
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    # A DTensor, for one, holds other tensors.
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    return not is_wrapper and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _is_kept_anyway(tensor: Tensor) -> bool:
+    # A leaf that requires a gradient is held by the node that accumulates it, as a weight is by the model.
+    base = tensor._base if tensor._is_view() else None
+    return (
+        (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
+    )
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the elements from the first to the last in memory, both and the gaps included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# --- Who carries them. ---
+
+
+class Link:
     """Takes tensors off the device and brings them back.
 
     The offloader calls it from one thread at a time. The order for each tensor is `send`, `wait_for_send`, any number
     of `prefetch` (with `cancel` if it was for nothing) and `receive`, and at last `release`, which may come at any
-    point after `send`. A handle is whatever the link likes. Inherit from this class: what has a body below may be left
-    as it is.
+    point after `send`. A handle is whatever the link likes. Links inherit from this class, and may leave as it is what
+    they have no use for.
     """
 
     ahead: int = 1
@@ -104,6 +149,8 @@ class Link(Protocol):
     """Seconds for which `receive` and `send` made their thread wait, in all."""
     survives_fork: bool = True
     """Whether a forked process can go on with the link and what had been sent by then."""
+    timed_wire: Wire | None = None
+    """The wire, if a copy over it is all that sending takes, so that layers are paced by what it measures."""
 
     def send(self, tensor: Tensor) -> Any:
         """Start copying a tensor away and return a handle. The caller keeps the tensor until `wait_for_send`."""
@@ -122,6 +169,7 @@ class Link(Protocol):
 
         The link keeps no reference to it. Works without `prefetch`, and again after a `receive`.
         """
+        raise NotImplementedError
 
     def release(self, handle: Any) -> None:
         """Free everything that the handle holds. It is not used afterwards."""
@@ -138,7 +186,6 @@ class Link(Protocol):
 
     def expect_batch(self, num_tokens: int, max_tokens: int) -> None:
         """Announce the tokens (rows times length) of the next batch and of the longest; the same if unknown."""
-        return
 
     @property
     def host_bytes(self) -> int:
@@ -150,21 +197,9 @@ class Link(Protocol):
         """The largest value that `host_bytes` has had."""
         return 0
 
-    def record_event(self, device: torch.device) -> TimedEvent | None:
-        """Return an event at the current place in the device's work; None if the device cannot time its work."""
-        return None
-
-    def copy_events(self, handle: Any) -> tuple[TimedEvent, TimedEvent] | None:
+    def copy_events(self, handle: Any) -> tuple[torch.Event, torch.Event] | None:
         """Return the events at which the copy of `send` began and ended; None if the device cannot time its work."""
         return None
-
-    def memory(self, device: torch.device) -> DeviceMemory | None:
-        """Return how full the device is; None if it does not say."""
-        return None
-
-    def reset_peak(self, device: torch.device) -> None:
-        """Restart the `peak` of `memory`. Called only if `memory` returns one."""
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,43 +213,39 @@ class DeviceMemory:
     """The most that was allocated, since the process started or the peak was reset."""
 
 
-class TimedEvent(Protocol):
-    """A point in a device's work whose time is recorded."""
-
-    def seconds_to(self, later: Any) -> float:
-        """Return the seconds from here to a later event. Waits until both have been reached."""
-
-
-class AsyncCopy(Protocol):
-    """One copy between a device and a buffer in host memory, under way or done.
-
-    Who inherits from this class may leave what has a body below as it is: of a copy that is done when it is returned.
-    """
+class AsyncCopy:
+    """One copy between a device and a buffer in host memory: this one is done, so that nobody waits for it."""
 
     def synchronize(self) -> None:
         """Make the calling thread wait until the copy is complete."""
-        return
 
     def wait_home_stream(self) -> None:
         """Make the stream that asked for the copy wait for it, with all that the stream is given from now on."""
-        return
 
     def wait_stream(self, stream: Any) -> None:
         """Make a stream (one of the wire's own kind) wait for the copy, with all that it is given from now on."""
-        return
 
-    def events(self) -> tuple[TimedEvent, TimedEvent] | None:
+    def events(self) -> tuple[torch.Event, torch.Event] | None:
         """Return the events at which the copy began and ended; None if they cannot be timed."""
         return None
 
 
-class HostAllocation(Protocol):
-    """Memory on the host."""
+class HostAllocation:
+    """Memory on the host: `bytes`."""
 
-    bytes: Tensor
+    def __init__(self, content: Tensor) -> None:
+        self.bytes = content
 
     def free(self) -> None:
-        """Give it back. No copy may be under way."""
+        """Give it back, to torch if it came from there. No copy may be under way."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class PageableMemory(HostAllocation):
+    """Ordinary host memory, as torch gives it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
 
 
 @dataclass(slots=True, eq=False)
@@ -241,21 +272,29 @@ class Buffer:
         self.last_copy = None
 
 
-class IncomingTensor(Protocol):
-    """A tensor on its way to a device."""
+class IncomingTensor:
+    """A tensor on its way to a device; there already, unless a class of its own says how to wait for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
 
     def take(self) -> Tensor:
         """Return the tensor, for use on the current stream, which waits for the copy."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None, "an arrival is taken once"
+        return tensor
 
     def drop(self) -> None:
         """Let go of the tensor: its memory is used again only after the copy."""
+        self._tensor = None
 
 
-class Wire(Protocol):
+class Wire:
     """Copies between one kind of device and buffers in host memory, while the device computes.
 
-    Each copy is left on its buffer as the last one that used it. Who inherits from this class may leave what has a body
-    below as it is.
+    Each copy is left on its buffer as the last one that used it. Here copies are complete when the call returns: on the
+    CPU, and on devices without streams of their own. Nothing runs at the same time as a copy, so there is nothing to
+    time.
     """
 
     survives_fork: bool = True
@@ -267,7 +306,6 @@ class Wire(Protocol):
         Raises:
             UnsupportedError: it cannot.
         """
-        return
 
     def send(self, source: Tensor, buffer: Buffer) -> AsyncCopy:
         """Start copying bytes [n] on a device into a buffer of at least n bytes.
@@ -276,9 +314,15 @@ class Wire(Protocol):
         buffer. The caller keeps `source` until the copy has been waited for, or ordered before whatever could use its
         memory next.
         """
+        buffer.first(source.numel()).copy_(source)
+        buffer.last_copy = copy = AsyncCopy()
+        return copy
 
     def fetch(self, buffer: Buffer, layout: TensorLayout) -> IncomingTensor:
         """Make a tensor on its device and start filling it from a buffer, after the last copy into that."""
+        tensor, content = layout.empty()
+        content.copy_(buffer.first(content.numel()))
+        return IncomingTensor(layout.finish(tensor))
 
     def allocate(self, num_bytes: int) -> HostAllocation:
         """Allocate host memory that copies can use.
@@ -286,70 +330,15 @@ class Wire(Protocol):
         Raises:
             OSError, RuntimeError: the system does not give it.
         """
+        return PageableMemory(num_bytes)
 
-    def reset_peak(self, device: torch.device) -> None:
-        """See `Link`."""
-        return
-
-    def record_event(self, device: torch.device) -> TimedEvent | None:
-        """See `Link`."""
+    def record_event(self, device: torch.device) -> torch.Event | None:
+        """Return an event at the current place in the device's work; None if the device cannot time its work."""
         return None
 
     def memory(self, device: torch.device) -> DeviceMemory | None:
-        """See `Link`."""
+        """Return how full the device is; None if it does not say."""
         return None
 
-
-class SynchronousWire(Wire):
-    """Copies that are complete when the call returns: on the CPU, and on devices without streams of their own.
-
-    Nothing runs at the same time as a copy, so there is nothing to time.
-    """
-
-    def send(self, source: Tensor, buffer: Buffer) -> CompletedCopy:
-        """Copy bytes into a buffer."""
-        buffer.first(source.numel()).copy_(source)
-        buffer.last_copy = copy = CompletedCopy()
-        return copy
-
-    def fetch(self, buffer: Buffer, layout: TensorLayout) -> ArrivedTensor:
-        """Make a tensor and fill it from a buffer."""
-        tensor, content = layout.empty()
-        content.copy_(buffer.first(content.numel()))
-        return ArrivedTensor(layout.finish(tensor))
-
-    def allocate(self, num_bytes: int) -> PageableMemory:
-        """Allocate pageable memory."""
-        return PageableMemory(num_bytes)
-
-
-class CompletedCopy(AsyncCopy):
-    """A copy that is done: nobody waits for it, and it has no times."""
-
-
-class ArrivedTensor:
-    """A tensor that is on the device already."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-
-    def take(self) -> Tensor:
-        """Return the tensor."""
-        tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "an arrival is taken once"
-        return tensor
-
-    def drop(self) -> None:
-        """Let go of the tensor."""
-        self._tensor = None
-
-
-class PageableMemory:
-    """Ordinary host memory, as torch gives it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def free(self) -> None:
-        """Give it back to torch."""
-        self.bytes = self.bytes.new_empty(0)
+    def reset_peak(self, device: torch.device) -> None:
+        """Restart the `peak` of `memory`. Called only if `memory` returns one."""

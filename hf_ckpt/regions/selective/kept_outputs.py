@@ -52,8 +52,8 @@ from hf_ckpt.regions.selective.save_rules import (
     OperatorKind,
     OperatorRole,
     SaveRules,
+    nested_tensors_in,
     storages_of,
-    tensors_in,
 )
 
 if TYPE_CHECKING:
@@ -142,10 +142,10 @@ class KeptOutputs:
         is_copied = number in self._coverage.rewritten_calls
         detach = Tensor.clone if is_copied else Tensor.detach
         detached = detach(output) if isinstance(output, Tensor) else tree_map_only(Tensor, detach, output)
-        tensors = [detached] if isinstance(detached, Tensor) else list(tensors_in(detached))
+        tensors = [detached] if isinstance(detached, Tensor) else list(nested_tensors_in(detached))
         random_state = RandomState.of(*tensors) if kind.is_random and kind.draws(args, kwargs) else None
         entry = _KeptOutput(kind, detached, _shapes(args), random_state, self._num_kept)
-        self._enter(number, entry, tensors, () if is_copied else tensors_in([output]))
+        self._enter(number, entry, tensors, () if is_copied else nested_tensors_in([output]))
 
     def keep_module(self, number: CallId, output: Tensor) -> None:
         """Keep what a linear or adapted layer returned: as `keep` does, in less time, of one tensor."""
@@ -198,7 +198,7 @@ class KeptOutputs:
         for number, entry in list(self._entries.items()):
             is_written = any(tensor._version != version for tensor, version in entry.returned)
             if entry.sums and not is_written:
-                sums = zip(entry.sums, _sums(list(tensors_in(entry.output))), strict=True)
+                sums = zip(entry.sums, _sums(list(nested_tensors_in(entry.output))), strict=True)
                 is_written = not all(torch.equal(before, after) for before, after in sums)
             if is_written:
                 self._coverage.note_unseen_write(number)
@@ -207,7 +207,7 @@ class KeptOutputs:
         self._storages = {
             storage._cdata
             for entry in self._entries.values()
-            for tensor in tensors_in(entry.output)
+            for tensor in nested_tensors_in(entry.output)
             for storage in storages_of(tensor)
         }
         if (keeper := self._keeper) is not None:
@@ -264,7 +264,7 @@ class KeptOutputs:
         if (keeper := self._keeper) is not None:
             output = tree_map_only(_KeeperHandle, lambda handle: keeper.get(handle.value).detach(), output)
         if self._values is not None:
-            self._values.check_kept(number, entry.kind.name, list(tensors_in([output])))
+            self._values.check_kept(number, entry.kind.name, list(nested_tensors_in([output])))
         return output
 
     def is_kept(self, number: CallId) -> bool:
@@ -318,7 +318,7 @@ class CallCounter:
 
 
 def _shapes(args: Any) -> tuple[torch.Size, ...]:
-    return tuple([tensor.shape for tensor in tensors_in(args)])
+    return tuple([tensor.shape for tensor in nested_tensors_in(args)])
 
 
 def _copy_out_of(storage: int, tensor: Tensor) -> Tensor:

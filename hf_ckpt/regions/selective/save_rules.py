@@ -108,7 +108,7 @@ class OperatorKind:
     def written_tensors(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
         """Yield the tensors that a call writes to."""
         for index, name in self.written:
-            yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
+            yield from nested_tensors_in(args[index] if index < len(args) else kwargs.get(name))
 
     def draws(self, args: Any, kwargs: Any) -> bool:
         """Whether a call of an operator that may draw random numbers does."""
@@ -185,7 +185,7 @@ def is_narrow(packet: str, args: Any) -> bool:
     return bool(inner * NARROW <= outer)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def nested_tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in an argument or output of an operator, those in its lists and tuples as well."""
     if isinstance(value, Tensor):
         yield value
@@ -194,7 +194,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             if isinstance(item, Tensor):
                 yield item
             elif isinstance(item, list | tuple):
-                yield from tensors_in(item)
+                yield from nested_tensors_in(item)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -205,7 +205,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         # A DTensor names its mesh among them.
-        for inner in tensors_in([getattr(tensor, name) for name in flatten()[0]]):
+        for inner in nested_tensors_in([getattr(tensor, name) for name in flatten()[0]]):
             yield from storages_of(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
@@ -422,7 +422,7 @@ class ProbabilityTracker:
         elif not self._followed:
             return False
         elif kind.role is OperatorRole.PRODUCT:
-            if any(self._is_followed(tensor) for tensor in tensors_in(args)):
+            if any(self._is_followed(tensor) for tensor in nested_tensors_in(args)):
                 self._followed.clear()
                 return True
         elif kind.returns_new:
@@ -431,7 +431,7 @@ class ProbabilityTracker:
         return False
 
     def _hand_on(self, args: Any, output: Any, *, is_padded: bool) -> None:
-        first = next(tensors_in(output), None)
+        first = next(nested_tensors_in(output), None)
         # What is broadcast is something else: the weight of an expert times what it returned. Local attention pads its
         # windows to a band.
         if (
@@ -439,13 +439,13 @@ class ProbabilityTracker:
             and first.is_floating_point()
             and any(
                 (is_padded or tensor.numel() == first.numel()) and self._is_followed(tensor)
-                for tensor in tensors_in(args)
+                for tensor in nested_tensors_in(args)
             )
         ):
             self._follow(first)
 
     def _follow(self, output: Any) -> None:
-        for tensor in tensors_in(output):
+        for tensor in nested_tensors_in(output):
             for storage in storages_of(tensor):
                 self._followed[storage._cdata] = (weakref.ref(storage), tensor.numel())
 

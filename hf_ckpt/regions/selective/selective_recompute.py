@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_of
+from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
 from hf_ckpt.regions.selective import dispatch, linears
 from hf_ckpt.regions.selective.dispatch import ACTIVE, DispatchMode, KernelInterception
@@ -159,7 +159,7 @@ def _recompute_eagerly(
         kept = KeptOutputs(keeper, coverage, call_proof, checks_writes=not is_checked, sees_writes=not uses_kernels)
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
         returned = run_checkpointed(call_proof, call.run, tensors, context_fn=contexts)
-        kept.note_returned(tensors_of(returned))
+        kept.note_returned(tensors_in(returned))
         return returned
 
     return run_watched(values, function, args, tensors, run)

@@ -24,7 +24,7 @@ from hf_ckpt.regions.offload import disk
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink, PrivateDirectory
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.transfer import SynchronousWire
+from hf_ckpt.regions.offload.transfer import Wire
 from tests import exactness, traces, zoo
 from tests.late_copies import Late
 from tests.offloading import engine
@@ -193,18 +193,20 @@ def test_a_disk_that_is_too_small_is_found_out_in_the_first_layer(
         assert engine(applied).stats.num_tensors == 1
 
 
-def test_short_writes_and_reads_are_continued(tmp_path: Path) -> None:
+def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda number, content, offset: write(number, content[:777], offset))
+    monkeypatch.setattr(os, "preadv", lambda number, views, offset: read(number, [views[0][:501]], offset))
     content = memoryview(bytearray(os.urandom(10_000)))
     with (tmp_path / "file").open("w+b") as file:
-        checksum = disk.write_all(file.fileno(), content, lambda *given: os.pwrite(given[0], given[1][:777], given[2]))
+        checksum = disk.write_all(file.fileno(), content)
         into = memoryview(bytearray(10_000))
-        found = disk.read_all(
-            file.fileno(), into, lambda number, views, offset: os.preadv(number, [views[0][:501]], offset)
-        )
+        found = disk.read_all(file.fileno(), into)
         assert (into, found) == (content, checksum)
         assert disk.read_all(file.fileno(), memoryview(bytearray(10_001))) is None
+        monkeypatch.setattr(os, "pwrite", lambda *given: 0)
         with pytest.raises(OSError, match="takes no more bytes"):
-            disk.write_all(file.fileno(), content, lambda *given: 0)
+            disk.write_all(file.fileno(), content)
 
 
 def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +457,7 @@ def test_a_path_of_another_machine_is_no_matter_where_nothing_is_written(tmp_pat
 
 
 def test_closing_waits_for_what_is_out(tmp_path: Path) -> None:
-    link = DiskLink(SynchronousWire(), HostLimits(None), str(tmp_path))
+    link = DiskLink(Wire(), HostLimits(None), str(tmp_path))
     tensor = torch.randn(100)
     handle = link.send(tensor)
     link.close()

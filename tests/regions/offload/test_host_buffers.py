@@ -13,7 +13,7 @@ from hf_ckpt.regions.offload.host_memory import HostLimits, HostMemory
 from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded
 from hf_ckpt.regions.offload.transfer import (
     PageableMemory,
-    SynchronousWire,
+    Wire,
 )
 from hf_ckpt.regions.recompute import recompute
 from tests import exactness, zoo
@@ -90,7 +90,7 @@ def test_a_machine_that_is_trusted_keeps_to_the_cap_and_to_its_control_groups() 
 
 def test_a_plan_says_that_the_machine_is_trusted(case: zoo.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     low = HostMemory(machine_bytes=0, group_bytes=None, total_bytes=1)
-    monkeypatch.setattr(HostLimits.__init__, "__defaults__", (lambda: low, None))
+    monkeypatch.setattr(HostLimits.__init__, "__defaults__", (lambda: low,))
     expected = exactness.step(case)
     with hf_ckpt.apply(case.model, "full", offload=TO_HOST), pytest.raises(HostMemoryError, match="trust_host_memory"):
         exactness.step(case)
@@ -108,7 +108,7 @@ def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_pool_makes_no_more_buffers_than_are_out_at_once() -> None:
-    pool = BufferPool(PageableMemory, lambda num_bytes: None)
+    pool = BufferPool(Wire(), HostLimits(None, lambda: HostMemory(None, None)))
     for sizes in ([100, 200, 50], [60, 150, 40], [300, 70, 70], [100, 200, 50]):
         buffers = [pool.take(size) for size in sizes]
         assert all(buffer.num_bytes >= size for buffer, size in zip(buffers, sizes, strict=True))
@@ -134,7 +134,7 @@ def lend_all(pool: BufferPool, num_buffers: int, num_bytes: int, most_bytes: int
 
 
 def test_slightly_longer_batches_find_room_in_the_buffers_that_there_are() -> None:
-    pool = BufferPool(PageableMemory, lambda num_bytes: None)
+    pool = BufferPool(Wire(), HostLimits(None, lambda: HostMemory(None, None)))
     assert lend_all(pool, 3, 1000) == 3 * 1000
     # Those that were too small are replaced, one for one, by some that are a quarter larger.
     assert lend_all(pool, 3, 1001) == pool.held_bytes == 3 * 1250
@@ -145,8 +145,7 @@ def test_slightly_longer_batches_find_room_in_the_buffers_that_there_are() -> No
 
 @pytest.mark.parametrize("cap", [3300, 3500, 3700])
 def test_room_to_grow_is_taken_from_nobody(cap: int) -> None:
-    limits = HostLimits(cap, lambda: HostMemory(None, None))
-    pool = BufferPool(PageableMemory, lambda num_bytes: limits.check(num_bytes, pool.held_bytes))
+    pool = BufferPool(Wire(), HostLimits(cap, lambda: HostMemory(None, None)))
     lend_all(pool, 3, 1000)
     for num_bytes in (1010, 1060, 1099):
         lend_all(pool, 3, num_bytes)
@@ -154,7 +153,7 @@ def test_room_to_grow_is_taken_from_nobody(cap: int) -> None:
 
 
 def test_buffers_are_made_for_the_longest_batch_at_once() -> None:
-    pool = BufferPool(PageableMemory, lambda num_bytes: None)
+    pool = BufferPool(Wire(), HostLimits(None, lambda: HostMemory(None, None)))
     assert lend_all(pool, 3, 100, most_bytes=1000) == 3000
     assert lend_all(pool, 3, 1000, most_bytes=1000) == 0
     # What was not foreseen is made as it comes.
@@ -182,7 +181,7 @@ def run_batches(offloader: Offloader, max_tokens: int, lengths: list[int]) -> li
 
 def test_layers_behind_the_first_reserve_for_the_longest_batch() -> None:
     offloader = Offloader(TO_HOST, 4)
-    offloader.use_link(HostLink(SynchronousWire(), HostLimits(None, lambda: HostMemory(None, None))))
+    offloader.use_link(HostLink(Wire(), HostLimits(None, lambda: HostMemory(None, None))))
     # The first layer says what all of them need; its own buffer alone is made anew.
     assert run_batches(offloader, 100, [10, 40, 100, 70, 100]) == [4, 5, 5, 5, 5]
     assert offloader.stats.host_bytes == offloader.stats.peak_host_bytes == 4 * 100 * 16 * 4
@@ -192,7 +191,7 @@ def test_layers_behind_the_first_reserve_for_the_longest_batch() -> None:
 def test_nothing_is_reserved_that_there_is_no_room_for() -> None:
     cap = 4 * 60 * 16 * 4
     offloader = Offloader(TO_HOST, 4)
-    offloader.use_link(HostLink(SynchronousWire(), HostLimits(cap, lambda: HostMemory(None, None))))
+    offloader.use_link(HostLink(Wire(), HostLimits(cap, lambda: HostMemory(None, None))))
     run_batches(offloader, 100, [10])
     assert offloader.stats.host_bytes == 4 * 10 * 16 * 4
     run_batches(offloader, 100, [60])
@@ -202,7 +201,7 @@ def test_nothing_is_reserved_that_there_is_no_room_for() -> None:
 
 def test_memory_that_the_system_does_not_give_is_said() -> None:
     offloader = Offloader(TO_HOST, 1)
-    wire = SynchronousWire()
+    wire = Wire()
     wire.allocate = lambda num_bytes: PageableMemory(2**62)
     offloader.use_link(HostLink(wire, HostLimits(None, lambda: LOW, trusts=True)))
     with pytest.raises(HostMemoryError) as error:
@@ -227,5 +226,5 @@ def test_buffers_have_the_size_of_the_tensor() -> None:
     kept = run_offloaded(offloader, 0, recompute, lambda x: x * weight, torch.randn(5, 64))
     assert offloader.stats.host_bytes == 5 * 64 * 4
     kept.sum().backward()
-    offloader.use_link(HostLink(SynchronousWire(), HostLimits(None)))
+    offloader.use_link(HostLink(Wire(), HostLimits(None)))
     assert offloader.stats.host_bytes == 0

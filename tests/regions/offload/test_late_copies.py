@@ -14,7 +14,7 @@ from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload.cuda import CudaCopy, CudaIncomingTensor, CudaWire
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
-from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.recompute import recompute
 from tests import exactness, zoo
 from tests.late_copies import Late, Stream
@@ -83,7 +83,7 @@ def test_what_a_region_made_is_copied_beside_the_next_region() -> None:
 
     def keep(position: int, function: Any, *args: Any) -> Any:
         output = function(*args)
-        kept.append(offloader.keeper(position).put(output.clone()))
+        kept.append(OffloadKeeper(offloader, position).put(output.clone()))
         return output
 
     hidden = torch.randn(8, 64)

@@ -104,6 +104,7 @@ class _Marks(Link):
     """Regions of one second, copies of `copying` seconds."""
 
     def __init__(self, copying: float, memory: Any) -> None:
+        self.timed_wire = self
         self._copying = copying
         self._memory = memory
         self._now = 0.0
@@ -118,13 +119,19 @@ class _Marks(Link):
     def memory(self, device: torch.device) -> Any:
         return self._memory
 
+    def reset_peak(self, device: torch.device) -> None:
+        pass
+
 
 class _At:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def seconds_to(self, later: _At) -> float:
-        return later._seconds - self._seconds
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _At) -> float:
+        return 1000 * (later._seconds - self._seconds)
 
 
 def run_passes(tuner: FractionTuner, link: Link, num_passes: int, num_bytes: int = 100) -> list[float]:
