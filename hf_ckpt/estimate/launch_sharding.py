@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import transformers
+from torch.torch_version import TorchVersion
+
 from hf_ckpt.auto.live_step import SPLIT_SIZES, zero_of
 from hf_ckpt.errors import RecipeError
 from hf_ckpt.estimate.launch_config import Launch, check_number, read_config
-from hf_ckpt.loading.sharding_engine import Engine, is_on
+from hf_ckpt.loading.sharding_engine import Engine, says_yes
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.step import Sharding
 
@@ -99,12 +102,12 @@ def _fsdp(written: Any, world_size: int, *, where: str) -> Sharding:
     config = {name.removeprefix("fsdp_"): value for name, value in _mapping(written or {}).items()}
     # accelerate itself takes version 1 where nothing is said.
     version = str(config.get("version", "1"))
-    if config.get("offload_params") or config.get("cpu_offload"):
+    if says_yes(config.get("offload_params")) or says_yes(config.get("cpu_offload")):
         raise RecipeError(
             f"{where}: FSDP's offloading of parameters to the host cannot be simulated. Set fsdp_offload_params: false."
         )
     if version == "2":
-        reshards = bool(config.get("reshard_after_forward", True))
+        reshards = says_yes(config.get("reshard_after_forward", True))
         return Sharding(engine="fsdp2", world_size=world_size, reshards_after_forward=reshards)
     strategy = str(config.get("sharding_strategy", config.get("reshard_after_forward", "FULL_SHARD"))).upper()
     if strategy in ("NO_SHARD", "3"):
@@ -120,8 +123,8 @@ def _fsdp(written: Any, world_size: int, *, where: str) -> Sharding:
         reshards_after_forward=strategy in _WHOLE_LAYERS_IN_BACKWARD,
         prefetches_in_backward=_prefetches_in_backward(config, where),
         # accelerate does where it loads the weights on rank 0 alone.
-        broadcasts_weights=is_on(config.get("sync_module_states", True))
-        or is_on(config.get("cpu_ram_efficient_loading")),
+        broadcasts_weights=says_yes(config.get("sync_module_states", True))
+        or says_yes(config.get("cpu_ram_efficient_loading")),
     )
 
 
@@ -157,10 +160,31 @@ def _deepspeed(config: Mapping[str, Any], world_size: int, *, where: str) -> Sha
 def _of_recipe(recipe: Recipe) -> Sharding | None:
     training = recipe.training
     if training.get("fsdp"):
-        return _fsdp(training.get("fsdp_config"), 1, where="training.fsdp_config")
+        return _fsdp(_fsdp_config(training), 1, where="training.fsdp_config")
     if training.get("deepspeed"):
         return _deepspeed(_mapping(training["deepspeed"]), 1, where="training.deepspeed")
     return None
+
+
+def _fsdp_config(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fsdp_config` as transformers completes it; `fsdp` may be words, of which one says what is sharded when.
+
+    Before transformers 5.10 version 1 is the default, and version 2 keeps whole layers unless it is told otherwise.
+    """
+    config = {name.removeprefix("fsdp_"): value for name, value in _mapping(training.get("fsdp_config") or {}).items()}
+    is_recent = TorchVersion(transformers.__version__) >= "5.10"
+    is_second = str(config.setdefault("version", 2 if is_recent else 1)) == "2"
+    words = training["fsdp"].split() if isinstance(training["fsdp"], str) else training["fsdp"]
+    for word in [] if words is True else words:
+        if word == "offload":
+            config.setdefault("cpu_offload", True)
+        elif word != "auto_wrap" and not is_second:
+            config.setdefault("reshard_after_forward", word)
+        elif word != "auto_wrap" and is_recent:
+            config.setdefault("reshard_after_forward", word == "full_shard")
+    if is_second:
+        config.setdefault("reshard_after_forward", is_recent)
+    return config
 
 
 def _mapping(written: Any) -> dict[str, Any]:

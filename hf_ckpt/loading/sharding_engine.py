@@ -248,9 +248,9 @@ def _zero_stage(trainer: Trainer) -> int | None:
 
 
 def _is_set(name: str) -> bool:
-    return is_on(os.environ.get(name))
+    return says_yes(os.environ.get(name))
 
 
-def is_on(written: object) -> bool:
+def says_yes(written: object) -> bool:
     """Whether a value of accelerate's configuration, or of a variable that it sets, says yes."""
     return str(written).lower() in ("true", "1")

@@ -224,7 +224,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TrainerCall:
     """A call of a method of a Trainer, of its accelerator or of its optimizer."""
 
     method: Callable[..., Any]
@@ -240,7 +240,7 @@ class Call:
         """What a training step or a prediction step is given."""
         return self.kwargs["inputs"] if "inputs" in self.kwargs else self.args[1]
 
-    def with_inputs(self, inputs: Any) -> Call:
+    def with_inputs(self, inputs: Any) -> TrainerCall:
         """Return the call of such a step with other inputs."""
         if "inputs" in self.kwargs:
             return replace(self, kwargs={**self.kwargs, "inputs": inputs})
@@ -251,7 +251,7 @@ class Call:
 class MicroBatch:
     """One call of a Trainer's `training_step`, and what things were like when it began."""
 
-    call: Call
+    call: TrainerCall
     randomness: Randomness
     attributes: Attributes
     buffers: SavedBuffers
@@ -267,7 +267,7 @@ class MicroBatch:
         # A step may take entries out of what it is given.
         self._inputs = copy.copy(self.call.inputs)
 
-    def again(self) -> Call:
+    def again(self) -> TrainerCall:
         """Return the call with its inputs as they came."""
         return self.call.with_inputs(copy.copy(self._inputs))
 

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from hf_ckpt.auto.largest_batch_in_data import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import Call, Randomness, describe_inputs, named_tensors, one_of_each_device
+from hf_ckpt.recovery.accumulation_window import (
+    Randomness,
+    TrainerCall,
+    describe_inputs,
+    named_tensors,
+    one_of_each_device,
+)
 from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 
@@ -81,7 +87,7 @@ class EvaluationRecovery:
         self._on_devices = one_of_each_device(trainer.model)
         self._gathered = Gathered(trainer.accelerator)
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: TrainerCall) -> Any:
         """Run a batch, and halves of it where memory runs out.
 
         Raises:
@@ -96,14 +102,14 @@ class EvaluationRecovery:
             self.num_recovered += 1
         return returned
 
-    def _whole_or_in_halves(self, call: Call) -> Any:
+    def _whole_or_in_halves(self, call: TrainerCall) -> Any:
         returned, failure = self._try(call)
         if failure is None:
             return returned
         release_memory()
         return self._in_halves(call, failure)
 
-    def _try(self, call: Call) -> tuple[Any, Failure | None]:
+    def _try(self, call: TrainerCall) -> tuple[Any, Failure | None]:
         noted, randomness = Attributes(self._trainer), Randomness.now(self._on_devices)
         # A step may take entries out of what it is given.
         call = call.with_inputs(copy.copy(call.inputs))
@@ -120,7 +126,7 @@ class EvaluationRecovery:
         randomness.restore()
         return None, failure
 
-    def _in_halves(self, call: Call, failure: Failure) -> Any:
+    def _in_halves(self, call: TrainerCall, failure: Failure) -> Any:
         inputs = call.inputs
         rows = _common_rows(inputs)
         if rows is None or rows < 2:

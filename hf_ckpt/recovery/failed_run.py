@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import Call, describe_inputs
+from hf_ckpt.recovery.accumulation_window import TrainerCall, describe_inputs
 from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.out_of_memory import attempt
 from hf_ckpt.recovery.training_step import TrainingSteps
@@ -53,7 +53,7 @@ class EndingPart:
         self._steps = steps
         self._num_steps, self._number = -1, 0
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: TrainerCall) -> Any:
         """Raise `OutOfMemoryError` where memory runs out."""
         num_steps = int(self._trainer.state.global_step)
         self._num_steps, self._number = num_steps, self._number + 1 if num_steps == self._num_steps else 0

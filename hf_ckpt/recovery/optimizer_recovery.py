@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.errors import OutOfMemoryError
-from hf_ckpt.recovery.accumulation_window import Call
+from hf_ckpt.recovery.accumulation_window import TrainerCall
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class OptimizerSteps:
         self._temporaries: dict[int, Temporaries] = {}
         self._part_bytes: int | None = None
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: TrainerCall) -> Any:
         """Run a step, in parts if need be.
 
         Raises:
@@ -82,7 +82,7 @@ class OptimizerSteps:
         self.num_recovered += is_retried
         return None
 
-    def _attempt(self, call: Call, part: Part, *, is_whole: bool) -> Failure | None:
+    def _attempt(self, call: TrainerCall, part: Part, *, is_whole: bool) -> Failure | None:
         """Step for some weights. Returns why nothing was written, if so; raises if memory ran out after that."""
         before = _WriteDetector(self._optimizer, part)
         _, failure = attempt(partial(self._try_temporaries, part))

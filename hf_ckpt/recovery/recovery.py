@@ -17,7 +17,7 @@ from hf_ckpt.errors import OutOfMemoryError, PolicyError
 from hf_ckpt.patch.interrupted_run import train_call
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.policy.text_file import read_text
-from hf_ckpt.recovery.accumulation_window import Call
+from hf_ckpt.recovery.accumulation_window import TrainerCall
 from hf_ckpt.recovery.data_parallel import DataParallel, why_not_alone, why_not_evaluated_alone
 from hf_ckpt.recovery.escalation import Escalation, rung_after
 from hf_ckpt.recovery.evaluation import EvaluationRecovery
@@ -160,7 +160,7 @@ class Recovery:
             undo()
         self._undos.clear()
 
-    def run(self, name: str, call: Call) -> Any:
+    def run(self, name: str, call: TrainerCall) -> Any:
         """Run a method of the Trainer, and return what it returns."""
         try:
             return self._parts[name].run(call)
@@ -297,7 +297,7 @@ def _set_method(recovery: Recovery, owner: object, name: str) -> Callable[[], No
 def _call(
     recovery: Recovery, owner: object, name: str, found: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    call = Call(partial(getattr(type(owner), name), owner) if found is None else found, args, kwargs)
+    call = TrainerCall(partial(getattr(type(owner), name), owner) if found is None else found, args, kwargs)
     if recovery.is_over():
         recovery.stop()
         return call()

@@ -14,9 +14,9 @@ from torch import nn
 
 from hf_ckpt.recovery.accumulation_window import (
     Buffers,
-    Call,
     MicroBatch,
     Randomness,
+    TrainerCall,
     Window,
     describe_inputs,
     one_of_each_device,
@@ -95,7 +95,7 @@ class TrainingSteps:
         self._window = None
         self._escalation.ladder.end_step()
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: TrainerCall) -> Any:
         """Run a micro-batch, and the whole window again for as long as memory runs out and there is a leaner plan.
 
         Raises:
@@ -115,7 +115,7 @@ class TrainingSteps:
         escalation.ladder.passed(micro_batch.size, self._batch)
         return returned
 
-    def run_once(self, call: Call) -> Any:
+    def run_once(self, call: TrainerCall) -> Any:
         """Run a micro-batch that is not run again, and note what `undo` needs."""
         micro_batch = None if self._window is None else self._begin(self._window, call)
         returned = call()
@@ -131,7 +131,7 @@ class TrainingSteps:
         fault = window.fault()
         return self._data_parallel.fault(window) if fault is None and self._data_parallel is not None else fault
 
-    def _begin(self, window: Window, call: Call) -> MicroBatch:
+    def _begin(self, window: Window, call: TrainerCall) -> MicroBatch:
         trainer, others = self._trainer, self._data_parallel
         if others is not None:
             others.begin_micro_batch()

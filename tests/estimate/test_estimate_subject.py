@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from transformers import TrainingArguments
 
 from hf_ckpt import PolicyError, RecipeError, load_recipe
 from hf_ckpt.auto.live_step import zero_of
 from hf_ckpt.estimate.launch_config import Launch
 from hf_ckpt.estimate.launch_sharding import describe_sharding, sharding_of
 from hf_ckpt.estimate.step_of_recipe import Subject, step_of, subject_of
+from hf_ckpt.loading.log_level import log_level
 from hf_ckpt.simulation.step import Sharding, Zero
 from tests import small_recipes
 
@@ -231,6 +237,23 @@ def test_engine_of_the_recipe_is_taken(keys: dict[str, Any], expected: tuple[str
     recipe = load_recipe(small_recipes.write(tmp_path, training=keys))
     found = sharding_of(recipe, Launch(num_processes=2))
     assert (found.engine, found.reshards_after_forward) == expected
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("words", [True, "full_shard auto_wrap", "shard_grad_op", ["shard_grad_op", "auto_wrap"]])
+def test_fsdp_of_the_recipe_is_what_transformers_makes_of_it(
+    words: bool | str | list[str], version: int | None, tmp_path: Path
+) -> None:
+    keys = {"fsdp": words} | ({} if version is None else {"fsdp_config": {"version": version}})
+    found = sharding_of(load_recipe(small_recipes.write(tmp_path, training=keys)), Launch(num_processes=2))
+    # Words are deprecated, and transformers says so.
+    with mock.patch.dict(os.environ), log_level("transformers", logging.ERROR):
+        made = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **copy.deepcopy(keys)).fsdp_plugin_args
+    assert found.engine == f"fsdp{made.get('fsdp_version', 1)}"
+    # Before transformers 5.10, of version 1.
+    strategy = made.get("sharding_strategy") if found.engine == "fsdp1" else None
+    asked = str(strategy or made["reshard_after_forward"]).lower()
+    assert found.reshards_after_forward == (asked == "true" or asked.endswith("full_shard"))
 
 
 @pytest.mark.parametrize(
