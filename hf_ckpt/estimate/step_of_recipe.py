@@ -147,7 +147,8 @@ def subject_of(recipe: Recipe, launch: Launch | None = None, structure: Mapping[
     names = checkpointing.structure | dict(structure or {})
     stacks = find_layers(model, **names)
     if recipe.checkpointing is not None:
-        _require_input_gradients(model, stacks, checkpointing.input_require_grads)
+        # As the callback does: where the embeddings' output needs gradients, the first layer holds more.
+        InputGradients(model, choose_input_gradients(model, stacks, checkpointing.input_require_grads))
     subject = Subject(
         title=shown(recipe.path),
         model=model,
@@ -264,11 +265,6 @@ def _own_quantisation(config: PreTrainedConfig) -> Mapping[str, Any] | None:
             "simulated. What can is bitsandbytes, and weights that are not quantised."
         )
     return {key: value for key, value in fields.items() if not key.startswith("_") and key != "quant_method"}
-
-
-def _require_input_gradients(model: nn.Module, stacks: tuple[Stack, ...], asked: bool | None) -> None:
-    """Do with the embeddings' output what the callback does: where it needs gradients, the first layer holds more."""
-    InputGradients(model, choose_input_gradients(model, stacks, asked))
 
 
 # --- Words. ---

@@ -26,7 +26,6 @@ from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, this_device
 from hf_ckpt.simulation.step import Step
-from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 
 
 def choose_micro_batch(
@@ -103,8 +102,6 @@ def with_micro_batch(recipe: Recipe, args: TrainingArguments, data: PreparedData
 def _price(recipe: Recipe, args: TrainingArguments, data: PreparedData) -> Callable[[int, int], float]:
     subject, device = subject_of(recipe, launch_of_run(args)), device_of(args)
     checkpointing = recipe.checkpointing or NO_CHECKPOINTING
-    is_on = choose_input_gradients(subject.model, subject.stacks, checkpointing.input_require_grads)
-    InputGradients(subject.model, is_on)
     budget = budget_bytes(checkpointing.budget, device, subject.model, None)
 
     def price(rows: int, times: int) -> float:
