@@ -36,6 +36,7 @@ from hf_ckpt.policy.options import TO_DISK, Offload
 from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.offload.cuda import CudaWire
 from hf_ckpt.regions.offload.disk import DiskLink
+from hf_ckpt.regions.offload.eligible_tensors import reason_not_offloaded
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.pacing import (
@@ -47,13 +48,7 @@ from hf_ckpt.regions.offload.pacing import (
     SentTensor,
     is_offloaded,
 )
-from hf_ckpt.regions.offload.transfer import (
-    Link,
-    StorageKey,
-    Wire,
-    reason_not_offloaded,
-    storage_key,
-)
+from hf_ckpt.regions.offload.transfer import Link, StorageKey, Wire, storage_key
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types

@@ -1,4 +1,4 @@
-"""What goes between device and host: which tensors, how they become bytes and tensors again, and who carries them.
+"""What goes between device and host: how tensors become bytes and tensors again, and who carries them.
 
 A `Link` takes whole tensors and decides where their bytes wait (`host_buffers`, `disk`). A `Wire` copies bytes between
 a device and a buffer in host memory; `CudaWire` of `cuda` does so on streams of its own. Knows no layers.
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,47 +87,6 @@ def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 def _bytes_in_memory(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-# --- Which saved tensors can be offloaded, and why the others stay. ---
-
-_ALIGNMENT = 256
-"""Bytes. Kernels are chosen by how a tensor is aligned, up to this; a new tensor always is."""
-
-
-def reason_not_offloaded(tensor: Tensor, min_bytes: int) -> str | None:
-    """Return why a saved tensor (not empty) stays where it is, or None if it can be offloaded."""
-    if _is_kept_anyway(tensor):
-        return "kept by the model or by autograd anyway"
-    if not _is_strided(tensor):
-        return "no plain tensor"
-    if tensor.nbytes < min_bytes:
-        return f"smaller than min_bytes={min_bytes}"
-    if tensor.nbytes > _span(tensor) * tensor.element_size():
-        return "larger than the memory behind it (expanded)"
-    if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
-        # The same values elsewhere could be multiplied by another kernel, which need not agree in the last bit.
-        return "begins at an odd place in its memory"
-    return None
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    # A DTensor, for one, holds other tensors.
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    return not is_wrapper and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _is_kept_anyway(tensor: Tensor) -> bool:
-    # A leaf that requires a gradient is held by the node that accumulates it, as a weight is by the model.
-    base = tensor._base if tensor._is_view() else None
-    return (
-        (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter)
-    )
-
-
-def _span(tensor: Tensor) -> int:
-    """Return the elements from the first to the last in memory, both and the gaps included."""
-    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 # --- Who carries them. ---

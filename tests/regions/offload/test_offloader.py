@@ -20,10 +20,11 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.regions.offload import cuda
 from hf_ckpt.regions.offload.cuda import CudaWire
+from hf_ckpt.regions.offload.eligible_tensors import reason_not_offloaded
 from hf_ckpt.regions.offload.host_buffers import HostLink
 from hf_ckpt.regions.offload.host_memory import HostLimits
 from hf_ckpt.regions.offload.offloader import Offloader, run_offloaded
-from hf_ckpt.regions.offload.transfer import Link, TensorLayout, reason_not_offloaded
+from hf_ckpt.regions.offload.transfer import Link, TensorLayout
 from hf_ckpt.regions.recompute import recompute
 from tests import exactness, plain_models, traces, training, zoo
 from tests.late_copies import Late
