@@ -166,7 +166,7 @@ def _readable(dataset: Any, *, as_files: bool = False) -> Any:
     """
     if isinstance(dataset, Subset):
         part = _readable(dataset.dataset, as_files=as_files)
-        return None if part is None or not len(dataset.indices) else Subset(part, dataset.indices)
+        return None if part is None or not len(dataset.indices) else Subset(part, [*map(int, dataset.indices)])
     if isinstance(dataset, ConcatDataset):
         parts = [_readable(part, as_files=as_files) for part in dataset.datasets]
         return None if any(part is None for part in parts) else ConcatDataset(parts)

@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace) -> int:
     check_predicting(options, options.device or ())
     if options.html is not None and (options.grid or options.max_length or options.max_batch):
         raise RecipeError("--html shows an estimate. Leave out --html, or --grid, --max-length and --max-batch.")
-    # Need YAML, as the recipe did.
+    # They import huggingface_hub, which no refusal so far has waited for.
     from hf_ckpt.cli.answer_cache import remembered
     from hf_ckpt.loading.config_files import check_config
 

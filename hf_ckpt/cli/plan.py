@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
         if amount is None or amount.num_bytes is None:
             # No card can be assumed for it.
             raise RecipeError(NO_DEVICE)
-    # Need YAML, as the recipe did.
+    # They import huggingface_hub, which no refusal so far has waited for.
     from hf_ckpt.cli.answer_cache import remembered
     from hf_ckpt.loading.config_files import check_config
 

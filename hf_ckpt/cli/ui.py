@@ -89,7 +89,7 @@ class Answer:
 
 def models() -> list[str]:
     """Return the models whose shapes come with the package."""
-    # Needs YAML, which not every command waits for.
+    # Imports huggingface_hub, which not every command waits for.
     from hf_ckpt.loading.config_files import known_configs
 
     return sorted(known_configs(), key=str.lower)

@@ -79,7 +79,7 @@ def prepare_columns(
         collator = DataCollatorWithPadding(tokenizer)
         splits = raw.map(partial(with_label, section=section, tokenizer=tokenizer, num_labels=num_labels))
     if kind.generates:
-        splits = raw.map(partial(_with_short_prompts, section=section, tokenizer=tokenizer, most=max_prompt))
+        splits = splits.map(partial(_with_short_prompts, section=section, tokenizer=tokenizer, most=max_prompt))
         if not splits.train:
             raise DataError(
                 f"None of the {len(raw.train):,} prompts has {max_prompt} tokens or fewer, which is what "

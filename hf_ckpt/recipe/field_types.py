@@ -250,7 +250,7 @@ def training_keys(of_trl: str = "") -> Keys:
     if of_trl:
         node = _class("trl", f"trainer/{of_trl.lower()}_config.py", f"{of_trl}Config")
         base = _fields(_class("trl", "trainer/base_config.py", "_BaseConfig"))
-        return {**training_keys(), **base, **_fields(node), **_listed_in_help(node)}
+        return {**training_keys(""), **base, **_fields(node), **_listed_in_help(node)}
     enums: dict[str, Sequence[str]] = {}
     for path in ("trainer_utils.py", "debug_utils.py", "training_args.py"):
         enums |= _enums(_tree("transformers", path))

@@ -133,12 +133,10 @@ def _checked(document: Entry, path: Path, needed_by: tuple[Path, ...], mistakes:
     _check_base(draft, (*needed_by, path))
     if mistakes.lines:
         raise RecipeError("\n".join(mistakes.lines))
-    # Once, for whatever loads from there: to the libraries a folder named "~" is one of that name.
-    draft.sections["model"] |= {
-        key: os.path.expanduser(value)
-        for key in ("name_or_path", "tokenizer")
-        if isinstance(value := draft.get(f"model.{key}"), str)
-    }
+    # Once, for whatever loads from there and writes there: to some libraries "~" is the name of a folder.
+    for section, key in (("model", "name_or_path"), ("model", "tokenizer"), ("training", "output_dir")):
+        if isinstance(value := draft.get(f"{section}.{key}"), str):
+            draft.sections[section][key] = os.path.expanduser(value)
     sections: dict[str, Any] = {name: MappingProxyType(values) for name, values in draft.sections.items()}
     if "checkpointing" in sections:
         sections["checkpointing"] = Checkpointing(sections["checkpointing"])

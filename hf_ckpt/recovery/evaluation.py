@@ -95,11 +95,14 @@ class EvaluationRecovery:
         """
         self._gathered = Gathered(self._trainer.accelerator)
         returned, failure = self._try(call)
+        if failure is None:
+            return returned
+        release_memory()
+        # What the allocator held in pieces is together again.
+        returned, failure = self._try(call)
         if failure is not None:
-            release_memory()
-            # What the allocator held in pieces is together again.
-            returned = self._whole_or_in_halves(call)
-            self.num_recovered += 1
+            returned = self._in_halves(call, failure)
+        self.num_recovered += 1
         return returned
 
     def _whole_or_in_halves(self, call: TrainerCall) -> Any:

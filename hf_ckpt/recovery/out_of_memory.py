@@ -138,7 +138,7 @@ class Failure:
         for each in cause_chain(error):
             clear_frames(each.__traceback__)
         if error.__traceback__ is not None:
-            # The frame that catches it runs on, and holds this failure: a cycle, with all that the frame is given.
+            # The frame that catches it, which still runs, holds all that it is given.
             error.__traceback__ = error.__traceback__.tb_next
         return found
 

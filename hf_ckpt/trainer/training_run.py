@@ -54,7 +54,7 @@ class TrainingRun:
             # At once: an exception from here on leaves the plan to whoever uses the model next.
             self.applied.belongs_to(self._call)
         self._first_step: FirstStep | None = None
-        self._is_step_checked = True
+        self._checks_next_step = True
         self._proven: list[Plan] = []
         self._states: tuple[Applied, list[ModuleState]] | None = None
         self._use_cache = UseCache(model)
@@ -93,7 +93,7 @@ class TrainingRun:
             # Part of the step may have run under the old plan: the next one is held against the new plan.
             self._first_step.stop()
             self._first_step = None
-            self._is_step_checked = True
+            self._checks_next_step = True
 
     def report_failures(self, is_handled: Callable[[BaseException], bool] | None = None) -> None:
         """Let the other processes know when a forward raises in this one, but for what is handled here."""
@@ -114,8 +114,8 @@ class TrainingRun:
         """Switch the cache off, and see that the plan is in force: raises `PlanMismatchError` if it cannot be."""
         self._use_cache.off()
         self.applied.assert_in_force()
-        if self._is_step_checked:
-            self._is_step_checked = False
+        if self._checks_next_step:
+            self._checks_next_step = False
             self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
             self.applied.on_remove(self._first_step.stop)
         if self._first_step is not None:

@@ -375,6 +375,7 @@ MASKED = Table.from_dict({"input_ids": [[1] * 9] * 3, "attention_mask": [[1] * 9
         (examples(), FLATTENING, 2, 70, Batch(1, 140, is_packed=True)),
         (examples(), pad, 2, 70, Batch(2, 70, is_padded=True)),
         (Subset(LIST, [0]), pad, 2, None, Batch(2, 64, is_padded=True)),
+        (Subset(TABLE, torch.tensor([0])), pad, 2, None, Batch(2, 30, is_padded=True)),
         (ConcatDataset([Subset(LIST, [0]), TABLE]), pad, 2, None, Batch(2, 64, is_padded=True)),
         (TABLE, pad, 2, None, Batch(2, 30, is_padded=True)),
         (TABLE.select([1, 0]), pad, 2, None, Batch(2, 9, is_padded=True)),

@@ -371,7 +371,9 @@ def test_largest_batches_have_the_longest_text_and_the_most_images() -> None:
     assert batches(Subset(data, [0, 1, 2])) == [(2, 36, 32)]
     assert batches(ConcatDataset([Subset(data, [0]), Subset(data, [1])])) == [(2, 20, 32)]  # type: ignore[arg-type]  # upstream
     columns = {name: [each[name].tolist() for each in data] for name in data[0]}
-    assert batches(Table.from_dict(columns).with_format("torch"))[0] == (2, 28, 80)
+    table = Table.from_dict(columns).with_format("torch")
+    assert batches(table)[0] == (2, 28, 80)
+    assert batches(Subset(table, torch.arange(3))) == [(2, 36, 32)]  # type: ignore[arg-type]  # upstream
     assert batches(data, rows=20)[0][0] == len(data)
 
 

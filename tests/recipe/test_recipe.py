@@ -93,9 +93,10 @@ def test_recipe_cannot_be_changed(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_home_of_the_user_is_read_there(tmp_path: Path) -> None:
-    path = write(tmp_path, text_of(model="{name_or_path: ~/model, tokenizer: ~/tokenizer}"))
-    found = load_recipe(path).model
-    assert (found["name_or_path"], found["tokenizer"]) == (f"{Path.home()}/model", f"{Path.home()}/tokenizer")
+    model = "{name_or_path: ~/model, tokenizer: ~/tokenizer}"
+    found = load_recipe(write(tmp_path, text_of(model=model, training="{output_dir: ~/run}")))
+    written = [found.model["name_or_path"], found.model["tokenizer"], found.training["output_dir"]]
+    assert written == [f"{Path.home()}/{name}" for name in ("model", "tokenizer", "run")]
 
 
 def test_null_takes_an_own_key_away(tmp_path: Path) -> None:

@@ -133,7 +133,6 @@ def test_costs_of_layers_have_that_time_in_each_micro_batch() -> None:
 
     once = added(1)
     assert max(once.values()) > 5
-    assert added(2) == pytest.approx({option: 2 * seconds for option, seconds in once.items()}, abs=1e-6)
     assert added(16) == pytest.approx({option: 16 * seconds for option, seconds in once.items()}, abs=1e-6)
 
 

@@ -424,9 +424,10 @@ def _loss(name: str, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict
         return NotImplemented
     exact: Any = logits.to(torch.promote_types(logits.dtype, torch.float32))
     options = {"label_smoothing": given["label_smoothing"]} if name == "cross_entropy" else {}
-    weight = None if weight is None else weight.to(exact.dtype)
-    loss = LossCall(_LOSSES[name], target.flatten(), weight, given["ignore_index"], given["reduction"], options)
+    # The proof is given what the caller wrote, and prepares it by itself.
+    loss = LossCall(_LOSSES[name], target, weight, given["ignore_index"], given["reduction"], options)
     proof = _proof(loss, logits)
+    loss = replace(loss, target=target.flatten(), weight=None if weight is None else weight.to(exact.dtype))
     compute = partial(_in_chunks, exact)
     value = chunked_loss.loss_in_chunks(compute if proof is None else partial(proof.compute, compute), loss)
     value = link_to_logits(value if value.dim() == 0 else value.view(leading), logits)

@@ -118,11 +118,11 @@ class HeadProof:
 
     def _plain(self, hidden: Tensor, rows: slice, weights: Mapping[str, Tensor]) -> Tensor:
         logits = compute_logits(self._head_call, self._operations, hidden, weights)
-        loss = self._loss
+        loss, dtype = self._loss, torch.promote_types(logits.dtype, torch.float32)
         return loss.function(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            loss.target[rows],
-            weight=loss.weight,
+            logits.to(dtype),
+            loss.target.reshape(-1)[rows],
+            weight=None if loss.weight is None else loss.weight.to(dtype),
             ignore_index=loss.ignore_index,
             reduction="none" if loss.reduction == "none" else "sum",
             **loss.options,

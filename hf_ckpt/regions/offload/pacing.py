@@ -41,8 +41,12 @@ def is_offloaded(position: int, num_layers: int, fraction: float | None) -> bool
     last layers stay where their backward needs them first.
     """
     count = num_offloaded(num_layers, fraction)
-    # Whether position * count / num_layers, rounded up, is less than it is for the next position.
-    return -position * count % num_layers < count
+
+    def num_sending(first: int) -> int:
+        """Return how many of the first layers do: their share, rounded up."""
+        return -(-first * count // num_layers)
+
+    return num_sending(position + 1) > num_sending(position)
 
 
 def num_offloaded(num_layers: int, fraction: float | None) -> int:
@@ -156,6 +160,7 @@ def _fraction_in_time(regions: list[_RegionTiming]) -> float:
 
 
 def _milliseconds(began: torch.Event, ended: Any) -> float:
+    # Waits until it was reached: before, there is no time.
     ended.synchronize()
     return began.elapsed_time(ended)
 
