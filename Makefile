@@ -122,12 +122,10 @@ test-fast: .venv/.installed
 	.venv/bin/python -m pytest -m 'not slow' $(addprefix --ignore ,$(CHECKS) tests/distributed tests/gpu) $(PYTEST_ARGS)
 
 # Pages in a real browser are looked at by `make test-browser`: what a machine's browser does is not the package's.
-# mypy, which has one thread, runs next to them.
+# mypy, which has one thread, runs next to the tests in two processes, which wait for each other.
 test: lint
-	.venv/bin/mypy & types=$$!; \
-	    .venv/bin/python -m pytest -m 'not browser' $(if $(both),,$(addprefix --ignore ,$(CHECKS))) $(PYTEST_ARGS); \
-	    tests=$$?; wait $$types && exit $$tests
-	$(two_processes) $(DISTRIBUTED_ARGS)
+	.venv/bin/python -m pytest -m 'not browser' $(if $(both),,$(addprefix --ignore ,$(CHECKS))) $(PYTEST_ARGS)
+	.venv/bin/mypy & types=$$!; $(two_processes) $(DISTRIBUTED_ARGS); tests=$$?; wait $$types && exit $$tests
 
 # --standalone: on a port that is free.
 two_processes = .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m pytest tests/distributed
