@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.examples import DEFAULT_LOSS_ON, IGNORED, Encoder, decode, find_layout
 from hf_ckpt.loading.packing import packing_collator
+from hf_ckpt.loading.row_formats import DEFAULT_LOSS_ON, IGNORED, Encoder, decode, find_layout
 from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import complete_tokenizer
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hf_ckpt.errors import DataError
 from hf_ckpt.loading.config_files import source_options
-from hf_ckpt.loading.examples import Conversation, PromptCompletion, Text, find_layout
+from hf_ckpt.loading.row_formats import Conversation, PromptCompletion, Text, find_layout
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 # 256 bytes and the three special tokens.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.examples import Conversation, PromptCompletion, Text, find_layout
+from hf_ckpt.loading.row_formats import Conversation, PromptCompletion, Text, find_layout
 
 pytestmark = pytest.mark.core
 

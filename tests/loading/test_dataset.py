@@ -12,9 +12,9 @@ from byte_tokenizer import CHATML, EOS_AFTER_TURNS, MARKED_TURNS, byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading import examples
+from hf_ckpt.loading import row_formats
 from hf_ckpt.loading.dataset import PreparedData, describe_example, prepare, sample_prompt_ids
-from hf_ckpt.loading.examples import decode
+from hf_ckpt.loading.row_formats import decode
 
 pytestmark = pytest.mark.core
 
@@ -217,7 +217,7 @@ def test_tokenised_rows_are_found_again(section_of: Any) -> None:
 def test_rows_tokenised_by_other_code_are_not_found(section_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     section = section_of(PAIRS)
     first = prepare(section, byte_tokenizer())
-    monkeypatch.setattr(examples.Path, "read_bytes", lambda _path: b"changed")
+    monkeypatch.setattr(row_formats.Path, "read_bytes", lambda _path: b"changed")
     assert prepare(section, byte_tokenizer()).train.cache_files != first.train.cache_files
 
 

@@ -1,4 +1,4 @@
-"""From an example to token ids and labels: what is learned, and where an example ends.
+"""Formats of rows (text, prompt and completion, conversation), and their tokens: what is learned, and where one ends.
 
 Notes, cited where they matter:
 

@@ -16,7 +16,7 @@ from byte_tokenizer import (
 from transformers import PreTrainedTokenizerBase
 
 from hf_ckpt.errors import DataError
-from hf_ckpt.loading.examples import DEFAULT_LOSS_ON, Encoder, Layout
+from hf_ckpt.loading.row_formats import DEFAULT_LOSS_ON, Encoder, Layout
 
 pytestmark = pytest.mark.core
 
