@@ -89,6 +89,11 @@ def test_plan_is_the_fastest_that_fits(found: Estimate) -> None:
     assert none.time.total < planned.time.total <= found.steps()["full"].time.total
 
 
+def test_amount_that_a_recipe_names_holds_where_the_memory_of_the_device_is_not_known(tmp_path: Path) -> None:
+    subject = small_subject(tmp_path, checkpointing={"policy": "auto", "memory_budget": "64MiB"})
+    assert budget_of(subject, replace(CARD, memory_bytes=0)) == 64 * MIB
+
+
 def test_plan_needs_no_more_free_than_what_torch_reserves_beside_the_context(tmp_path: Path) -> None:
     predictor = Predictor(small_subject(tmp_path), CARD)
     reserved = predictor.reserved(None, [CARD])
