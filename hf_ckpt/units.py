@@ -57,21 +57,21 @@ class Budget:
         """Return the budget in bytes.
 
         Args:
-            memory_bytes: what the device has; None where that is not known.
+            memory_bytes: what the device has; None or 0, as a `Device` has it, where that is not known.
             device: what to call the device in a message.
 
         Raises:
             PolicyError: the budget is more than the device has, or a fraction of a device that is not known.
         """
         if self.num_bytes is None:
-            if memory_bytes is None:
+            if not memory_bytes:
                 raise PolicyError(
                     f'{self.key} is "{self.text}", a fraction, and how much memory {device} has is not known. '
                     'Write an amount such as "22GiB", or name a device.'
                 )
             assert self.fraction is not None, "a budget is an amount or a fraction"
             return int(memory_bytes * self.fraction)
-        if memory_bytes is not None and self.num_bytes > memory_bytes:
+        if memory_bytes and self.num_bytes > memory_bytes:
             raise PolicyError(
                 f'{self.key} is "{self.text}", but {device} has {format_bytes(memory_bytes)}: '
                 f"{format_bytes(self.num_bytes - memory_bytes)} less. Write a smaller amount, or a fraction such as "

@@ -51,7 +51,7 @@ def budget_bytes(
     """
     check_budget(budget, device)
     if budget is not None:
-        return budget.bytes_on(device.memory_bytes or None, device=device.title)
+        return budget.bytes_on(device.memory_bytes, device=device.title)
     return _usable(_free_on_cuda(), device, _step_bytes(model, optimizer) + counted_bytes)
 
 
@@ -84,7 +84,7 @@ def check_budget(budget: Budget | None, device: Device) -> None:
         PolicyError: see `budget_bytes`.
     """
     if budget is not None:
-        budget.bytes_on(device.memory_bytes or None, device=device.title)
+        budget.bytes_on(device.memory_bytes, device=device.title)
     elif not device.is_cuda:
         raise PolicyError(
             f'Policy "auto" has no memory_budget, and {device.title} shares its memory with all that runs there. Write '

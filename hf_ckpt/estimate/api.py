@@ -176,4 +176,4 @@ def _device(subject: Subject, device: str | Device | None, memory_budget: object
 def _bytes(subject: Subject, device: Device, memory_budget: object) -> int:
     if memory_budget is None:
         return budget_of(subject, device)
-    return parse_budget(memory_budget).bytes_on(device.memory_bytes or None, device=device.title)
+    return parse_budget(memory_budget).bytes_on(device.memory_bytes, device=device.title)

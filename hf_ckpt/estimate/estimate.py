@@ -100,7 +100,7 @@ def budget_of(subject: Subject, device: Device) -> int:
     """Return the bytes that a step may use: the recipe's own budget, or the device's memory less the reserve."""
     own = own_budget(subject)
     if own is not None:
-        return own.bytes_on(device.memory_bytes or None, device=device.title)
+        return own.bytes_on(device.memory_bytes, device=device.title)
     return device.memory_bytes - reserve(device).high_bytes
 
 

@@ -75,7 +75,7 @@ def plan_recipe(
     if budget is None:
         found, num_bytes = planned_on(predictor, device, say)
     else:
-        num_bytes = budget.bytes_on(device.memory_bytes or None, device=device.title)
+        num_bytes = budget.bytes_on(device.memory_bytes, device=device.title)
         found = predictor.planned(num_bytes, say, compare=True)
     fixed = _fixed(predictor, say) if with_fixed else {}
     return PlannedRecipe(
