@@ -73,7 +73,7 @@ def _of_file(path: Path) -> Sharding:
     if kind in _UNSHARDED:
         return Sharding(engine="ddp" if world_size > 1 else "none", world_size=world_size)
     if kind == "FSDP":
-        return _fsdp(read.get("fsdp_config"), world_size, where=str(path))
+        return _fsdp(_without_prefix(read.get("fsdp_config")), world_size, where=str(path))
     if kind == "DEEPSPEED":
         config = dict(read.get("deepspeed_config") or {})
         if "deepspeed_config_file" in config:
@@ -98,8 +98,12 @@ def _check_whole_rows_and_weights(config: Mapping[str, Any], path: Path) -> None
         )
 
 
-def _fsdp(written: Any, world_size: int, *, where: str) -> Sharding:
-    config = {name.removeprefix("fsdp_"): value for name, value in _mapping(written or {}).items()}
+def _without_prefix(written: Any) -> dict[str, Any]:
+    """Return the keys of FSDP's section, each of which may begin with `fsdp_`, as they are without it."""
+    return {name.removeprefix("fsdp_"): value for name, value in _mapping(written or {}).items()}
+
+
+def _fsdp(config: Mapping[str, Any], world_size: int, *, where: str) -> Sharding:
     # accelerate itself takes version 1 where nothing is said.
     version = str(config.get("version", "1"))
     if says_yes(config.get("offload_params")) or says_yes(config.get("cpu_offload")):
@@ -167,23 +171,19 @@ def _of_recipe(recipe: Recipe) -> Sharding | None:
 
 
 def _fsdp_config(training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `fsdp_config` as transformers completes it; `fsdp` may be words, of which one says what is sharded when.
+    """Return `fsdp_config` as transformers completes it: with the version, and what the words in `fsdp` ask for.
 
     Before transformers 5.10 version 1 is the default, and version 2 keeps whole layers unless it is told otherwise.
     """
-    config = {name.removeprefix("fsdp_"): value for name, value in _mapping(training.get("fsdp_config") or {}).items()}
+    config = _without_prefix(training.get("fsdp_config"))
     is_recent = TorchVersion(transformers.__version__) >= "5.10"
     is_second = str(config.setdefault("version", 2 if is_recent else 1)) == "2"
-    words = training["fsdp"].split() if isinstance(training["fsdp"], str) else training["fsdp"]
-    for word in [] if words is True else words:
-        if word == "offload":
-            config.setdefault("cpu_offload", True)
-        elif word != "auto_wrap" and not is_second:
-            config.setdefault("reshard_after_forward", word)
-        elif word != "auto_wrap" and is_recent:
-            config.setdefault("reshard_after_forward", word == "full_shard")
-    if is_second:
-        config.setdefault("reshard_after_forward", is_recent)
+    written = training["fsdp"]
+    words = written.split() if isinstance(written, str) else [] if written is True else written
+    if "offload" in words:
+        config.setdefault("cpu_offload", True)
+    strategy = next((word for word in words if word not in ("auto_wrap", "offload")), "full_shard")
+    config.setdefault("reshard_after_forward", is_recent and strategy == "full_shard" if is_second else strategy)
     return config
 
 

@@ -89,7 +89,7 @@ class Escalation:
             self._put_in_force(self.ladder.rung)
 
     def attempt(self, function: Callable[[], Any]) -> tuple[Any, Failure | None]:
-        """Return what a function returns, or that memory ran out in it: its graph is let go of as well."""
+        """Return what a function returns, or, where memory ran out in it, the failure; its graph is dropped too."""
         returned, failure = attempt(function)
         if failure is not None:
             self._drop_failed_backward()

@@ -160,7 +160,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, Failure | None]:
-    """Return what a function returns, or what it holds nothing of any longer: that memory ran out in it."""
+    """Return what a function returns, or, where memory ran out in it, the failure, which holds no tensor of it."""
     try:
         return function(), None
     except Exception as error:
