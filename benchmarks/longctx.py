@@ -9,10 +9,13 @@ not tried again, so that the command can be stopped and repeated: `--seconds` be
     python benchmarks/longctx.py --device cuda --part speed             # tokens per second at 8k to 64k tokens
     python benchmarks/longctx.py --device cuda --part limit --cap 24    # the longest row in 24 GiB, about 10 minutes
     python benchmarks/longctx.py --device cuda --part limit --cap 80    # the same in 80 GiB, with 4 of the 32 layers
+    python benchmarks/longctx.py --device cuda --part bracket --cap 24  # is the prediction right? 3 % below, 3 % above
     python benchmarks/longctx.py --device cpu --small                   # a tiny model; followed, and capped by a budget
 
 A full step at 80 GiB would take half an hour: there 4 layers are run, under a cap that is smaller by what the
-prediction gives the others, and the result holds both predictions.
+prediction gives the others, and the result holds both predictions. A bracket asks less than the search, and of few
+layers at every cap: a row of 97 % of the predicted length has to train, one of 103 % must not, of ours and of the
+Trainer's own.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import statistics
 import sys
 import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +58,10 @@ SPEED_LENGTHS = (8192, 16384, 32768, 65536)
 FEW_LAYERS = 4
 FEW_FROM_GIB = 48
 """Caps from which on a full step takes too long, and few layers stand for all."""
+BRACKET = (97, 103)
+"""Percent of the predicted length."""
+PREDICTED = {"hf_ckpt": "predicted", "transformers": "predicted_transformers"}
+"""Names of entries with what is predicted for a bracket, by whose rows they are; ours is tried first."""
 _SHORT = 8192
 """Tokens of a row that is quick to simulate."""
 CLOSE = 0.01
@@ -62,6 +69,8 @@ CLOSE = 0.01
 OUT_OF_MEMORY = "out_of_memory"
 OPTIM = "adamw_8bit"
 _TRIAL_LIMIT_S = 540.0
+_START_S = 8.0
+"""That a trial takes at least before its step begins."""
 _TO_END_S = 30.0
 """That ending a trial may take."""
 _PREDICTION_LIMIT_S = 3600.0
@@ -74,7 +83,7 @@ class Options:
     Args:
         device: `cpu` or `cuda`.
         is_small: a tiny model on the CPU.
-        part: `limit`, the longest row, or `speed`.
+        part: `limit`, the longest row, `bracket`, whether it is as long as predicted, or `speed`.
         cap_gib: that the allocator may take.
         predicts_for: the device in the words of the prediction.
         lengths: of the rows whose speed is measured.
@@ -258,6 +267,7 @@ class Prediction:
         host_bytes: at that length.
         cap_bytes: that what is run may take; less than asked for where few layers stand for all.
         run_peak_bytes: of what is run, at that length.
+        run_seconds: that one step of what is run takes.
         num_layers: of what is run; None for all.
     """
 
@@ -267,6 +277,7 @@ class Prediction:
     host_bytes: int
     cap_bytes: int
     run_peak_bytes: int
+    run_seconds: float = 0.0
     num_layers: int | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -280,7 +291,24 @@ class Prediction:
         return Prediction(**{**known, "plan": Plan.from_json(json.dumps(fields["plan"]))})
 
 
-def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_small: bool) -> Prediction:
+def _leanest(subject_: Subject) -> Plan:
+    """Return the plan that reaches furthest."""
+    return next(leanest_plans(subject_))
+
+
+def _full(subject_: Subject) -> Plan:
+    """Return what the Trainer's own checkpointing does."""
+    return subject_.resolve("full")
+
+
+def predicted(
+    cap_bytes: int,
+    device: Device,
+    *,
+    num_layers: int | None,
+    is_small: bool,
+    plan_of: Callable[[Subject], Plan] = _leanest,
+) -> Prediction:
     """Predict the longest row under a cap, and what a few layers need at that length.
 
     Args:
@@ -288,20 +316,30 @@ def predicted(cap_bytes: int, device: Device, *, num_layers: int | None, is_smal
         device: where.
         num_layers: of what is run; None for all.
         is_small: the tiny model.
+        plan_of: chooses the plan.
     """
     whole = Predictor(subject(_recipe(is_small=is_small)), device)
-    plan = next(leanest_plans(whole.subject))
+    plan = plan_of(whole.subject)
     search = Search(lambda tokens: _at(whole, plan, tokens).peak_bytes, _SHORT // 16 if is_small else _SHORT)
     best = search.longest(cap_bytes)
     memory = _at(whole, plan, best.number)
-    found = Prediction(plan, best.number, memory.peak_bytes, memory.host_bytes, cap_bytes, memory.peak_bytes)
+    found = Prediction(
+        plan, best.number, memory.peak_bytes, memory.host_bytes, cap_bytes, memory.peak_bytes, memory.time.total
+    )
     if num_layers is None:
         return found
     few = Predictor(subject(_recipe(num_layers=num_layers, is_small=is_small)), device)
     plan = _of_few(plan, few.subject)
-    of_few = _at(few, plan, best.number).peak_bytes
-    less = memory.peak_bytes - of_few
-    return replace(found, plan=plan, cap_bytes=cap_bytes - less, run_peak_bytes=of_few, num_layers=num_layers)
+    of_few = _at(few, plan, best.number)
+    less = memory.peak_bytes - of_few.peak_bytes
+    return replace(
+        found,
+        plan=plan,
+        cap_bytes=cap_bytes - less,
+        run_peak_bytes=of_few.peak_bytes,
+        run_seconds=of_few.time.total,
+        num_layers=num_layers,
+    )
 
 
 def _at(predictor: Predictor, plan: Plan, length: int) -> StepMemory:
@@ -336,11 +374,12 @@ def _stops(entry: Mapping[str, Any]) -> str | None:
 
 
 def collect(journal: Journal, options: Options) -> None:
-    """Find the longest row under a cap, or measure tokens per second at some lengths.
+    """Find the longest row under a cap, try those around the predicted one, or measure the speed of some lengths.
 
     Args:
         journal: keeps `<part>_<cap>gib/<length>` of a trial, `/<length>/<name>` of one whose speed is measured, and
             `/predicted` or `/planned_<length>`, which are made here, in some minutes, unless they are there already.
+            Those of a bracket are `/<name>/<percent>`.
         options: what.
 
     Raises:
@@ -348,6 +387,8 @@ def collect(journal: Journal, options: Options) -> None:
     """
     if options.part == "limit":
         _collect_limit(journal, options)
+    elif options.part == "bracket":
+        _collect_bracket(journal, options)
     else:
         _collect_speed(journal, options)
 
@@ -370,6 +411,27 @@ def _collect_limit(journal: Journal, options: Options) -> None:
         _try(journal, options.key(length), trial, options)
 
 
+def _collect_bracket(journal: Journal, options: Options) -> None:
+    for name, of in PREDICTED.items():
+        make = partial(prediction, options, name)
+        entry = journal.entry(options.key(of), make, limit_s=_PREDICTION_LIMIT_S)
+        if "plan" not in entry:
+            continue
+        read = Prediction.from_json(entry)
+        plan = name if name in OWN else read.plan.to_json()
+        for percent in BRACKET:
+            length = _share_of(read.length, percent)
+            trial = Trial(length, read.cap_bytes, plan, read.num_layers, is_small=options.is_small)
+            needs_s = 0.0 if options.is_small else _START_S + read.run_seconds * percent / 100
+            _try(journal, options.key(f"{name}/{percent}"), trial, options, needs_s)
+
+
+def _share_of(length: int, percent: int) -> int:
+    # Away from the prediction, on either side.
+    tokens = length * percent // 100
+    return max(1, tokens // LENGTH_MULTIPLE if percent < 100 else -(-tokens // LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
+
+
 def _collect_speed(journal: Journal, options: Options) -> None:
     for length in options.lengths:
         make = partial(planned, options, length)
@@ -380,7 +442,7 @@ def _collect_speed(journal: Journal, options: Options) -> None:
             _try(journal, options.key(f"{length}/{name}"), trial, options)
 
 
-def _try(journal: Journal, key: str, trial: Trial, options: Options) -> None:
+def _try(journal: Journal, key: str, trial: Trial, options: Options, needs_s: float = 0.0) -> None:
     left = min(journal.seconds_left(), _TRIAL_LIMIT_S)
     # A tiny step is run here.
     measure = (
@@ -388,17 +450,35 @@ def _try(journal: Journal, key: str, trial: Trial, options: Options) -> None:
         if options.is_small
         else partial(in_a_process, trial, options.device, left)
     )
-    found = journal.entry(key, measure, limit_s=_TRIAL_LIMIT_S + _TO_END_S)
+    found = journal.entry(key, measure, needs_s=needs_s, limit_s=_TRIAL_LIMIT_S + _TO_END_S)
     print(
         f"{key}: {json.dumps({name: found[name] for name in found if name != 'figures'})}", file=sys.stderr, flush=True
     )
 
 
-def prediction(options: Options) -> dict[str, Any]:
-    """Return what is predicted for the cap as JSON types. Needs no GPU, and some minutes."""
-    num_layers = FEW_LAYERS if options.cap_gib >= FEW_FROM_GIB else None
+def prediction(options: Options, name: str = "hf_ckpt") -> dict[str, Any]:
+    """Return what is predicted for the cap as JSON types. Needs no GPU, and some minutes.
+
+    Args:
+        options: what.
+        name: of `PREDICTED`, whose rows they are.
+    """
     device = CPU if options.device == "cpu" else find_device(options.predicts_for)
-    return predicted(options.cap_bytes, device, num_layers=num_layers, is_small=options.is_small).as_json()
+    return predicted(
+        options.cap_bytes,
+        device,
+        num_layers=_num_layers(options),
+        is_small=options.is_small,
+        plan_of=_full if name in OWN else _leanest,
+    ).as_json()
+
+
+def _num_layers(options: Options) -> int | None:
+    """Return how many layers stand for all; None where all are run."""
+    if options.part == "bracket" and not options.is_small:
+        # A step of one layer takes half a minute at 80 GiB, one of four layers a quarter of a minute at 24 GiB.
+        return 1 if options.cap_gib >= FEW_FROM_GIB else FEW_LAYERS
+    return FEW_LAYERS if options.cap_gib >= FEW_FROM_GIB else None
 
 
 def planned(options: Options, length: int) -> dict[str, Any]:
@@ -418,6 +498,8 @@ def assemble(journal: Journal, options: Options) -> dict[str, Any]:
     """Return the result of the entries that are there; the arguments are those of `collect`."""
     if options.part == "limit":
         return _assembled_limit(journal, options)
+    if options.part == "bracket":
+        return dict(_assembled_bracket(journal, options))
     return {"trials": _speed_trials(journal, options)}
 
 
@@ -435,6 +517,25 @@ def _assembled_limit(journal: Journal, options: Options) -> dict[str, Any]:
         if next_length(fits, read.length) is None:
             result["longest"] = max((length for length, is_good in fits.items() if is_good), default=0)
     return result
+
+
+def _assembled_bracket(journal: Journal, options: Options) -> Iterator[tuple[str, Any]]:
+    """Yield, by whose rows they are, the prediction, both trials, and whether it is right: one trained, one did not."""
+    for name, of in PREDICTED.items():
+        written = journal.entries.get(options.key(of), {})
+        if "plan" not in written:
+            continue
+        read = Prediction.from_json(written)
+        trials = []
+        for percent in BRACKET:
+            entry = journal.entries.get(options.key(f"{name}/{percent}"))
+            if entry is not None:
+                fits = None if _stops(entry) else _fits(entry, read, options)
+                length = _share_of(read.length, percent)
+                trials.append({"percent": percent, "length": length, "fits": fits, **entry})
+        is_right = [one["fits"] for one in trials] == [True, False] if len(trials) == len(BRACKET) else None
+        kept = {key: value for key, value in written.items() if key != "took_s"}
+        yield name, {"predicted": kept, "trials": trials, "is_as_predicted": is_right}
 
 
 def _speed_trials(journal: Journal, options: Options) -> list[dict[str, Any]]:
@@ -455,7 +556,7 @@ def _speed_trials(journal: Journal, options: Options) -> list[dict[str, Any]]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add what this suite is asked."""
     add_device(parser, "cuda")
-    parser.add_argument("--part", choices=("limit", "speed"), default="limit")
+    parser.add_argument("--part", choices=("limit", "bracket", "speed"), default="limit")
     parser.add_argument("--cap", type=float, default=24.0, help="GiB that the allocator may take")
     parser.add_argument("--seconds", type=float, default=540.0, help="after so long no trial begins, and none goes on")
     parser.add_argument("--predicts-for", default="h200", help="the device in the words of the prediction")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import commit, versions
 
 ROOT = Path(__file__).parents[2]
+_PREDICTING = ("hf_ckpt/**/*.py", "hf_ckpt/**/*.json", "benchmarks/**/*.py")
 _CODE = ("hf_ckpt/**/*.py", "hf_ckpt/**/*.json", "benchmarks/**/*.py", "recipes/*.yaml", "tests/*.py", "tests/gpu/*.py")
 
 
@@ -22,6 +24,7 @@ def identity_of(device: str, *, is_small: bool) -> dict[str, Any]:
     """
     return {
         "code": digest_of_code(),
+        "predicting_code": digest_of_code(_PREDICTING),
         "commit": commit(),
         # Builds of one version differ in what comes behind the plus, and in nothing that is measured here.
         "versions": {name: version and version.partition("+")[0] for name, version in versions().items()},
@@ -30,10 +33,15 @@ def identity_of(device: str, *, is_small: bool) -> dict[str, Any]:
     }
 
 
-def digest_of_code() -> str:
-    """Return a digest of what is run: the same sources give the same, also in a copy without git."""
+def digest_of_code(patterns: Sequence[str] = _CODE) -> str:
+    """Return a digest of what is run: the same sources give the same, also in a copy without git.
+
+    Args:
+        patterns: of the files.
+    """
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in _CODE for path in ROOT.glob(pattern)):
+    found = (path for pattern in patterns for path in ROOT.glob(pattern))
+    for path in sorted(found):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

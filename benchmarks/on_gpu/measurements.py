@@ -1,13 +1,15 @@
 """The benchmarks that have a script of their own, as stages: with which options, and in which order.
 
-What was prepared becomes an entry before anything is measured, so that a result holds all that it rests on.
+Each has a lean extent, for a card that is there for a quarter of an hour, and a whole one, which goes on from what the
+lean one has found: their entries have the same names. What was prepared becomes an entry before anything is measured,
+so that a result holds all that it rests on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import engines, longctx, offload, overhead, predict
 from benchmarks.cases import CASES, Case
@@ -20,12 +22,48 @@ from benchmarks.side_by_side.contenders import chosen
 
 Json = dict[str, Any]
 
+# --- What the lean programme takes of each. ---
+
+
+class Lean(NamedTuple):
+    """A case of the comparison in the lean programme.
+
+    Args:
+        contenders: beside `none`.
+        budgets: that `auto` plans for, by what sets them; see `side_by_side.budgets`.
+    """
+
+    contenders: tuple[str, ...]
+    budgets: tuple[str, ...]
+
+
+_TRAINER = ("transformers_full", "transformers_every_2", "transformers_every_4", "transformers_offload")
+LEAN_COMPARED = {
+    # What the Trainer has, what torchtitan has, and ours. Budgets: the least that the Trainer reaches without offload,
+    # where its next best setting is the farthest off, and the most that leaves it something to choose.
+    "llama2_7b_lora_2048": Lean(
+        contenders=(*_TRAINER, "torchtitan_selective", "full", "selective", "full_offload"),
+        budgets=("transformers_full", "just below transformers_every_2", "transformers_every_4"),
+    ),
+    "llama32_1b_full_2048": Lean(
+        contenders=("transformers_full", "transformers_every_2", "full", "selective"),
+        budgets=("just below transformers_every_2",),
+    ),
+}
+LEAN_PREDICTED = (
+    *("llama_7b_lora_none", "llama_7b_lora_full", "llama_7b_lora_selective", "llama_7b_lora_ffn"),
+    *("llama_8b_qlora_full", "llama_1b_full_none", "llama_1b_full_full", "llama_3b_full_full", "llama_8b_full_full"),
+)
+"""Adapters under each kind of plan, 4-bit weights, and full fine-tunes up to what a card of 80 GB just holds."""
+LEAN_WARMUP, LEAN_STEPS = 2, 4
+LEAN_OFFLOADED = OFFLOADED[:1]
+
 # --- Offload: do the copies hide, and can a late one change a gradient? ---
 
 
 def collect_offload(journal: Journal, setting: Setting) -> None:
     """Check copies, and time steps with and without them."""
-    for policy in OFFLOADED:
+    for policy in LEAN_OFFLOADED if setting.is_lean else OFFLOADED:
         offload.collect(journal.below(policy), _offload_options(policy, setting))
 
 
@@ -42,7 +80,8 @@ def _offload_options(policy: str, setting: Setting) -> offload.Options:
         return offload.Options(
             device=setting.device, policy=policy, tokens=(32,), num_layers=3, num_warmup=1, num_steps=1
         )
-    return offload.Options(device=setting.device, policy=policy, tokens=(2048, 8192))
+    # Of 8,192 tokens the copies can hide; of 2,048 they cannot, which can wait.
+    return offload.Options(device=setting.device, policy=policy, tokens=(8192,) if setting.is_lean else (2048, 8192))
 
 
 # --- Predicted and measured. ---
@@ -72,12 +111,15 @@ def assemble_predicted(journal: Journal, setting: Setting) -> Assembled:
 
 
 def _predict_names(setting: Setting) -> list[str]:
-    return list(predict.CONFIGURATIONS)[: 1 if setting.is_small else None]
+    names = LEAN_PREDICTED if setting.is_lean else tuple(predict.CONFIGURATIONS)
+    return list(names)[: 1 if setting.is_small else None]
 
 
 def _predict_options(setting: Setting) -> predict.Options:
     if setting.is_small:
         return predict.Options(device=setting.device, is_small=True, num_warmup=1, num_steps=1, calibration_s=0.05)
+    if setting.is_lean:
+        return predict.Options(device=setting.device, num_warmup=LEAN_WARMUP, num_steps=LEAN_STEPS, calibration_s=2.0)
     return predict.Options(device=setting.device)
 
 
@@ -102,7 +144,11 @@ def collect_side_by_side(name: str, groups: tuple[str, ...], journal: Journal, s
 def assemble_side_by_side(name: str, groups: tuple[str, ...], journal: Journal, setting: Setting) -> Assembled:
     """Return the result of a case."""
     file = names.side_by_side(name, setting.device, is_compiled=groups == COMPILED)
-    yield file, measure.assemble(journal, *_side_by_side(name, groups, setting))
+    result = measure.assemble(journal, *_side_by_side(name, groups, setting))
+    # Contenders that nobody has looked at belong to the other extent.
+    looked_at = {key.partition("/")[2] for key in journal.entries if key.startswith("first_look/")}
+    contenders = {one: record for one, record in result["contenders"].items() if one in looked_at}
+    yield file, result | {"contenders": contenders}
 
 
 def _side_by_side(
@@ -112,7 +158,15 @@ def _side_by_side(
     if setting.is_small:
         effort = measure.Effort(num_rounds=1, num_steps=1, num_budgets=0)
         groups = _SMALL_COMPILED if groups == COMPILED else SMALL_CONTENDERS
+    elif setting.is_lean and name in LEAN_COMPARED and groups == EAGER:
+        effort = lean_effort()
+        groups = LEAN_COMPARED[name].contenders
     return case_of(name, setting.is_small), setting.device, chosen(groups), effort
+
+
+def lean_effort() -> measure.Effort:
+    """Return how much of each contender the lean programme measures: a step of the first look, one there, one back."""
+    return measure.Effort(num_rounds=2, num_steps=1, num_budgets=0, is_split=False)
 
 
 SMALL_CONTENDERS = ("transformers_full", "full")
@@ -207,7 +261,7 @@ def _engine_options(case: str, method: str, name: str, setting: Setting) -> engi
     return replace(options, case="llama_tiny", num_steps=2, num_warmup=1) if setting.is_small else options
 
 
-# --- The longest row, and how fast shorter ones are. ---
+# --- The longest row: whether it is as long as predicted, how long it is, and how fast shorter ones are. ---
 
 SMALL_CAP_GIB = 0.004
 _SMALL_LENGTHS = (128,)
@@ -218,7 +272,7 @@ def collect_longest(cap_gib: float, part: str, journal: Journal, setting: Settin
 
     Args:
         cap_gib: of the allocator.
-        part: `limit` or `speed`.
+        part: of `longctx`.
         journal: takes entries.
         setting: with what was prepared, without which nothing is tried: to simulate here takes minutes.
     """
@@ -251,6 +305,7 @@ def longest_options(
 
 def longest_keys(options: longctx.Options) -> list[str]:
     """Return the keys of what has to be prepared for a part."""
-    if options.part == "limit":
-        return [options.key("predicted")]
-    return [options.key(f"planned_{length}") for length in options.lengths]
+    if options.part == "speed":
+        return [options.key(f"planned_{length}") for length in options.lengths]
+    of = longctx.PREDICTED.values() if options.part == "bracket" else ("predicted",)
+    return [options.key(name) for name in of]

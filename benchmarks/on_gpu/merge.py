@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import commit
 from benchmarks.journal import Entry, ReadJournal, replace_text
 from benchmarks.on_gpu import constants, documents
-from benchmarks.on_gpu.identity import ROOT
+from benchmarks.on_gpu.identity import ROOT, digest_of_code
 from benchmarks.on_gpu.results import read
 from benchmarks.on_gpu.setting import Setting, Stage
 from benchmarks.result_files import text_of
@@ -104,7 +105,10 @@ def _assembled(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the results of a stage, by the names of their files."""
     identity = document["identity"]
-    setting = Setting(device="cpu" if identity["device"] == "cpu" else "cuda", is_small=identity["is_small"])
+    # What was measured in the lean programme is a part of what there is.
+    setting = Setting(
+        device="cpu" if identity["device"] == "cpu" else "cuda", is_small=identity["is_small"], is_lean=False
+    )
     head = {"environment": environment_of(document), "entries_left_out": _without_figures(entries)}
     for name, result in stage.assemble(ReadJournal(entries), setting):
         yield name, head | result
@@ -120,12 +124,11 @@ def environment_of(document: Mapping[str, Any]) -> dict[str, Any]:
         (one["environment"] for one in reversed(document["slices"]) if "environment" in one), {"hardware": {}}
     )
     identity = document["identity"]
-    # A machine without git does not know its commit; what was prepared for the same code does.
-    prepared = [one["prepared"] for one in document["slices"] if one.get("prepared")]
-    known = [one.get("commit") for one in (*prepared, identity) if one.get("code") == identity["code"]]
+    # A machine without git does not know its commit; this one does, where the code is still the same.
+    here = commit() if digest_of_code() == identity["code"] else ""
     return measured | {
         "command": "python -m benchmarks.on_gpu",
-        "commit": next((commit for commit in known if commit), ""),
+        "commit": identity["commit"] or here,
         "code": identity["code"],
         "prepared_for_another": document["slices"][-1].get("prepared_for_another", []) if document["slices"] else [],
     }

@@ -70,6 +70,30 @@ def collect(journal: Journal, setting: Setting) -> None:
     journal.entry("host_memory", touch, needs_s=40, limit_s=90)
 
 
+def collect_smoke(journal: Journal, setting: Setting) -> None:
+    """Measure the few facts that everything else rests on, in a quarter of a minute.
+
+    Args:
+        journal: takes an entry for each fact.
+        setting: see there.
+    """
+    place, is_small = torch.device(setting.device), setting.is_small
+    journal.entry("device", partial(device, place), needs_s=5, limit_s=60)
+    journal.entry("host", host_probe.figures, limit_s=20)
+    journal.entry("calibrate/1", partial(_calibrated, 0.1 if is_small else CALIBRATION_S), limit_s=40)
+    case = sdpa_probe.CASES["causal_128"]
+    given = sdpa_probe.small(case) if is_small else case
+    journal.entry("sdpa/causal_128", partial(sdpa_probe.measure, given, place, 0.01 if is_small else 0.2), limit_s=40)
+    for way in ("out", "in"):
+        journal.entry(f"link/{way}", partial(link, way, [MIB if is_small else 256 * MIB], place), limit_s=40)
+    journal.entry("pinning", partial(pinning, place, is_small=is_small), limit_s=40)
+
+
+def assemble_smoke(journal: Journal, setting: Setting) -> Assembled:
+    """Return what was found, as it is."""
+    yield f"smoke_{setting.device}.json", {"entries": journal.entries}
+
+
 def assemble(journal: Journal, setting: Setting) -> Assembled:
     """Return what was found, as it is."""
     yield f"probe_{setting.device}.json", {"entries": journal.entries}

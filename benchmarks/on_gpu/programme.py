@@ -86,11 +86,11 @@ def run(
         say: is called with each entry.
     """
     for stage in stages:
-        if results.is_finished(stage.name):
+        if results.is_finished(stage.name, is_lean=setting.is_lean):
             say(f"{stage.name}: measured before")
         elif time.monotonic() + 2 * _GRACE_S < deadline:
-            _run(stage, setting, results, min(deadline, time.monotonic() + stage.limit_s), log, say)
-    return [stage.name for stage in stages if not results.is_finished(stage.name)]
+            _run(stage, setting, results, min(deadline, time.monotonic() + stage.limit_in(setting)), log, say)
+    return [stage.name for stage in stages if not results.is_finished(stage.name, is_lean=setting.is_lean)]
 
 
 def _run(stage: Stage, setting: Setting, results: Results, deadline: float, log: IO[bytes], say: Say) -> None:
@@ -105,7 +105,7 @@ def _run(stage: Stage, setting: Setting, results: Results, deadline: float, log:
         finally:
             code = _end(child, is_over=why is None)
         if why is None and code == 0:
-            results.finish(stage.name)
+            results.finish(stage.name, is_lean=setting.is_lean)
             say(f"{stage.name}: finished")
             return
         if why == _TIME or (why is None and code == _OUT_OF_TIME):
@@ -224,7 +224,12 @@ def _exec(stage: str, setting: Setting, results: Results, deadline: float, writi
     """Become a new interpreter with the same task."""
     os.set_inheritable(writing, True)
     task = {"stage": stage, "results": str(results.path), "deadline": deadline, "pipe": writing}
-    given = {"device": setting.device, "is_small": setting.is_small, "scratch": str(setting.scratch)}
+    given = {
+        "device": setting.device,
+        "is_small": setting.is_small,
+        "is_lean": setting.is_lean,
+        "scratch": str(setting.scratch),
+    }
     file = setting.scratch / f"{stage}.json"
     replace_text(file, json.dumps(task | given | {"prepared": asdict(setting.prepared)}))
     os.chdir(ROOT)

@@ -74,9 +74,15 @@ class Results:
         """Return the entries of a stage by key."""
         return dict(self._stage(stage)["entries"])
 
-    def is_finished(self, stage: str) -> bool:
-        """Whether a stage has nothing left to do."""
-        return bool(self._stage(stage)["is_finished"])
+    def is_finished(self, stage: str, *, is_lean: bool = False) -> bool:
+        """Whether a stage has nothing left to do.
+
+        Args:
+            stage: its name.
+            is_lean: in the lean programme; what that leaves out of a stage is left for the long one.
+        """
+        record = self._stage(stage)
+        return bool(record["is_finished"]) and (is_lean or not record.get("is_lean", False))
 
     def has_given_up(self, stage: str) -> bool:
         """Whether the process of a stage keeps ending before it measures anything."""
@@ -119,9 +125,9 @@ class Results:
         self._land(stage, list(self._stage(stage).get("in_flight", ())))
         self._write()
 
-    def finish(self, stage: str) -> None:
-        """A stage has nothing left to do."""
-        self._stage(stage)["is_finished"] = True
+    def finish(self, stage: str, *, is_lean: bool = False) -> None:
+        """A stage has nothing left to do, in the lean programme or at all."""
+        self._stage(stage).update(is_finished=True, is_lean=is_lean)
         self._write()
 
     def note(self, stage: str, facts: dict[str, Any]) -> None:

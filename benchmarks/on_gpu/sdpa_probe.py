@@ -92,8 +92,11 @@ def _measured(case: Case, place: torch.device, seconds: float) -> Entry:
     saved: dict[int, dict[str, Any]] = {}
     with _Operators() as forward_operators, _noted(saved, inputs):
         out = forward()
+    before = _peak_from_here(place)
     with _Operators() as backward_operators:
         torch.autograd.grad(out, inputs, gradient)
+    # Its gradients, and what the kernel works in.
+    backward_peak = torch.cuda.max_memory_allocated() - before if place.type == "cuda" else None
 
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), inputs, gradient)
@@ -107,9 +110,19 @@ def _measured(case: Case, place: torch.device, seconds: float) -> Entry:
         "step_s": rows_of_run(step, seconds, place),
         "forward_repeats": _repeats(lambda: (forward(),)),
         "backward_repeats": _repeats(step),
+        "backward_peak_bytes": backward_peak,
+        "gradient_bytes": sum(tensor.nbytes for tensor in inputs),
         "saved": list(saved.values()),
         "saved_bytes": sum(tensor["bytes"] for tensor in saved.values()),
     }
+
+
+def _peak_from_here(place: torch.device) -> int:
+    """Begin to watch the peak; return what is allocated now."""
+    if place.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 # --- What is asked. ---

@@ -19,6 +19,11 @@ COMPILED = ("compiled",)
 OFFLOADED = ("full", "selective")
 """Policies whose copies to the host are measured."""
 
+MOST_OF_SHARE = 1.3
+"""A stage of the lean programme is stopped after so many times its share, so that one that is slow cannot take all."""
+IMPORTS_S = 5.0
+"""That the imports of a stage take, each of which is a process of its own."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -53,12 +58,14 @@ class Setting:
         is_small: small twins in place of models of full size.
         prepared: plans and predictions.
         scratch: a folder for files that nobody needs afterwards.
+        is_lean: what a quarter of an hour has room for; all that there is to measure if not.
     """
 
     device: str
     is_small: bool
     prepared: Prepared = field(default_factory=Prepared)
     scratch: Path = Path()
+    is_lean: bool = True
 
 
 Assembled = Iterable[tuple[str, dict[str, Any]]]
@@ -75,7 +82,8 @@ class Stage:
         collect: measures it all, entry by entry. It takes everything from the journal and the setting.
         assemble: makes results of the entries that are there, on any machine.
         files: the names of these results at full size.
-        limit_s: seconds after which it is stopped in one run of the programme, so that others have their turn.
+        limit_s: seconds after which it is stopped in one run of the long programme, so that others have their turn.
+        share_s: its seconds of the lean programme on an H100, imports left out; None where it is not part of that.
         variables: of the environment, set before a device is touched.
     """
 
@@ -85,4 +93,16 @@ class Stage:
     assemble: Callable[[Journal, Setting], Assembled]
     files: tuple[str, ...]
     limit_s: float
+    share_s: float | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+
+    def limit_in(self, setting: Setting) -> float:
+        """Return the seconds after which it is stopped in one run of the programme.
+
+        Args:
+            setting: of the run.
+        """
+        # A small run is a test of the code: there it is the slow machine that sets the pace.
+        if not setting.is_lean or setting.is_small or self.share_s is None:
+            return self.limit_s
+        return MOST_OF_SHARE * self.share_s + IMPORTS_S

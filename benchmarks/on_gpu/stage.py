@@ -19,6 +19,7 @@ def main() -> None:
     setting = Setting(
         device=task["device"],
         is_small=task["is_small"],
+        is_lean=task["is_lean"],
         prepared=Prepared(**task["prepared"]),
         scratch=Path(task["scratch"]),
     )

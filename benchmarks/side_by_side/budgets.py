@@ -21,7 +21,8 @@ from hf_ckpt.simulation.simulator import StepSimulator
 GRANTED = Allowed(offload=Offload(), exact=False)
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""
 _CLOSE = 0.01
-"""Peaks that are nearer to each other set one budget."""
+"""Peaks that are nearer to each other set one budget, and a step fits a budget that it exceeds by less: a budget that is
+a prediction for a setting must not leave that setting out for a rounded block."""
 _FAR = 1.3
 _FIXED = ("none", "today", "elsewhere", "ours")
 _TODAY = ("none", "today")
@@ -145,7 +146,11 @@ def compare(records: Mapping[str, dict[str, Any]], time_of: Callable[[dict[str, 
         budget = record["budget_bytes"]
         row = {"budget_bytes": budget, "set_by": record["set_by"], "auto": name, "peak_bytes": record["peak_bytes"]}
         for key, groups in (("fixed", _FIXED), ("today", _TODAY)):
-            fits = {other: found for other, found in _that_ran(records, groups) if found["peak_bytes"] <= budget}
+            fits = {
+                other: found
+                for other, found in _that_ran(records, groups)
+                if found["peak_bytes"] <= budget * (1 + _CLOSE)
+            }
             best = min(fits, key=lambda other: time_of(fits[other]), default=None)
             row[f"best_{key}"] = best
             row[f"ratio_to_{key}"] = None if best is None else time_of(record) / time_of(fits[best])

@@ -26,7 +26,7 @@ from benchmarks.side_by_side.step import TrainingStep
 from benchmarks.side_by_side.timing import empty, figures_of, turn
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.apply import plan_of
-from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.plan import HeadMode, Plan
 from hf_ckpt.simulation.step_memory import StepMemory
 
 Say = Callable[[str], None]
@@ -44,12 +44,14 @@ class Effort:
         num_warmup: steps of a turn before the timed ones; more for contenders that need them.
         num_steps: timed steps of a turn.
         num_budgets: plans to make.
+        is_split: whether one more step of the first round tells recomputation from the rest of backward.
     """
 
     num_rounds: int = 3
     num_warmup: int = 1
     num_steps: int = 1
     num_budgets: int = 6
+    is_split: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ def collect(
         # There and back, so that no contender always comes after the same other one.
         for contender in everyone[:: 1 if number % 2 else -1]:
             if _is_timed(contender, device) and _reason(journal, contender, number - 1) is None:
-                measure = partial(_turn, bench, contender, effort, is_split=number == 1)
+                measure = partial(_turn, bench, contender, effort, is_split=effort.is_split and number == 1)
                 before = _entry(journal, contender, number - 1) or {}
                 journal.entry(_key(contender, number), measure, needs_s=before.get("took_s", 0.0))
         say(f"round {number} of {effort.num_rounds}")
@@ -220,8 +222,7 @@ def _first_look(bench: Bench, contender: Contender) -> Entry:
             plan = plan_of(called)
             found: Entry = {"plan": None if plan is None else json.loads(plan.to_json())}
             if bench.place.type != "cpu":
-                taken = turn(step, called, num_warmup=contender.num_warmup, num_steps=1, is_split=False)
-                return found | {name: figure for name, figure in taken.items() if name != "seconds"}
+                return found | turn(step, called, num_warmup=contender.num_warmup, num_steps=1, is_split=False)
             for _ in range(contender.num_warmup):
                 step.run(called)
             return found | count(step, called, is_compiled=contender.group == "compiled")
@@ -291,6 +292,7 @@ def assemble(
     timed = [one for one in everyone if _is_timed(one, device)]
     num_rounds = _enter_times(journal, timed, records, effort.num_rounds)
     _relate(records)
+    losses = {name: record["loss"] for name, record in records.items() if "loss" in record and _is_bitwise(record)}
     result = {
         "case": case.name,
         "title": case.title,
@@ -299,6 +301,7 @@ def assemble(
         "model": case.facts(),
         "effort": asdict(effort) | {"num_rounds": num_rounds},
         "contenders": records,
+        "losses": {"are_equal": len(set(losses.values())) <= 1, "by_contender": losses},
     }
     has_autos = any(one.group == "auto" for one in everyone)
     if has_autos and num_rounds:
@@ -326,7 +329,7 @@ def _record(journal: Journal, contender: Contender) -> dict[str, Any]:
     if reason is not None:
         return record | {"not_run": reason}
     found = _entry(journal, contender, 0) or {}
-    return record | {name: figure for name, figure in found.items() if name != "took_s"}
+    return record | {name: figure for name, figure in found.items() if name not in ("took_s", "seconds")}
 
 
 def _enter_times(
@@ -336,13 +339,14 @@ def _enter_times(
     whole = []
     for contender in contenders:
         record = records[contender.name]
-        turns = [found for number in range(1, num_rounds + 1) if (found := _entry(journal, contender, number))]
+        # On a device the first look, round 0, is timed as well.
+        turns = [found for number in range(num_rounds + 1) if (found := _entry(journal, contender, number))]
         good = [found for found in turns if "seconds" in found]
         if good:
             record |= figures_of(good)
         record["not_run"] = _reason(journal, contender, num_rounds)
         if record["not_run"] is None:
-            whole.append(len(good))
+            whole.append(sum("seconds" in (_entry(journal, contender, n) or {}) for n in range(1, num_rounds + 1)))
     return min(whole, default=0)
 
 
@@ -357,6 +361,15 @@ def _relate(records: dict[str, Any]) -> None:
         if "step_time_ms" in record and "step_time_ms" in first:
             ratios["step_time"] = _median(record) / _median(first)
         record["ratios"] = ratios
+
+
+def _is_bitwise(record: dict[str, Any]) -> bool:
+    """Whether a contender promises the loss of `none` to the bit: compilers, tiles and a chunked head do not."""
+    plan = record["plan"]
+    if plan is None:
+        return record["group"] != "compiled"
+    read = Plan.from_json(json.dumps(plan))
+    return read.head is HeadMode.PLAIN and all(layer.tiles is None for stack in read.stacks for layer in stack.layers)
 
 
 def _median(record: dict[str, Any]) -> float:

@@ -69,6 +69,7 @@ def predict(
     contenders: Iterable[Contender],
     *,
     num_budgets: int,
+    set_by: Sequence[str] = (),
     device: Device | None = None,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def predict(
         case: of real size, or a twin.
         contenders: in the order of the result.
         num_budgets: for how many budgets to plan at most.
+        set_by: only for budgets that these set; for all of them if left out.
         device: to predict for; an H100 if left out.
         say: is called with what goes on.
     """
@@ -98,6 +100,7 @@ def predict(
         _enter(record, memory, has_timeline=contender.name in _WITH_TIMELINE)
         say(f"{contender.name}: {_told(memory)}")
     asked = budgets_of(_flat(records), num_budgets, between=True) if num_budgets else []
+    asked = [budget for budget in asked if not set_by or budget.set_by in set_by]
     made = plans(model, case, device, asked, say) if asked else []
     records |= {f"auto_{number}": _auto(*each) for number, each in enumerate(made, 1)}
     planned = {budget.num_bytes for budget, _ in made}
