@@ -76,7 +76,11 @@ class Options:
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Join the group that a launcher has made; without one make a group of this process alone."""
+    """Join the group that a launcher has made; without one make a group of this process alone.
+
+    Such a group needs no network, and a rented machine may have none: NCCL is told to take the interface that is
+    always there, unless the environment names one.
+    """
     backend = "nccl" if device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         if device == "cuda":
@@ -84,6 +88,7 @@ def process_group(device: str) -> Iterator[None]:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             store = dist.FileStore(str(Path(folder) / "store"), 1)
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:

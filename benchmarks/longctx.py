@@ -38,6 +38,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import children
+from benchmarks.host_limit import with_capped_offload
 from benchmarks.journal import NO_FIGURES, Entry, FileJournal, Journal, OutOfTimeError
 from benchmarks.longctx_cases import GIB, build, recipe_of, subject
 from benchmarks.longctx_predict import Search
@@ -145,7 +146,7 @@ def train(trial: Trial, device: str) -> Entry:
         torch.cuda.set_per_process_memory_fraction(min(1.0, trial.cap_bytes / total) if trial.cap_bytes else 1.0)
         torch.cuda.reset_peak_memory_stats()
     own = trial.plan if trial.plan in OWN else None
-    plugin = None if own else HFCkptCallback(Plan.from_json(trial.plan), prove="off")
+    plugin = None if own else HFCkptCallback(with_capped_offload(Plan.from_json(trial.plan)), prove="off")
     gauge = StepGauge(place, min(1, trial.num_steps - 1))
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(

@@ -30,6 +30,7 @@ from transformers import LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import hf_ckpt
 from benchmarks.cases import LLAMAS, Llama, build_llama
+from benchmarks.host_limit import MOST_HOST_BYTES, capped
 from benchmarks.journal import NO_FIGURES, Entry, Journal
 from benchmarks.repeatable import ask_cublas, repeatable_kernels
 from benchmarks.result_files import carry_out
@@ -46,7 +47,10 @@ from hf_ckpt.structure.layers import find_layers
 TOKENS = (2048, 4096, 8192, 16384)
 SLEEP_CYCLES = 20_000_000
 """About 10 ms: longer than a layer of the models whose copies are checked."""
-TO_HOST = Offload(fraction=1.0, min_bytes=0)
+MEASURED_SHARE = capped(Offload(min_bytes=0))
+"""Of layers, as many as can be copied while others compute."""
+TO_HOST = replace(MEASURED_SHARE, fraction=1.0)
+"""All layers."""
 _RACED_LAYERS = 4
 _RACED_TOKENS = 512
 
@@ -81,13 +85,15 @@ def case_of(device: str, tokens: int, num_layers: int) -> Llama:
 
 def contenders(policy: str) -> dict[str, Callable[[LlamaForCausalLM], AbstractContextManager[Any]]]:
     """Return the plan without offload, with it (all layers, and as many as can be hidden), and transformers' own."""
+    # What is compared are later steps than the one that is proven.
+    applied = partial(hf_ckpt.apply, policy=policy, prove="off")
     return {
         "none": lambda model: nullcontext(),
-        "plain": lambda model: hf_ckpt.apply(model, policy),
-        "offload": lambda model: hf_ckpt.apply(model, policy, offload=TO_HOST),
-        "offload_measured": lambda model: hf_ckpt.apply(model, policy, offload=Offload(min_bytes=0)),
+        "plain": applied,
+        "offload": partial(applied, offload=TO_HOST),
+        "offload_measured": partial(applied, offload=MEASURED_SHARE),
         "transformers_offload": transformers_offload,
-        "plain_again": lambda model: hf_ckpt.apply(model, policy),
+        "plain_again": applied,
     }
 
 
@@ -164,7 +170,7 @@ class SlowCuda(CudaDevice):
 
 def slow_link(device: torch.device) -> HostLink:
     """Return a link whose copies are late; on the CPU, where none can be, a plain one."""
-    return HostLink(CudaWire(SlowCuda()) if device.type == "cuda" else Wire(), HostLimits(None))
+    return HostLink(CudaWire(SlowCuda()) if device.type == "cuda" else Wire(), HostLimits(MOST_HOST_BYTES, trusts=True))
 
 
 @contextmanager
@@ -241,7 +247,8 @@ class Races:
 
 
 def _raced(model: LlamaForCausalLM, inputs: dict[str, Tensor], expected: dict[str, Tensor], options: Options) -> int:
-    with hf_ckpt.apply(model, options.policy, offload=TO_HOST) as applied, disturbed(model):
+    # Counted here, so that a copy that goes wrong is a number: the proof of the first step would end it with an error.
+    with hf_ckpt.apply(model, options.policy, offload=TO_HOST, prove="off") as applied, disturbed(model):
         for offloader in applied.offloaders:
             offloader.use_link(slow_link(model.device))
         return sum(_differing(expected, gradients(model, inputs)) for _ in range(options.num_steps))

@@ -146,8 +146,10 @@ def measure(configuration: Configuration, shape: Shape, device: str, num_warmup:
     # On the CPU, where bytes are those of the process: what the interpreter and the libraries take.
     unrelated = gauge.memory.now()
     model = build_configuration(configuration, shape, device)
-    # Without reentrant checkpointing no input gradients are needed, and the prediction has none.
-    plugins = [] if configuration.policy is None else [HFCkptCallback(configuration.policy, input_require_grads=False)]
+    # Without reentrant checkpointing no input gradients are needed, and the prediction has none. Nor has it the proof,
+    # whose memory and buffers of the first step would stay in the allocator behind the warm-up.
+    options: dict[str, Any] = {"input_require_grads": False, "prove": "off"}
+    plugins = [] if configuration.policy is None else [HFCkptCallback(configuration.policy, **options)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,

@@ -1,4 +1,4 @@
-"""A plugin of pytest for each of its worker processes: leaves out the cases that were run before.
+"""A plugin of pytest for each of its worker processes: leaves out the cases that were run before, and sorts the others.
 
 A worker whose device has failed ends: all further cases would fail with it. xdist starts another one.
 """
@@ -44,10 +44,20 @@ class _EndsAfterFault:
             os._exit(1)
 
 
+_COMPILED = ("liger", "flex")
+"""In the names of cases whose kernels are compiled, which takes as long as many others: whoever cuts the time loses
+these. The longest one is the last."""
+
+
+# The last to be asked: other plugins sort too.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has an entry."""
+    """Leave out what has an entry, and run last what is compiled."""
     done = set(json.loads(Path(os.environ[CASES_DONE]).read_text(encoding="utf-8")))
     left_out = [item for item in items if item.nodeid in done]
     if left_out:
         items[:] = [item for item in items if item.nodeid not in done]
         config.hook.pytest_deselected(items=left_out)
+    items.sort(
+        key=lambda item: max((1 + place for place, word in enumerate(_COMPILED) if word in item.name), default=0)
+    )

@@ -14,8 +14,8 @@ from benchmarks.journal import Journal
 from benchmarks.on_gpu.identity import ROOT
 from benchmarks.on_gpu.setting import CASES_DONE, Assembled, Setting
 
-NUM_WORKERS = 6
-"""Cases are small: a device has room for several, and most of their time is the host's."""
+NUM_WORKERS = 8
+"""Cases are small: a device has room for several, and most of their time is the host's, which has 16 cores."""
 CASE_LIMIT_S = 120
 _NUM_TRIES = 4
 # A worker whose device fails takes along the case that it was given next.
@@ -53,6 +53,9 @@ def _words(setting: Setting) -> list[str]:
     """Return pytest's command line."""
     plugins = ["benchmarks.on_gpu.cases_left", "no:cacheprovider"]
     words = ["-q"]
+    if setting.device == "cuda":
+        # Versions of drivers and libraries may warn of what nobody here has seen: it is printed, and fails no case.
+        words += ["-W", "default"]
     if find_spec("pytest_timeout"):
         plugins.append("pytest_timeout")
         words += [f"--timeout={CASE_LIMIT_S}", "--timeout-method=thread"]

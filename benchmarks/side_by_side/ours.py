@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 import hf_ckpt
+from benchmarks.host_limit import capped, with_capped_offload
 from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender
+from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import Plan
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,6 +43,10 @@ def applied(policy: str | Plan, options: dict[str, Any], model: nn.Module) -> It
         options: of `apply`.
         model: with its weights.
     """
+    if isinstance(policy, Plan):
+        policy = with_capped_offload(policy)
+    elif "offload" in options:
+        options = {**options, "offload": capped(Offload(**options["offload"]))}
     # What is compared are later steps than the one that is proven.
     with hf_ckpt.apply(model, policy, prove="off", **options):
         yield model

@@ -67,6 +67,10 @@ def test_policy_that_fails_is_the_only_one_that_is_lost(monkeypatch: pytest.Monk
     ]
 
 
+def test_group_of_one_process_needs_no_network() -> None:
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
 def test_group_asks_for_kernels_that_repeat_themselves() -> None:
     engines.collect(FileJournal(), options("ddp", has_lora=False))
     # Read when CUDA starts, so that it stays.

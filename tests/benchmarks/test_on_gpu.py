@@ -181,6 +181,36 @@ def test_a_fault_of_the_device_costs_one_case_of_the_tests(tmp_path: Path, monke
     assert outcomes == {f"test_case[{number}]": "failed" if number == 2 else "passed" for number in range(6)}
 
 
+CASES_TO_SORT = """
+import warnings
+
+def test_flex_attention(): ...
+def test_liger(): ...
+def test_first(): ...
+
+def test_warning():
+    warnings.warn("of a library that nobody here knows")
+"""
+
+
+def test_what_compiles_comes_last_and_a_warning_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_device.py").write_text(CASES_TO_SORT)
+    # As under the project's own settings.
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    words = exactness._words(Setting(device="cuda", is_small=False))
+    assert words[words.index("-n") + 1] == "8"
+    # One worker, so that the order is known, and no CUDA.
+    for asked, instead in (("8", "1"), ("tests/gpu", str(tmp_path)), ("gpu", "not gpu")):
+        words[words.index(asked)] = instead
+    monkeypatch.setattr(exactness, "_words", lambda setting: words)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    results, left = run(tmp_path, stage("exactness", exactness.collect, limit_s=100.0), seconds=100.0)
+    assert left == []
+    outcomes = [(name.partition("::")[2], found["outcome"]) for name, found in results.entries("exactness").items()]
+    names = ("test_first", "test_warning", "test_liger", "test_flex_attention")
+    assert outcomes == [(name, "passed") for name in names]
+
+
 def hangs(journal: Journal, setting: Setting) -> None:
     journal.entry("still", partial(_made, 0, 60.0), limit_s=0.2)
     journal.entry("behind", dict)

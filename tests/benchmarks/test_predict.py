@@ -23,6 +23,7 @@ from benchmarks.cases import (
     small_configuration,
 )
 from benchmarks.journal import FileJournal, ReadJournal
+from hf_ckpt import HFCkptCallback
 from hf_ckpt.simulation.devices import DEVICES
 from hf_ckpt.simulation.step_memory import Category
 
@@ -83,6 +84,19 @@ def test_one_model_is_gone_when_the_next_is_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(predict, "build_configuration", watched)
     predict.collect(FileJournal(), ["llama_7b_lora_none", "llama_7b_lora_full"], OPTIONS)
     assert len(built) == 2
+
+
+def test_what_is_measured_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The prediction beside it has no proof either.
+    given: list[dict[str, Any]] = []
+
+    def watched(policy: object, **options: Any) -> HFCkptCallback:
+        given.append(options)
+        return HFCkptCallback(policy, **options)
+
+    monkeypatch.setattr(predict, "HFCkptCallback", watched)
+    predict.collect(FileJournal(), ["llama_7b_lora_full"], OPTIONS)
+    assert [options["prove"] for options in given] == ["off"]
 
 
 def test_results_are_predicted_anew_without_the_device(tmp_path: Path) -> None:

@@ -13,27 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.engines import process_group
 from hf_ckpt.structure.layers import find_layers
 from tests import exactness, zoo
 from tests.gpu.test_exact_on_device import DEVICES, on_device
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A device, with a process group of one on it."""
-    name: str = request.param
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group(BACKENDS[name], store=store, rank=0, world_size=1)
-    yield name
-    dist.destroy_process_group()
+    monkeypatch.delenv("RANK", raising=False)
+    with process_group(request.param):
+        yield request.param
 
 
 def in_engine(case: zoo.Case, engine: str, device: str) -> zoo.Case:
