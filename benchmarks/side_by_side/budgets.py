@@ -21,8 +21,8 @@ from hf_ckpt.simulation.simulator import StepSimulator
 GRANTED = Allowed(offload=Offload(), exact=False)
 """Host memory too: contenders that take some are compared, and a user of theirs has granted it."""
 _CLOSE = 0.01
-"""Peaks that are nearer to each other set one budget, and a step fits a budget that it exceeds by less: a budget that is
-a prediction for a setting must not leave that setting out for a rounded block."""
+"""Peaks that are nearer to each other set one budget, and a step fits a budget that it exceeds by less: a budget that
+is a prediction for a setting must not leave that setting out for a rounded block."""
 _FAR = 1.3
 _FIXED = ("none", "today", "elsewhere", "ours")
 _TODAY = ("none", "today")

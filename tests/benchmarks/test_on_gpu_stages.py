@@ -34,7 +34,7 @@ SMALL = Setting(device="cpu", is_small=True)
 KILLED = [
     stage.name
     for stage in STAGES
-    if not stage.name.startswith(("side_by_side_", "engine_llama_1b", "speed", "longest_row_80"))
+    if not stage.name.startswith(("side_by_side_", "engine_llama_1b", "speed", "longest_row_80", "bracket_80"))
     or stage.name == "side_by_side_llama2_7b_lora_2048"
 ]
 
@@ -50,7 +50,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `--prepare` writes, with plans that nobody has to search for."""
     path = tmp_path_factory.mktemp("prepared") / "prepared.json"
     options = measurements.longest_options(24, "limit", device="cpu", is_small=True)
-    longest = longctx_entry(options)
+    bracket = measurements.longest_options(24, "bracket", device="cpu", is_small=True)
     compared = {
         "contenders": {
             "auto_1": {
@@ -64,10 +64,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
     }
     document = {
-        "facts": identity_of("cpu", is_small=True),
+        "facts": prepared_file.facts_of(identity_of("cpu", is_small=True)),
         "entries": {
             "side_by_side/llama2_7b_lora_2048": compared,
-            f"longest/{measurements.longest_keys(options)[0]}": longest,
+            f"longest/{measurements.longest_keys(options)[0]}": longctx_entry(options),
+            **{f"longest/{key}": longctx_entry(bracket) for key in measurements.longest_keys(bracket)},
         },
     }
     path.write_text(json.dumps(document))
@@ -88,7 +89,7 @@ def longctx_entry(options: Any) -> dict[str, Any]:
 
 
 def words(out: Path, prepared: Path, *more: str) -> list[str]:
-    given = ["--device", "cpu", "--small", "--out", str(out), "--prepared", str(prepared), "--seconds", "500"]
+    given = ["--all", "--device", "cpu", "--small", "--out", str(out), "--prepared", str(prepared), "--seconds", "500"]
     return [*given, *more]
 
 
@@ -137,8 +138,12 @@ def test_what_came_home_is_filed_as_results(undisturbed: Path, tmp_path: Path) -
     side = json.loads((tmp_path / "side_by_side_llama2_7b_lora_2048_cpu.json").read_text())
     assert side["contenders"]["auto_1"]["predicted"]["peak_bytes"] == 2**23
     assert side["contenders"]["full"]["ratios"]["peak"] < 1
+    assert side["losses"]["are_equal"]
     longest = json.loads((tmp_path / "longctx_small_limit_0.004gib_cpu.json").read_text())
     assert longest["longest"] > 0
+    bracket = json.loads((tmp_path / "longctx_small_bracket_0.004gib_cpu.json").read_text())
+    assert [one["fits"] for one in bracket["hf_ckpt"]["trials"]] == [True, False]
+    assert bracket["hf_ckpt"]["is_as_predicted"] is True
 
 
 def moments(path: Path, stages: list[str], killed: set[str]) -> Iterator[str]:
@@ -199,10 +204,11 @@ def test_what_was_prepared_for_another_run_is_said(prepared: Path, tmp_path: Pat
 def test_rows_that_were_prepared_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "COMPARED", ())
     monkeypatch.setattr(prepare, "LONGEST", ((24, "speed"),))
+    monkeypatch.setattr(prepare, "LEAN_LONGEST", ())
     path, said = tmp_path / "small.json", list[str]()
-    prepare.write(path, "cpu", is_small=True, say=said.append)
+    assert prepare.write(path, "cpu", is_small=True, is_lean=False, say=said.append) == []
     written = path.read_bytes()
-    prepare.write(path, "cpu", is_small=True, say=said.append)
+    prepare.write(path, "cpu", is_small=True, is_lean=False, say=said.append)
     assert path.read_bytes() == written
     entries = json.loads(written)["entries"]
     assert [key.partition("/")[0] for key in entries] == ["predicted", "longest"]
