@@ -170,7 +170,7 @@ PYTHON_GPU ?= .venv/bin/python
 OUT ?= runs/gpu
 SECONDS ?= 540
 bench-gpu: $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/.installed)
-	$(PYTHON_GPU) -m benchmarks.on_gpu --out $(OUT) --seconds $(SECONDS) \
+	$(PYTHON_GPU) -m benchmarks.on_gpu --all --out $(OUT) --seconds $(SECONDS) \
 	    $(if $(wildcard $(OUT)/results.json),--resume $(OUT)/results.json) $(addprefix --stage side_by_side_,$(CASE))
 
 bench-predicted: .venv/.installed
