@@ -448,7 +448,7 @@ def _try(journal: Journal, key: str, trial: Trial, options: Options, needs_s: fl
     # A tiny step is run here.
     measure = (
         partial(train, trial, options.device)
-        if options.is_small
+        if options.device == "cpu"
         else partial(in_a_process, trial, options.device, left)
     )
     found = journal.entry(key, measure, needs_s=needs_s, limit_s=_TRIAL_LIMIT_S + _TO_END_S)

@@ -37,11 +37,12 @@ class Lean(NamedTuple):
     budgets: tuple[str, ...]
 
 
+_HEADLINE = "llama2_7b_lora_2048"
 _TRAINER = ("transformers_full", "transformers_every_2", "transformers_every_4", "transformers_offload")
 LEAN_COMPARED = {
     # What the Trainer has, what torchtitan has, and ours. Budgets: the least that the Trainer reaches without offload,
     # where its next best setting is the farthest off, and the most that leaves it something to choose.
-    "llama2_7b_lora_2048": Lean(
+    _HEADLINE: Lean(
         contenders=(*_TRAINER, "torchtitan_selective", "full", "selective", "full_offload"),
         budgets=("transformers_full", "just below transformers_every_2", "transformers_every_4"),
     ),
@@ -112,7 +113,7 @@ def assemble_predicted(journal: Journal, setting: Setting) -> Assembled:
 
 def _predict_names(setting: Setting) -> list[str]:
     names = LEAN_PREDICTED if setting.is_lean else tuple(predict.CONFIGURATIONS)
-    return list(names)[: 1 if setting.is_small else None]
+    return list(names)[: 1 if setting.is_small and setting.device == "cpu" else None]
 
 
 def _predict_options(setting: Setting) -> predict.Options:
@@ -157,7 +158,9 @@ def _side_by_side(
     effort = measure.Effort(num_rounds=5, num_steps=2, num_budgets=0)
     if setting.is_small:
         effort = measure.Effort(num_rounds=1, num_steps=1, num_budgets=0)
-        groups = _SMALL_COMPILED if groups == COMPILED else SMALL_CONTENDERS
+        # A device runs what the CPU's tests cannot.
+        eager = SMALL_CONTENDERS if setting.device == "cpu" else LEAN_COMPARED[_HEADLINE].contenders
+        groups = _SMALL_COMPILED if groups == COMPILED else eager
     elif setting.is_lean and name in LEAN_COMPARED and groups == EAGER:
         effort = lean_effort()
         groups = LEAN_COMPARED[name].contenders
