@@ -76,6 +76,15 @@ STAGES = (
         limit_s=150,
     ),
     Stage(
+        name="recovery",
+        question="does a run that runs out of memory go on, and end as if it had not?",
+        collect=_later("recovery", "collect"),
+        assemble=_later("recovery", "assemble"),
+        files=("recovery_cuda.json",),
+        limit_s=60,
+        variables=CUBLAS,
+    ),
+    Stage(
         name="exactness",
         question="are losses and gradients those of a step without a plan, to the bit?",
         collect=_later("exactness", "collect"),

@@ -431,7 +431,7 @@ def test_stages_and_their_results_have_names_of_their_own() -> None:
     names, files = [stage.name for stage in STAGES], [name for stage in STAGES for name in stage.files]
     assert len(set(names)) == len(names)
     assert len(set(files)) == len(files)
-    assert names[:5] == ["probe", "exactness", "offload", "predicted", "side_by_side_llama2_7b_lora_2048"]
+    assert names[:6] == ["probe", "recovery", "exactness", "offload", "predicted", "side_by_side_llama2_7b_lora_2048"]
 
 
 def test_the_process_that_forks_imports_nothing_that_touches_a_device() -> None:
