@@ -136,8 +136,9 @@ class AppliedInLoop(Applied):
             self._proven.append(self.plan)
         return returned
 
-    def _next_rung(self, plan: Plan, failure: Failure) -> Rung | None:
-        return rung_after(plan, failure, self, self._model, self._planning, is_exact=self._is_exact)
+    def _next_rung(self, plan: Plan, failure: Failure, rerun: int) -> Rung | None:
+        given = plan, failure, self, self._model, self._planning
+        return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
 
     def _put_in_force(self, rung: Rung) -> None:
         is_proven = self._prove == "first_step" and rung.plan in self._proven

@@ -84,6 +84,16 @@ STAGES = (
         share_s=20,
     ),
     Stage(
+        name="recovery",
+        question="does a run that runs out of memory go on, and end as if it had not?",
+        collect=_later("recovery", "collect"),
+        assemble=_later("recovery", "assemble"),
+        files=("recovery_cuda.json",),
+        limit_s=150,
+        share_s=45,
+        variables=CUBLAS,
+    ),
+    Stage(
         name="exactness",
         question="are losses and gradients those of a step without a plan, to the bit?",
         collect=_later("exactness", "collect"),

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.patch.apply import Applied
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.recovery.ladder import Ladder, Rung, next_rung
+from hf_ckpt.recovery.ladder import Ladder, Rung, leanest_rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Part, allocated_bytes, attempt, release_memory
 
 if TYPE_CHECKING:
@@ -30,9 +30,12 @@ logger = logging.getLogger(__name__)
 _USUAL_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.1, 0.02, 0.5
 """Of what a plan is predicted to need, that a leaner one is to do without: where nothing says how much, and bounds."""
 _MARGIN = 1.1
+MOST_RERUNS = 4
+"""Of one step. What was missing when memory ran out is the least that was, and each rerun costs a step: so each gives
+up twice the share of the one before it, and the last one all that can be given up."""
 
-NextRung = Callable[[Plan, Failure], Rung | None]
-"""Returns the rung after a plan that failed."""
+NextRung = Callable[[Plan, Failure, int], Rung | None]
+"""Returns the rung after a plan that failed, for a rerun of the step with this number, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Escalation:
 
     def begin_step(self) -> None:
         """A step begins in this thread."""
+        self._num_reruns = 0
         # Older than the graph of the step; see `_drop_failed_backward`. Each thread counts its nodes for itself.
         if not hasattr(self._oldest, "node"):
             with torch.enable_grad(), _disable_current_modes():
@@ -108,13 +112,15 @@ class Escalation:
         Raises:
             OutOfMemoryError: there is no leaner plan, or the step cannot be undone.
         """
+        # Of its micro-batches several may fail, one after the other: their reruns count together.
         last: Failed | None = failed
         is_retried = False
         returned: Any = None
         while last is not None:
             if (why := fault()) is not None:
                 self._give_up(last, f"The step cannot be undone: {why}.")
-            if last.failure.figures.is_fragmented and not is_retried:
+            self._num_reruns += 1
+            if last.failure.figures.is_fragmented and not is_retried and self._num_reruns < MOST_RERUNS:
                 is_retried = True
                 self._retry_with_same_plan(last)
             else:
@@ -144,9 +150,12 @@ class Escalation:
     def _escalate(self, failed: Failed) -> None:
         release_memory()
         before = self.ladder.rung.plan
-        if not self.ladder.fail(
+        rerun = self._num_reruns
+        # After the last rerun nothing is left to be tried.
+        if rerun > MOST_RERUNS or not self.ladder.fail(
             failed.size,
-            lambda plan: self._next_rung(plan, failed.failure),
+            lambda plan: self._next_rung(plan, failed.failure, rerun),
+            to_leanest=rerun == MOST_RERUNS,
             # What the host had no room for says nothing about the device.
             batch=None if failed.failure.is_of_host else failed.batch,
             of_step=share_of_step(failed.failure),
@@ -183,18 +192,37 @@ class Escalation:
 
 
 def rung_after(
-    plan: Plan, failure: Failure, applied: Applied, model: nn.Module, planning: RunPlanner | None, *, is_exact: bool
+    plan: Plan,
+    failure: Failure,
+    applied: Applied,
+    model: nn.Module,
+    planning: RunPlanner | None,
+    *,
+    is_exact: bool,
+    rerun: int = 1,
 ) -> Rung | None:
-    """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes."""
+    """Return a leaner plan than the one that failed: of the planner where there is one, else of the modes.
+
+    `rerun`: see `NextRung`; the last one gets the leanest plan of the modes.
+    """
+    if rerun == MOST_RERUNS:
+        return leanest_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
+    growth: float = 2 ** (rerun - 1)
     if planning is not None and not failure.is_of_host:
-        share = share_of_step(failure)
+        share = min(growth * share_of_step(failure), _MOST_SHARE)
         leaner = planning.leaner_plan(share, is_exact=is_exact)
         if leaner is not None:
             leaner_plan, time_ratio = leaner
             time = "" if time_ratio is None else f", predicted to take {time_ratio:.2f} of the time"
             return Rung(leaner_plan, f"the plan for {share:.1%} less memory{time}", is_exact=is_exact)
     of_layers = None if failure.is_of_host else share_of_layers(failure, allocated_bytes())
-    return next_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host, share=of_layers)
+    return next_rung(
+        *(plan, applied.stacks, model),
+        is_exact=is_exact,
+        drops_offload=failure.is_of_host,
+        share=of_layers,
+        growth=growth,
+    )
 
 
 def share_of_step(failure: Failure) -> float:

@@ -148,6 +148,7 @@ class Ladder:
         batch: Batch | None = None,
         of_step: float = 0.0,
         of_batch: float = 0.0,
+        to_leanest: bool = False,
     ) -> bool:
         """Note that the rung in force failed for a batch, and stand on the next one. Returns whether there is one.
 
@@ -157,6 +158,7 @@ class Ladder:
             batch: the same, to be simulated.
             of_step: share of what the step needed that was missing.
             of_batch: share of what it needed for its batch, besides weights and the like, that was missing.
+            to_leanest: stand on the last one, where `next_rung` makes the leanest of all.
         """
         if (needed := self._room.needed(self.rung.plan, batch)) is not None:
             needed = int((1 - of_step) * needed)
@@ -167,12 +169,14 @@ class Ladder:
             self._failed[level] = min(size, self._failed.get(level, size))
             self._cleared.pop(level, None)
         self._begin_look()
-        if self.level + 1 == len(self.rungs):
-            rung = next_rung(self.rung.plan)
-            if rung is None:
+        leanest = len(self.rungs) - 1
+        if to_leanest or self.level == leanest:
+            rung = next_rung(self.rungs[leanest].plan)
+            if rung is not None:
+                self.rungs.append(rung)
+            elif self.level == leanest:
                 return False
-            self.rungs.append(rung)
-        self.level += 1
+        self.level = len(self.rungs) - 1 if to_leanest else self.level + 1
         return True
 
     def passed(self, size: int, batch: Batch | None = None) -> None:
@@ -266,6 +270,7 @@ def next_rung(
     is_exact: bool,
     drops_offload: bool = False,
     share: float | None = None,
+    growth: float = 1.0,
 ) -> Rung | None:
     """Return the next leaner plan; None if there is none.
 
@@ -279,9 +284,10 @@ def next_rung(
         is_exact: forbid what adds sums in another order: the chunked head and tiles, which come last.
         drops_offload: layers that are set to full keep their inputs on the device, for the host has no memory left.
         share: of the layers that can be set to full and are not, so many at once; a quarter of all layers if None.
+        growth: so many times as many layers.
     """
     makers: list[Callable[[Plan, Sequence[Stack], nn.Module], Rung | None]]
-    makers = [partial(_more_layers, share=share), _nested_segments, _binomial_segments]
+    makers = [partial(_more_layers, share=share, growth=growth), _nested_segments, _binomial_segments]
     if not is_exact:
         makers += [_chunked_head, _tiles]
     if drops_offload:
@@ -295,6 +301,23 @@ def next_rung(
         if rung is not None and rung.plan != plan and _is_possible(rung.plan, stacks, model):
             return rung
     return None
+
+
+def leanest_rung(
+    plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, is_exact: bool, drops_offload: bool = False
+) -> Rung | None:
+    """Return the last of the plans that `next_rung` gives one after the other; None if there is none.
+
+    For the arguments see there.
+    """
+    found: Rung | None = None
+    options: dict[str, Any] = {"is_exact": is_exact, "drops_offload": drops_offload, "share": 1.0}
+    rung = next_rung(plan, stacks, model, **options)
+    while rung is not None:
+        is_same = rung.is_exact and (found is None or found.is_exact)
+        found = Rung(rung.plan, f"the leanest plan there is, with {rung.change}", is_same)
+        rung = next_rung(rung.plan, stacks, model, **options)
+    return found
 
 
 def _is_possible(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> bool:
@@ -313,7 +336,9 @@ def _without_offload(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> R
     return Rung(changed, "all layers are recomputed in full, and none offloads")
 
 
-def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None) -> Rung | None:
+def _more_layers(
+    plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share: float | None, growth: float
+) -> Rung | None:
     """Set more layers to full, of those that can be and are not. See `next_rung`."""
     entries = [entry for stack in plan.stacks for entry in stack.layers]
     layers = [layer for stack in stacks for layer in stack.layers]
@@ -328,7 +353,7 @@ def _more_layers(plan: Plan, stacks: Sequence[Stack], model: nn.Module, *, share
     if not left:
         return None
     number = math.ceil(len(entries) / _QUARTERS) if share is None else math.ceil(len(left) * share)
-    chosen = left[: max(1, number)]
+    chosen = left[: math.ceil(growth * max(1, number))]
     if not _is_possible(_with_full(plan, chosen), stacks, model):
         chosen = left
     return Rung(_with_full(plan, chosen), f"{len(chosen)} more layer{'s' * (len(chosen) > 1)} recomputed in full")

@@ -1,8 +1,9 @@
 """The optimizer's step where memory is short: what it needs is tried first, then it runs for some weights at a time.
 
-A step that has begun to write cannot be undone. So before it begins the memory of its temporaries is allocated and let
-go. Where that fails nothing has been written, and torch's optimizers, which treat each weight by itself, run part by
-part: to the bit what they do for all weights at once. A failure after the first write ends the run.
+A step that has begun to write cannot be undone. So before it begins the memory of its temporaries, and of state that it
+is to make, is allocated and let go. Where that fails nothing has been written, and torch's optimizers, which treat each
+weight by itself, run part by part: to the bit what they do for all weights at once. A failure after the first write
+ends the run.
 """
 
 from __future__ import annotations
@@ -131,10 +132,14 @@ class OptimizerSteps:
 
     def _try_temporaries(self, part: Part) -> None:
         """Allocate what the step will, group by group, and let go of it."""
+        state: list[Tensor] = []
         for group, weights in _by_group(part):
             if id(group) not in self._temporaries:
                 self._temporaries[id(group)] = Temporaries.of(self._optimizer, group)
-            self._temporaries[id(group)].allocate(weights)
+            needed = self._temporaries[id(group)]
+            # It stays when the group is done with, and those that follow find less.
+            state += needed.new_state([weight for weight in weights if weight not in self._optimizer.state])
+            needed.allocate(weights)
 
     @property
     def _step(self) -> int:
@@ -230,12 +235,14 @@ class _WriteDetector:
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """What a step needs besides weights, gradients and state."""
+    """What a step needs besides weights, gradients and the state that there is."""
 
     share: float
     """Of the bytes of the weights."""
     is_at_once: bool
     """Whether for all weights of a group at once, or one after the other."""
+    state_share: float = 0.0
+    """Of the bytes of a weight that has no state yet: what the step makes of it."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: Group) -> Temporaries:
@@ -255,19 +262,32 @@ class Temporaries:
             make: Any = type(optimizer)
             twin_optimizer = make([{**copy.deepcopy(options), "params": twins}])
             twin_optimizer.step()
+            state = [value for value in twin_optimizer.state[twins[0]].values() if isinstance(value, Tensor)]
             with _Peak() as peak:
                 twin_optimizer.step()
         num_bytes = twins[0].nbytes * (2 if is_at_once else 1)
-        return cls(peak.num_bytes / num_bytes, bool(is_at_once))
+        # That of Adafactor has rows and columns only, where a weight has two dimensions.
+        state_bytes = 0 if isinstance(optimizer, torch.optim.Adafactor) else sum(map(_nbytes_of_large, state))
+        return cls(peak.num_bytes / num_bytes, bool(is_at_once), state_bytes / twins[0].nbytes)
+
+    def new_state(self, weights: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return as much memory as the state of some weights needs."""
+        return [_bytes_like(weight, self.state_share) for weight in weights if self.state_share]
 
     def allocate(self, weights: Sequence[nn.Parameter]) -> None:
         """Allocate them for some weights, and let go of them."""
         at_once = weights if self.is_at_once else [max(weights, key=lambda weight: weight.nbytes)]
-        kept = [
-            torch.empty(math.ceil(self.share * weight.nbytes), dtype=torch.uint8, device=weight.device)
-            for weight in at_once
-        ]
+        kept = [_bytes_like(weight, self.share) for weight in at_once]
         kept.clear()
+
+
+def _bytes_like(weight: nn.Parameter, share: float) -> Tensor:
+    return torch.empty(math.ceil(share * weight.nbytes), dtype=torch.uint8, device=weight.device)
+
+
+def _nbytes_of_large(tensor: Tensor) -> int:
+    # Of one element are counters, on the host for the most part.
+    return tensor.nbytes if tensor.numel() > 1 else 0
 
 
 class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]

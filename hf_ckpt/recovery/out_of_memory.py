@@ -23,7 +23,11 @@ _OF_HOST = "can't allocate memory|Cannot allocate memory|not enough memory: you 
 """Words of the allocator of the CPU."""
 _WORDS = re.compile(
     # Not out of something else that has to do with memory.
-    r"out of memory(?! \w)|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|" + _OF_HOST
+    r"out of memory(?! \w)|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|"
+    # Of cuDNN 9.
+    r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|"
+    # A handle of cuBLAS takes memory of the device; any other call says it of a handle that there is not.
+    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(?:Lt)?Create|" + _OF_HOST
 )
 """Words of CUDA, cuBLAS, cuDNN, NCCL and torch's allocators, in errors that have no type of their own."""
 
@@ -48,6 +52,7 @@ class Figures:
     allocated: int | None = None  # What tensors have.
     unused: int | None = None  # What the allocator holds besides that.
     free: int | None = None  # What nobody holds.
+    allowed: int | None = None  # What the allocator may hold, where it is capped.
 
     @classmethod
     def of(cls, message: str) -> Figures:
@@ -58,6 +63,7 @@ class Figures:
             allocated=_amount(rf"{_AMOUNT} is allocated by PyTorch", message),
             unused=_amount(rf"{_AMOUNT} is reserved by PyTorch but unallocated", message),
             free=_amount(rf"of which {_AMOUNT} is free", message),
+            allowed=_amount(rf"{_AMOUNT} allowed;", message),
         )
 
     @property
@@ -73,7 +79,11 @@ class Figures:
         """What was not there when memory ran out; None where the allocator did not say."""
         if self.wanted is None or self.free is None:
             return None
-        return max(0, self.wanted - self.free - (self.unused or 0))
+        # What it holds unused is in pieces, of which none was large enough: it is not to be had.
+        usable = self.free
+        if self.allowed is not None and self.allocated is not None:
+            usable = min(usable, max(0, self.allowed - self.allocated - (self.unused or 0)))
+        return max(0, self.wanted - usable)
 
     @property
     def is_fragmented(self) -> bool:
@@ -86,6 +96,8 @@ class Figures:
             return "The allocator gave no figures."
         unused = f" and {format_bytes(self.unused)} reserved without being used" if self.unused is not None else ""
         of = f", of {format_bytes(self.capacity)}" if self.capacity is not None else ""
+        if self.allowed is not None:
+            of += f" of which {format_bytes(self.allowed)} are allowed"
         more = f"; {format_bytes(self.wanted)} more were asked for" if self.wanted is not None else ""
         return f"{format_bytes(self.allocated)} were allocated{unused}{of}{more}."
 

@@ -204,8 +204,9 @@ class Recovery:
 
     # --- Plans. ---
 
-    def _next_rung(self, plan: Plan, failure: Failure) -> Rung | None:
-        return rung_after(plan, failure, self._run.applied, self._run.model, self._planning, is_exact=self._is_exact)
+    def _next_rung(self, plan: Plan, failure: Failure, rerun: int) -> Rung | None:
+        given = plan, failure, self._run.applied, self._run.model, self._planning
+        return rung_after(*given, is_exact=self._is_exact, rerun=rerun)
 
     def _put_in_force(self, rung: Rung) -> None:
         self._run.change_plan(rung.plan, is_alone=True)

@@ -23,8 +23,8 @@ from hf_ckpt.errors import PolicyError
 from hf_ckpt.patch.apply import make_plan
 from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.revolve import fewest_snapshots
-from hf_ckpt.recovery.escalation import rung_after, share_of_batch, share_of_layers
-from hf_ckpt.recovery.ladder import Ladder, Room, Rung, next_rung
+from hf_ckpt.recovery.escalation import MOST_RERUNS, rung_after, share_of_batch, share_of_layers
+from hf_ckpt.recovery.ladder import Ladder, Room, Rung, leanest_rung, next_rung
 from hf_ckpt.recovery.out_of_memory import Failure, Figures, Part
 from hf_ckpt.recovery.recovery import RUNGS_FILE
 from hf_ckpt.regions.offload.transfer import DeviceMemory
@@ -32,7 +32,7 @@ from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.saved_files import PLAN_FILE
 from tests.recovery.limits import FULL, LimitedTrainer
-from tests.training import VOCAB, During, arguments, changed, llama, weights
+from tests.training import VOCAB, During, arguments, changed, llama, losses, weights
 
 UNKNOWN = Room(None, DevicePeak(torch.device("cpu")))
 """Nothing is predicted."""
@@ -107,6 +107,77 @@ def test_the_share_of_layers_is_that_of_what_was_missing(
     found = share_of_layers(failure, None if held is None else held * 2**20)
     assert found == (None if share is None else pytest.approx(share))
     assert share_of_layers(Failure(torch.OutOfMemoryError(), part, Figures()), 0) is None
+
+
+CAPPED = (
+    "CUDA out of memory. Tried to allocate {wanted} MiB. GPU 0 has a total capacity of 79.18 GiB of which 60.00 GiB is "
+    "free. Process 7 has 2.00 GiB memory in use. 1.25 GiB allowed; Of the allocated memory 1000.00 MiB is allocated by "
+    "PyTorch, with 24.00 MiB allocated in private pools (e.g., CUDA Graphs), and {unused} MiB is reserved by PyTorch "
+    "but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        # Of 1,280 MiB that are allowed 1,000 are in use and 200 in pieces, none of which was large enough.
+        (CAPPED.format(wanted=100, unused=200), 20),
+        (CAPPED.format(wanted=2000, unused=0), 1720),
+        # Rounding in the message: less than nothing is never missing.
+        (CAPPED.format(wanted=10, unused=200), 0),
+        # On a card whose free memory is in pieces.
+        (CUDA.format(wanted=200, free=20, allocated=500).replace("0 bytes is", "300 MiB is"), 180),
+    ],
+)
+def test_memory_that_a_cap_or_its_pieces_keep_from_use_is_missing(message: str, missing: int) -> None:
+    assert Figures.of(message).missing_bytes == missing * 2**20
+
+
+def test_what_a_cap_allows_is_said() -> None:
+    words = Figures.of(CAPPED.format(wanted=100, unused=200)).describe()
+    assert words == (
+        "1,000.0 MiB were allocated and 200.0 MiB reserved without being used, of 79.2 GiB of which 1.2 GiB are "
+        "allowed; 100.0 MiB more were asked for."
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "numbers"),
+    # Of 16 layers: a quarter of all, then a half; 3 %, of those that are left 6 %, and 12 %.
+    [(None, [4, 8, 4]), (0.03, [1, 2, 4]), (0.2, [4, 6, 6])],
+)
+def test_each_further_rerun_gives_up_twice_the_share_and_the_fourth_everything(
+    share: float | None, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_ckpt.recovery.escalation.share_of_layers", lambda failure, held: share)
+    model = llama(num_hidden_layers=16)
+    failure = Failure(torch.OutOfMemoryError(), Part.BACKWARD, Figures())
+    leanest = rungs(model, "none")[-1]
+    with apply(model, "none") as applied:
+        plan, found = applied.plan, []
+        for rerun in range(1, MOST_RERUNS):
+            before = plan.count(Mode.FULL)
+            rung = rung_after(plan, failure, applied, model, None, is_exact=True, rerun=rerun)
+            assert rung is not None
+            plan = rung.plan
+            found.append(plan.count(Mode.FULL) - before)
+        assert found == numbers
+        last = rung_after(plan, failure, applied, model, None, is_exact=True, rerun=MOST_RERUNS)
+        assert last is not None
+        assert last.plan == leanest.plan
+        assert last.change == ("the leanest plan there is, with layers run up to 4 times, from fewer saved inputs")
+        assert leanest_rung(last.plan, applied.stacks, model, is_exact=True) is None
+
+
+def test_the_last_rerun_leaves_out_rungs_that_are_known() -> None:
+    plans = {mode: make_plan(llama(), Policy.parse(mode)) for mode in ("none", "attention", "full")}
+    ladder = Ladder(plans["none"], quiet_steps=2, room=UNKNOWN)
+    for mode in ("attention", "full"):
+        assert ladder.fail(100, lambda plan, mode=mode: Rung(plans[mode]))
+    ladder.level = 0
+    assert ladder.fail(100, lambda plan: None, to_leanest=True)
+    assert ladder.level == 2
+    assert not ladder.fail(100, lambda plan: None, to_leanest=True)
 
 
 def test_chunked_head_and_tiles_come_last_and_only_where_they_are_allowed() -> None:
@@ -321,6 +392,80 @@ def test_long_rows_run_lean_and_short_ones_fast(tmp_path: Path, limit: int, monk
     assert lean > 0
     assert seen == [0, 0, 0, lean, lean, 0, 0, 0, 0, lean, 0, 0, 0, 0, lean, 0]
     assert callback.report()["ckpt/oom_recovered"] == 1
+
+
+CARD = (
+    "CUDA out of memory. Tried to allocate {wanted} MiB. GPU 0 has a total capacity of 79.18 GiB of which {free} MiB is"
+    " free. Process 7 has 2.00 GiB memory in use. {allowed}Of the allocated memory {allocated} MiB is allocated by "
+    "PyTorch, and {unused} MiB is reserved by PyTorch but unallocated."
+)
+NUM_LAYERS, ROOM = 32, 330
+
+
+class RunsOutInBackward(torch.autograd.Function):
+    """A backward that asks for memory piece by piece while each layer that is not recomputed holds 10 MiB.
+
+    Args:
+        num_kept: layers that are not recomputed.
+        pieces: in MiB.
+        is_capped: whether the 330 MiB that there are have been set by `set_per_process_memory_fraction`; else 15 MiB of
+            them are in pieces that are too small.
+    """
+
+    @staticmethod
+    def forward(context: Any, loss: Tensor, num_kept: int, pieces: list[int], is_capped: bool) -> Tensor:
+        context.given = num_kept, pieces, is_capped
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        num_kept, pieces, is_capped = context.given
+        allocated, unused = 10 * num_kept, 0 if is_capped else 15
+        for wanted in pieces:
+            if allocated + unused + wanted > ROOM:
+                free = 60_000 if is_capped else max(0, ROOM - allocated - unused)
+                said = f"{ROOM} MiB allowed; " if is_capped else ""
+                figures = {"wanted": wanted, "free": free, "allocated": allocated, "unused": unused, "allowed": said}
+                raise torch.OutOfMemoryError(CARD.format(**figures))
+            allocated += wanted
+        return gradient, None, None, None
+
+
+@pytest.mark.parametrize("is_capped", [True, False])
+@pytest.mark.parametrize(
+    ("pieces", "num_reruns"),
+    [
+        # 190 MiB of the 320 are missing, and said to be.
+        ([200], 1),
+        # It is said of 10 or 15 MiB only, each time.
+        ([20] * 10, MOST_RERUNS),
+    ],
+)
+def test_what_runs_out_in_backward_runs_again_four_times_at_most(
+    is_capped: bool, pieces: list[int], num_reruns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_ckpt.recovery.escalation.allocated_bytes", lambda: 0)
+
+    def run(**options: Any) -> tuple[Any, HFCkptCallback]:
+        callback = HFCkptCallback("none", prove="off", **options)
+
+        class Failing(LimitedTrainer):
+            def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
+                num_kept = callback.plan.count(Mode.NONE)  # type: ignore[union-attr]
+                return RunsOutInBackward.apply(loss, num_kept, pieces, is_capped) if options else loss
+
+        model = llama(num_hidden_layers=NUM_LAYERS)
+        args = TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=1, max_steps=1))
+        trainer = Failing(model=model, args=args, train_dataset=stream([LONG]), callbacks=[callback])
+        trainer.train()
+        return trainer, callback
+
+    (plain, _), (found, callback) = run(), run(on_oom="escalate")
+    assert changed(weights(plain.model), weights(found.model)) == []
+    assert losses(found) == losses(plain)
+    assert callback.report()["ckpt/oom_recovered"] == 1
+    assert callback.report()["ckpt/plan_switches"] == num_reruns
 
 
 def test_a_resumed_run_begins_on_the_rung(tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,6 +77,21 @@ def test_a_step_in_parts_is_to_the_bit_that_of_the_whole(kind: type[torch.optim.
     assert ours.report()["ckpt/oom_recovered"] >= 1
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+def test_a_first_step_that_has_room_for_its_state_and_little_more_runs_in_parts(
+    kind: type[torch.optim.Optimizer], share: float, tmp_path: Path
+) -> None:
+    free = Limited(None)
+    _, expected, _ = trained(tmp_path, kind, free, on_oom="error")
+    # Beside all of its state.
+    limited = Limited(int(free.peaks[0] - (1 - share) * free.peaks[1]))
+    _, got, ours = trained(tmp_path, kind, limited)
+    assert changed(expected, got) == []
+    assert limited.raised >= 1
+    assert ours.report()["ckpt/oom_recovered"] >= 1
+
+
 def failing(folder: Path, number: int, *, after: bool, **options: Any) -> tuple[dict[str, Tensor], FailingOperators]:
     """Train with AdamW while operator `number` of the third optimizer step fails."""
     mode = FailingOperators({2: [number]}, after=after)
@@ -167,7 +182,7 @@ def test_temporaries_are_those_of_the_kernels() -> None:
         optimizer = torch.optim.AdamW([weight], **options)
         shares[str(options)] = Temporaries.of(optimizer, optimizer.param_groups[0])
     assert shares == {
-        "{'foreach': True}": Temporaries(1.0, is_at_once=True),
-        "{'foreach': False}": Temporaries(3.0, is_at_once=False),
-        "{'fused': True}": Temporaries(0.0, is_at_once=False),
+        "{'foreach': True}": Temporaries(1.0, is_at_once=True, state_share=2.0),
+        "{'foreach': False}": Temporaries(3.0, is_at_once=False, state_share=2.0),
+        "{'fused': True}": Temporaries(0.0, is_at_once=False, state_share=2.0),
     }
