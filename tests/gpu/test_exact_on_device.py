@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import hf_ckpt
 from benchmarks.repeatable import repeatable_kernels
@@ -57,14 +56,21 @@ def test_dropout_draws_the_same_masks_again(device: str) -> None:
 @pytest.mark.gpu
 def test_full_frees_memory_on_the_device() -> None:
     case = on_device("llama", "cuda", attn_implementation="eager", num_layers=8)
+    # Of two short rows the layers keep less than their weights' gradients take.
+    for name, value in case.inputs.items():
+        case.inputs[name] = value.repeat(16, 1)
 
-    def peak(model: nn.Module) -> int:
+    def peak() -> int:
+        case.model.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         exactness.step(case)
         return torch.cuda.max_memory_allocated() - before
 
-    without = peak(case.model)
+    # cuBLAS takes its workspaces in the first step.
+    peak()
+    without = peak()
     with hf_ckpt.apply(case.model, "full"):
-        with_full = peak(case.model)
-    assert with_full < without
+        with_full = peak()
+    # Counted with the operators of a CPU: 20.2 and 3.8 MiB.
+    assert with_full < without / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,9 @@ def test_memory_after_forward_is_what_the_policy_keeps() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests use the device meanwhile")
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="others use the device meanwhile; the probe measures it alone"
+)
 def test_calibration_agrees_with_the_table() -> None:
     known, measured = this_device(), calibrate()
     if known.name not in DEVICES:
@@ -56,6 +59,17 @@ def test_calibration_agrees_with_the_table() -> None:
     assert 1e-6 < measured.launch_seconds < 1e-4
     assert measured.attention_efficiency is not None
     assert 0.1 < measured.attention_efficiency < 1.0
+
+
+@pytest.mark.parametrize(("worker", "is_skipped"), [("gw0", True), (None, False)])
+def test_calibration_skips_itself_beside_others(
+    worker: str | None, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker is not None:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+    marks = runpy.run_path(__file__)["test_calibration_agrees_with_the_table"].pytestmark
+    assert [mark.args for mark in marks if mark.name == "skipif"] == [(is_skipped,)]
 
 
 @pytest.mark.gpu
