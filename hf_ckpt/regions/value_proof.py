@@ -1,7 +1,8 @@
 """Whether a recomputation gives, bit by bit, what the forward gave: checked while regions run, in one step or more.
 
-A region that is due takes fingerprints of what its forward returns. Its recomputation, which then runs to the end,
-takes them again. If two differ, the first module inside that differs is named and a cause looked for.
+A region that is due takes fingerprints of what its forward returns, and checksums of what the modules inside return.
+Its recomputation, which then runs to the end, takes them again. If two fingerprints differ, the first module inside
+whose checksums differ is named and a cause looked for.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hf_ckpt.regions.fingerprints import (
     all_equal,
     is_plain,
     largest_distance,
+    plain_checksums,
     plain_fingerprints,
     plain_tensors,
     rounding_of,
@@ -241,7 +243,7 @@ class _Run:
 
     outputs: list[Fingerprint]
     modules: dict[str, list[Fingerprint]]
-    """By name, of what the modules inside returned, call by call."""
+    """By name, of what the modules inside returned, call by call: checksums where whole outputs are compared too."""
     before: StateFingerprint
     after: StateFingerprint
 
@@ -288,7 +290,7 @@ class CallProof:
             return returned, None
         with _unobserved():
             fault = self._find_fault(
-                self._forward, run, lambda: self._run_once_more(function, tensors, run.before.random)
+                self._forward, run, returned, lambda: self._run_once_more(function, tensors, run.before.random)
             )
         return returned, fault
 
@@ -366,7 +368,8 @@ class CallProof:
             returned = function(*tensors)
         with _unobserved():
             after = StateFingerprint.of(None, tensors, reads_python=is_forward)
-            outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
+            # A recomputation's sketches are wanted only where its hashes differ.
+            outputs = plain_fingerprints(plain_tensors(returned), has_sketch=is_forward)
         return returned, _Run(outputs, modules, before, after)
 
     @contextmanager
@@ -381,11 +384,14 @@ class CallProof:
         """Hook of the module with a name; `found` is a `_Run.modules` that is being filled."""
         if not torch.compiler.is_compiling():
             with _unobserved():
+                tensors = plain_tensors(output)
                 # With a sketch, which tells rounding from more, if no whole output will be there to compare.
-                taken = plain_fingerprints(plain_tensors(output), has_sketch=not self.runs_to_end)
+                taken = plain_checksums(tensors) if self.runs_to_end else plain_fingerprints(tensors, has_sketch=True)
                 found.setdefault(name, []).extend(taken)
 
-    def _find_fault(self, forward: _Run, again: _Run, run_again: Callable[[], list[Fingerprint]]) -> str | None:
+    def _find_fault(
+        self, forward: _Run, again: _Run, returned: Any, run_again: Callable[[], list[Fingerprint]]
+    ) -> str | None:
         if self._wrong_kept:
             return (
                 f"recomputation is handed another output of {self._wrong_kept[0]} than the forward kept. This is a "
@@ -398,10 +404,11 @@ class CallProof:
                     "its random numbers are not those of the forward: the state of the generators was not brought back."
                 )
             return None
-        distance = largest_distance(forward.outputs, again.outputs)
+        outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
+        distance = largest_distance(forward.outputs, outputs)
         cause = _random_cause(forward, again)
         if cause is None and distance is not None and distance < _NOISE * rounding_of(forward.outputs):
-            noise = largest_distance(again.outputs, run_again())
+            noise = largest_distance(outputs, run_again())
             if noise and distance <= 4 * noise:
                 self.note_noise(noise)
                 return None
