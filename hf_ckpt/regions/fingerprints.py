@@ -2,7 +2,13 @@
 
 A fingerprint has a hash that shows whether two tensors are equal bit by bit, and a sketch that shows how far apart they
 are. Both stay on the tensor's device, and are small: tensors can be compared that are never there at the same time.
-Meanwhile at most 16 MiB are used, however large a tensor is, and for a small one about as much as it has itself.
+Meanwhile at most 16 MiB are used, however large a tensor is, and for a small one a few times what it has itself. A
+checksum is a hash that reads the tensor once, where it lies, and sees less of where the bits are.
+
+Note [hash]: a tensor is taken as a row of 64-bit words, in the order of its elements, and the row as a matrix about as
+wide as high. The sums of its rows and of its columns are weighted by place and added up. Sums are of integers, so that
+their order does not matter, and of words as they lie, so that nothing is copied: a handful of kernels for a tensor of
+any size. One word that changes, moves or trades places changes the sum of a row or of a column.
 
 Samples are cheap enough for every step: a few values of each weight. They are read past torch's dispatcher, or with
 Python's part of it switched off, so that modes that follow or count operators do not see it.
@@ -16,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +31,17 @@ from torch import Tensor, nn
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.selective import dispatch
 
-_MIN_CHUNK, _MAX_CHUNK = 1 << 10, 1 << 19
-"""Elements that are hashed together: an eighth of the tensor's, within these bounds."""
-_BYTES_PER_ELEMENT = 28
-"""Scratch memory for each of them: a weight and the product with it (8 each), a sign (4), a copy (8)."""
+_WORD = 8
+"""Bytes that are summed as one integer."""
+_DIRECT = 1 << 10
+"""Words up to which a tensor is weighted by place without sums."""
+_PIECE = 1 << 19
+"""Words that are taken together where they are copied; a multiple of the width of the matrix."""
+_SKETCHED_BYTES = 1 << 22
+"""Bytes that are sketched together, at most four for each element."""
 _BINS = 64
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 over the golden ratio, as a signed number: combines the hashes of chunks, and mixes places."""
+"""2**64 over the golden ratio, as a signed number: mixes places."""
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 """Of SplitMix64 (Steele, Lea, Flood 2014), as a signed number."""
 _SUM_ERROR = 2.0**-14
@@ -52,22 +63,26 @@ class Fingerprint:
 
 def fingerprint(tensor: Tensor, *, has_sketch: bool = False) -> Fingerprint:
     """Return the fingerprint of a tensor that `is_plain`; sketched, if its numbers are real ones and `has_sketch`."""
-    has_sketch = has_sketch and tensor.is_floating_point()
-    size = _chunk_size(tensor)
-    # Made anew each time: kept, they would be there at the step's peak.
-    weights = _weights(0, size, tensor.device)
-    signs = weights.sign().to(torch.float32) if has_sketch else weights
-    total: Tensor | None = None
-    sums = torch.zeros(1 + _BINS, dtype=torch.float32, device=tensor.device) if has_sketch else None
-    for number, chunk in enumerate(_chunks(_as_real(tensor.detach()), size)):
-        bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64, copy=True)
-        mixed = bits.mul_(weights if chunk.numel() == size else weights[: chunk.numel()]).sum()
-        total = mixed if total is None else total * _ODD + mixed
-        del bits, mixed
-        if sums is not None:
-            sums += _sums(chunk, signs, number)
-    assert total is not None, "an empty tensor has a chunk too"
-    return Fingerprint(tensor.shape, tensor.dtype, total, sums)
+    real = _as_real(tensor.detach())
+    sketch = _sketch(real) if has_sketch and tensor.is_floating_point() else None
+    return Fingerprint(tensor.shape, tensor.dtype, _hash(real), sketch)
+
+
+def checksum(tensor: Tensor) -> Fingerprint:
+    """Return the sum of the bits of a tensor that `is_plain`, in place of its hash: one kernel, and no copy.
+
+    It sees any one element that changes, and not where whole words are. Where the words do not lie in rows, they are
+    copied piece by piece.
+    """
+    bits = _bits(_as_real(tensor.detach()))
+    if bits.element_size() == _WORD:
+        total = bits.sum()
+    elif _has_words_in_rows(bits):
+        total = bits.view(torch.int64).sum()
+    else:
+        sums = [words.sum() for words in _words(bits)] or [torch.zeros((), dtype=torch.int64, device=bits.device)]
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return Fingerprint(tensor.shape, tensor.dtype, total, None)
 
 
 def plain_fingerprints(tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
@@ -75,14 +90,53 @@ def plain_fingerprints(tensors: Sequence[Tensor], *, has_sketch: bool = False) -
     return [fingerprint(tensor, has_sketch=has_sketch) for tensor in tensors if is_plain(tensor)]
 
 
-def scratch_bytes(tensor: Tensor) -> int:
+def plain_checksums(tensors: Sequence[Tensor]) -> list[Fingerprint]:
+    """Return the checksums of those tensors that are plain."""
+    return [checksum(tensor) for tensor in tensors if is_plain(tensor)]
+
+
+def scratch_bytes(tensor: Tensor, *, has_sketch: bool = False) -> int:
     """Return the most memory that `fingerprint` uses meanwhile."""
-    return _BYTES_PER_ELEMENT * _chunk_size(tensor)
+    size = tensor.element_size() // (2 if tensor.is_complex() else 1)
+    num_elements = tensor.nbytes // size
+    num_words = -(-tensor.nbytes // (_WORD // 2 if size == _WORD else _WORD))
+    copied = _copied_bytes(tensor)
+    if num_words <= _DIRECT:
+        # Words and weights, 16 bytes a word each, while or after the weights are made.
+        hashed = copied + 32 * num_words
+    else:
+        width = _width(num_words)
+        hashed = copied + 48 * (num_words // width + 2 * width)
+    if not (has_sketch and tensor.is_floating_point()):
+        return hashed
+    width = _line(num_elements)
+    period = _BINS * width
+    padded = -(-num_elements // period) * period
+    together = min(padded, _SKETCHED_BYTES // max(4, size))
+    # With their signs, and before that in float32, or filled up.
+    num_copies = 1 + (tensor.dtype not in _PROMOTED) + (padded > num_elements)
+    pieces = 4 * num_copies * together + (0 if tensor.is_contiguous() else size * min(num_elements, together))
+    lines = padded // width
+    return max(hashed, 4 * period + max(16 * period, pieces + 4 * lines, 28 * lines))
 
 
-def _chunk_size(tensor: Tensor) -> int:
-    size = tensor.numel() * (2 if tensor.is_complex() else 1)
-    return min(size, max(_MIN_CHUNK, min(_MAX_CHUNK, -(-size // 8))))
+def checksum_scratch_bytes(tensor: Tensor) -> int:
+    """Return the most memory that `checksum` uses meanwhile."""
+    size = tensor.element_size() // (2 if tensor.is_complex() else 1)
+    return 0 if size == _WORD or _has_words_in_rows(tensor) else _copied_bytes(tensor)
+
+
+def _copied_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the two pieces, at most, of copied words that are there at once."""
+    size = tensor.element_size() // (2 if tensor.is_complex() else 1)
+    is_in_row = tensor.is_contiguous()
+    if size == _WORD:
+        return 2 * min(2 * tensor.nbytes, _WORD * _PIECE) + (
+            0 if is_in_row else min(tensor.nbytes, _WORD * _PIECE // 2)
+        )
+    if is_in_row and tensor.storage_offset() % (_WORD // size) == 0:
+        return 2 * _WORD
+    return min(2 * tensor.nbytes, 2 * _WORD * _PIECE)
 
 
 def _weights(start: int, size: int, device: torch.device) -> Tensor:
@@ -157,29 +211,158 @@ def is_sum(terms: Sequence[Fingerprint], total: Fingerprint) -> bool:
     return bool((distance <= allowed) | ~size.isfinite())
 
 
-def _sums(chunk: Tensor, signs: Tensor, number: int) -> Tensor:
-    size = chunk.numel()
-    signed = chunk.to(torch.float32, copy=True).mul_(signs[:size])
-    rest = size % _BINS
-    bins = signed[: size - rest].view(_BINS, size // _BINS).sum(1)
-    bins[:rest] += signed[size - rest :]
-    # Other signs in each chunk, so that equal differences in two of them do not always cancel or always add up.
-    bins *= _weights((1 + number) * _BINS, _BINS, chunk.device).sign()
-    return torch.cat([signed.square_().sum().view(1), bins])
+def _hash(tensor: Tensor) -> Tensor:
+    """Return the hash of a real tensor: see Note [hash]."""
+    bits = _bits(tensor)
+    num_words = _num_words(bits)
+    if num_words <= _DIRECT:
+        return _weighted_sum(list(_words(bits)), bits.device)
+    width = _width(num_words)
+    rows: list[Tensor] = []
+    rest: list[Tensor] = []
+    columns: Tensor | None = None
+    for words in _words(bits):
+        matrix = words[: words.numel() // width * width].view(-1, width)
+        rows.append(matrix.sum(1))
+        columns = matrix.sum(0) if columns is None else columns.add_(matrix.sum(0))
+        if matrix.numel() < words.numel():
+            rest.append(words[matrix.numel() :])
+    assert columns is not None, "there are more than `_DIRECT` words"
+    return _weighted_sum([*rows, columns, *rest], bits.device)
+
+
+def _weighted_sum(words: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not words:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    joined = words[0] if len(words) == 1 else torch.cat(list(words))
+    # By halves: times an odd number, the topmost bit of a word would be the topmost bit again, and two would cancel.
+    weights = _weights(0, 2 * joined.numel(), device)
+    return joined.view(torch.int32).to(torch.int64).mul_(weights).sum()
+
+
+def _width(num_words: int) -> int:
+    """Return the width of the matrix: a power of two, up to twice the root of the number of words."""
+    return 1 << (num_words.bit_length() + 1) // 2
+
+
+def _num_words(bits: Tensor) -> int:
+    # Of 8 bytes each half is a word: see `_words`.
+    return -(-bits.nbytes // (_WORD // 2 if bits.element_size() == _WORD else _WORD))
+
+
+def _words(bits: Tensor) -> Iterator[Tensor]:
+    """Yield the elements in order, as flat words; all but the last two tensors have `_PIECE` words, or are all.
+
+    Elements of 8 bytes are two words each: as one, the signs of two numbers in a row would cancel in its sum.
+    """
+    if bits.element_size() == _WORD:
+        for piece in _pieces(bits, _PIECE // 2):
+            yield piece.view(torch.int32).to(torch.int64)
+        return
+    ratio = _WORD // bits.element_size()
+    is_in_place = bits.is_contiguous() and bits.storage_offset() % ratio == 0
+    for piece in [bits.view(-1)] if is_in_place else _pieces(bits, _PIECE * ratio, copies=True):
+        whole = piece.numel() // ratio * ratio
+        if whole:
+            yield piece[:whole].view(torch.int64)
+        if whole < piece.numel():
+            last = piece.new_zeros(ratio)
+            last[: piece.numel() - whole] = piece[whole:]
+            yield last.view(torch.int64)
+
+
+def _has_words_in_rows(bits: Tensor) -> bool:
+    """Whether words can be read where they lie, row by row, as in a part of a wider tensor."""
+    ratio = _WORD // bits.element_size()
+    return bool(
+        bits.dim()
+        and bits.shape[-1] % ratio == 0
+        and bits.stride(-1) == 1
+        and all(stride % ratio == 0 for stride in (*bits.stride()[:-1], bits.storage_offset()))
+    )
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """Return the squared norm of a floating-point tensor, and 64 sums with random signs.
+
+    The tensor is cut into lines, and every 64th line belongs to one sum. A sign is that of a place in the line, other
+    ones for each sum, times that of the line.
+    """
+    width, device = _line(tensor.numel()), tensor.device
+    signs = _weights(0, _BINS * width, device).sign().to(torch.float32).view(_BINS, width)
+    pieces = _pieces(tensor, _SKETCHED_BYTES // max(4, tensor.element_size()))
+    found = list(map(partial(_signed_sums, signs), pieces))
+    if not found:
+        return torch.zeros(1 + _BINS, device=device)
+    norms, sums = zip(*found, strict=True)
+    lines = torch.cat(sums)
+    lines *= _weights(_BINS * width, lines.numel(), device).sign().view_as(lines)
+    return torch.cat([torch.stack(norms).square_().sum().view(1), lines.sum(0)])
+
+
+def _signed_sums(signs: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of a piece, and the sums of its lines."""
+    if piece.dtype not in _PROMOTED:
+        piece = piece.to(torch.float32)
+    num_groups = -(-piece.numel() // signs.numel())
+    if piece.numel() < num_groups * signs.numel():
+        padded = torch.zeros(num_groups * signs.numel(), device=piece.device)
+        padded[: piece.numel()] = piece
+        piece = padded
+    signed = piece.view(-1, *signs.shape) * signs
+    return torch.linalg.vector_norm(signed), signed.sum(2)
+
+
+_PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
+"""The kernel that multiplies by float32 reads these itself."""
+
+
+def _line(num_elements: int) -> int:
+    """Return how many elements a line has: 8 or more lines for each sum, if there are as many elements."""
+    return min(1 << 12, 1 << max(0, num_elements.bit_length() - 10))
 
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
 
 
-def _chunks(tensor: Tensor, size: int) -> Iterator[Tensor]:
-    """Yield the elements in order, flat, the same for every layout; copied only where they do not lie in a row."""
-    if tensor.numel() <= size:
-        yield tensor.reshape(-1)
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _pieces(tensor: Tensor, size: int, *, copies: bool = False) -> Iterator[Tensor]:
+    """Yield the elements in order, flat, the same for every layout; copied if they do not lie in a row, or always."""
+    is_in_row = tensor.is_contiguous() and not copies
+    for start in range(0, tensor.numel(), size):
+        stop = min(start + size, tensor.numel())
+        # Kept in no variable, as the next one would be made beside it.
+        yield tensor.view(-1)[start:stop] if is_in_row else _copy_of(tensor, start, stop)
+
+
+def _copy_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    copy, end = tensor.new_empty(stop - start), 0
+    for part in _parts(tensor, start, stop):
+        begin, end = end, end + part.numel()
+        copy[begin:end].view(part.shape).copy_(part)
+    return copy
+
+
+def _parts(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield views that hold, in order, the elements from `start` up to `stop`."""
+    if tensor.dim() <= 1:
+        yield tensor[start:stop]
         return
-    rows = size // (tensor.numel() // tensor.shape[0])
-    for part in torch.split(tensor, max(1, rows)):
-        yield from [part.reshape(-1)] if rows else _chunks(part[0], size)
+    size = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // size), stop // size
+    if first > last:
+        yield from _parts(tensor[last], start - last * size, stop - last * size)
+        return
+    if start < first * size:
+        yield from _parts(tensor[first - 1], start - (first - 1) * size, size)
+    if first < last:
+        yield tensor[first:last]
+    if last * size < stop:
+        yield from _parts(tensor[last], 0, stop - last * size)
 
 
 def plain_tensors(value: Any) -> list[Tensor]:

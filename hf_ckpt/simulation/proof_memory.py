@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.regions.execution_state import Function, module_of
-from hf_ckpt.regions.fingerprints import scratch_bytes, tensors_held
+from hf_ckpt.regions.fingerprints import checksum_scratch_bytes, scratch_bytes, tensors_held
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
 
@@ -46,7 +47,7 @@ class SimulatedCallProof(CallProof):
             self._record_fingerprints(found, self._held())
             with self._hooks(found), _counted_saves(self._saved) as num_saved:
                 returned = function(*tensors)
-            self._record_fingerprints(found, returned, sketch_bytes=_SKETCH_BYTES)
+            self._record_fingerprints(found, returned, has_sketch=is_forward)
         finally:
             self._tracker.counts_time = True
         if is_forward:
@@ -89,17 +90,25 @@ class SimulatedCallProof(CallProof):
 
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """See `CallProof`; `found` are `_Fingerprints`."""
-        self._record_fingerprints(found, output)
+        if self.runs_to_end:
+            self._record(found, output, checksum_scratch_bytes)
+        else:
+            self._record_fingerprints(found, output, has_sketch=True)
 
-    def _record_fingerprints(self, found: _Fingerprints, values: Any, *, sketch_bytes: int = 0) -> None:
+    def _record_fingerprints(self, found: _Fingerprints, values: Any, *, has_sketch: bool = False) -> None:
+        self._record(found, values, partial(scratch_bytes, has_sketch=has_sketch), has_sketch=has_sketch)
+
+    def _record(
+        self, found: _Fingerprints, values: Any, scratch: Callable[[Tensor], int], *, has_sketch: bool = False
+    ) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor):
                 with torch._C.DisableTorchFunction():
-                    num_bytes = scratch_bytes(tensor)
+                    num_bytes = scratch(tensor)
                 self._tracker.record_temporary(num_bytes)
                 self._tracker.record_owned(_HASH_BYTES, found)
-                if sketch_bytes and tensor.is_floating_point():
-                    self._tracker.record_owned(sketch_bytes, found)
+                if has_sketch and tensor.is_floating_point():
+                    self._tracker.record_owned(_SKETCH_BYTES, found)
 
 
 @contextmanager

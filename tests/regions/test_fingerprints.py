@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.regions.fingerprints import are_equal, fingerprint, relative_distance
+from hf_ckpt.regions.fingerprints import are_equal, checksum, fingerprint, relative_distance
 
 pytestmark = pytest.mark.core
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that do more than give a view."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not function.is_view
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -62,3 +74,78 @@ def test_fingerprints_leave_random_numbers_where_they_are() -> None:
     before = torch.get_rng_state()
     fingerprint(torch.ones(3), has_sketch=True)
     assert torch.equal(before, torch.get_rng_state())
+
+
+LAYOUTS = [
+    (torch.bfloat16, (6, 500, 64)),
+    (torch.bfloat16, (3, 501, 67)),
+    (torch.bool, (5, 333, 7)),
+    (torch.float32, (300, 2, 3001)),
+    (torch.float64, (3, 400, 500)),
+    (torch.complex64, (2, 3, 1001)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), LAYOUTS)
+def test_how_a_tensor_lies_changes_nothing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    wider = torch.zeros(*shape[:-1], shape[-1] + 8, dtype=dtype)
+    shifted = torch.zeros(values.numel() + 1, dtype=dtype)[1:].view(shape)
+    for other in (values.transpose(0, 2).contiguous().transpose(0, 2), wider[..., : shape[-1]], shifted):
+        other.copy_(values)
+        assert are_equal(fingerprint(values), fingerprint(other))
+        assert are_equal(checksum(values), checksum(other))
+        if dtype.is_floating_point:
+            one, two = (fingerprint(each, has_sketch=True).sketch for each in (values, other))
+            assert one is not None
+            assert two is not None
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4,), (64, 64), (512, 1024)])
+def test_a_hash_sees_signs_that_change_together(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert not are_equal(fingerprint(values), fingerprint(-values))
+    half = values.clone()
+    half[..., ::2] *= -1
+    assert not are_equal(fingerprint(values), fingerprint(half))
+
+
+def test_a_hash_sees_what_trades_places() -> None:
+    values = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    found, summed = fingerprint(values), checksum(values)
+    places = torch.randint(0, values.numel(), (50, 2), generator=torch.Generator().manual_seed(1)).tolist()
+    for one, other in [*places, [0, 4], [0, 1024], [0, 4096], [0, 4 * 512]]:
+        changed = values.clone().view(-1)
+        changed[one], changed[other] = values.view(-1)[other], values.view(-1)[one]
+        if not torch.equal(changed, values.view(-1)):
+            assert not are_equal(found, fingerprint(changed.view_as(values)))
+    for dim in (0, 1):
+        assert not are_equal(found, fingerprint(values.roll(1, dim)))
+        assert not are_equal(found, fingerprint(values.flip(dim)))
+    # Rows that trade places are what a checksum does not see.
+    assert are_equal(summed, checksum(values.roll(1, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (3, 700, 601)], ids=str)
+def test_a_checksum_sees_every_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    found = checksum(values)
+    assert are_equal(found, checksum(values.clone()))
+    for position in {0, values.numel() // 2, values.numel() - 1} if values.numel() else set():
+        changed = values.clone()
+        changed.view(-1).view(torch.uint8)[position * values.element_size()] ^= 1
+        assert not are_equal(found, checksum(changed))
+
+
+@pytest.mark.parametrize("num_rows", [2**13, 2**15])
+def test_the_number_of_kernels_does_not_follow_the_size(num_rows: int) -> None:
+    values = torch.zeros(num_rows, 1024, dtype=torch.bfloat16)
+    counts = []
+    for take in (fingerprint, checksum):
+        with Kernels() as kernels:
+            take(values)
+        counts.append(kernels.number)
+    assert counts == [12, 1]

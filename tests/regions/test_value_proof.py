@@ -496,6 +496,47 @@ def test_kernels_that_do_not_repeat_themselves_are_no_fault(
     ]
 
 
+@pytest.mark.parametrize(
+    ("runs", "num_runs"),
+    [
+        # The run that comes first after the recomputation gives the same, or nearly the same.
+        ("annna", 5),
+        ("an.na", 5),
+        ("an.nnnn.na", 10),
+        # At once.
+        ("ana", 3),
+        # A fault that is as small as rounding: however often it runs, what it gives is not what the forward gave.
+        ("an", None),
+        ("an.n.n.n.n.n", None),
+    ],
+)
+def test_noise_is_measured_by_more_than_one_run(
+    runs: str, num_runs: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(attention_dropout=0.0).train()
+    seen: list[str] = []
+
+    def rounded(mlp: nn.Module, hidden: Tensor) -> Tensor:
+        # All elements are off, or only one, or none.
+        run = runs.ljust(99, "n")[len(seen)]
+        seen.append(run)
+        off = torch.zeros_like(hidden)
+        if run != "n":
+            off.view(-1)[: None if run == "a" else 1] = 1e-6
+        return hidden * (1 + off)
+
+    in_mlp(model, rounded)
+    with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):
+        if num_runs is None:
+            with pytest.raises(PlanMismatchError, match=r"model\.layers\.2: its recomputation returns something else"):
+                backward(model)
+            assert len(seen) == 2 + value_proof.MOST_RUNS
+        else:
+            backward(model)
+            assert len(seen) == num_runs
+            assert "do not repeat themselves" in caplog.text
+
+
 @pytest.mark.slow
 def test_what_is_compiled_is_said_not_to_be_proven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

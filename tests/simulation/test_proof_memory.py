@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.planner.search import StepPlanner
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.regions import value_proof
-from hf_ckpt.regions.fingerprints import are_equal, fingerprint, relative_distance, scratch_bytes
+from hf_ckpt.regions.fingerprints import (
+    are_equal,
+    checksum,
+    checksum_scratch_bytes,
+    fingerprint,
+    relative_distance,
+    scratch_bytes,
+)
 from hf_ckpt.regions.selective import dispatch
 from hf_ckpt.simulation.devices import CPU, DEVICES
 from hf_ckpt.simulation.simulator import StepSimulator, simulate_step
@@ -135,16 +143,34 @@ def test_a_step_of_7b_needs_no_more_when_it_is_proven() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 )
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (40, 50), (5, 3, 1000), (3_000_000,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (3,), (40, 50), (7, 33), (5, 3, 1000), (1100, 1003), (3_000_000,)], ids=str
+)
 def test_scratch_memory_of_a_fingerprint_is_what_is_told(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.ones(shape).to(dtype)
-    for each in (tensor, tensor.t() if tensor.dim() == 2 else tensor):
-        with live_storages.LiveStorages([tensor]) as alive:
-            found = fingerprint(each, has_sketch=True)
-        # Numbers of a few bytes beside the chunks.
-        held = found.hash.nbytes + (0 if found.sketch is None else found.sketch.nbytes)
-        assert alive.peak_bytes <= scratch_bytes(each) + held + 4096
-        assert alive.peak_bytes <= 2**24
+    for each in (tensor, tensor.t() if tensor.dim() == 2 else tensor, tensor[..., 1:] if tensor.dim() else tensor):
+        for take, told in (
+            (partial(fingerprint, has_sketch=True), scratch_bytes(each, has_sketch=True)),
+            (fingerprint, scratch_bytes(each)),
+            (checksum, checksum_scratch_bytes(each)),
+        ):
+            with live_storages.LiveStorages([tensor]) as alive:
+                found = take(each)
+            held = found.hash.nbytes + (0 if found.sketch is None else found.sketch.nbytes)
+            # Numbers of a few bytes beside the pieces.
+            assert alive.peak_bytes <= told + held + 4096
+            assert alive.peak_bytes <= 2**24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_scratch_memory_has_a_limit(dtype: torch.dtype, is_transposed: bool) -> None:
+    tensor = torch.ones(4100, 4097, dtype=dtype)
+    each = tensor.t() if is_transposed else tensor
+    with live_storages.LiveStorages([tensor]) as alive:
+        fingerprint(each, has_sketch=True)
+        checksum(each)
+    assert alive.peak_bytes <= scratch_bytes(each, has_sketch=True) + 4096 <= 2**24
 
 
 def test_a_fingerprint_tells_each_bit_and_each_place() -> None:
