@@ -128,6 +128,8 @@ class TrainingRun:
         self.raise_pending_errors()
         if is_told_before_update:
             self.applied.pending_errors.hold()
+        for offloader in self.applied.offloaders:
+            offloader.begin_step()
         if self._checks_next_step:
             self._checks_next_step = False
             self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
@@ -149,6 +151,8 @@ class TrainingRun:
         """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
         if self.applied.plan not in self._proven:
             self._proven.append(self.applied.plan)
+        for offloader in self.applied.offloaders:
+            offloader.end_step()
         first_step, self._first_step = self._first_step, None
         if first_step is None:
             return self.applied.value_proof.take_faults()
