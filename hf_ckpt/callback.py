@@ -332,8 +332,9 @@ class HFCkptCallback(TrainerCallback):
         """Switch the cache off and see that the plan is in force."""
         run = self._running()
         try:
-            run.start_step()
-        except PlanMismatchError as error:
+            # DeepSpeed changes the weights in the backward of the last micro-batch.
+            run.start_step(is_told_before_update=getattr(args, "deepspeed_plugin", None) is None)
+        except (PlanMismatchError, UnsupportedError) as error:
             self._fail(run, error)
             raise
         if self._recovery is not None:
@@ -344,6 +345,11 @@ class HFCkptCallback(TrainerCallback):
     ) -> None:
         """Hold what ran against the plan, and what was recomputed against the forward, while gradients are there."""
         run = self._running()
+        try:
+            run.raise_pending_errors()
+        except UnsupportedError as error:
+            self._fail(run, error)
+            raise
         self._end_micro_batch(run)
         faults = run.faults_of_step(is_compiled=args.torch_compile)
         if faults:

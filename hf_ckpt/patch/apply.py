@@ -40,6 +40,7 @@ from hf_ckpt.policy.policy import Mode, Policy
 from hf_ckpt.policy.resolve_rules import resolve
 from hf_ckpt.regions.head import Chunking, check_reached, run_head
 from hf_ckpt.regions.offload.offloader import Offloader
+from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, modules_of, uncovered_lists
@@ -80,6 +81,11 @@ class Applied:
     def offloaders(self) -> tuple[Offloader, ...]:
         """The engines that move activations to the host or to disk, one for each way that the plan names."""
         return self._patches[0].offloaders if self._patches else ()
+
+    @property
+    def pending_errors(self) -> PendingErrors:
+        """The errors that the plan's regions may turn out to have found."""
+        return self._patches[0].pending_errors if self._patches else PendingErrors()
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
@@ -201,6 +207,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
     """
     check_offload_paths(plan, model)
     proof = ValueProof(parse_prove(prove))
+    pending_errors = PendingErrors()
     patches: list[StackPatch] = []
     offloaded = offloaded_layers(plan)
     try:
@@ -208,6 +215,7 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
             patch = StackPatch(plan, stack.path)
             patches.append(patch)
             patch.siblings = patches
+            patch.pending_errors = pending_errors
             # Whichever patch is removed first closes them; nothing runs after that.
             patch.offloaders = tuple(dict.fromkeys(offloader for offloader, _ in offloaded.values()))
             set_on_stack(model, patch, stack_plan, stack, offloaded, proof)

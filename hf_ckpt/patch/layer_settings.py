@@ -162,7 +162,7 @@ def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Region
     """Make a whole layer a region, through the seam if it has one."""
     patch.drops_cache = True
     if isinstance(module, GradientCheckpointingLayer):
-        patch.set(path, module, STATE, ModuleState(path))
+        patch.set(path, module, STATE, ModuleState(path, patch.pending_errors))
         patch.set(path, module, FUNCTION, region)
         patch.set(path, module, FLAG, True)
     else:
@@ -176,6 +176,6 @@ def set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[An
         # A module that two layers share: the first of them has reached it already.
         return
     forward = partial(run.func, *run.args, module, found)
-    patch.set(path, module, STATE, ModuleState(path))
+    patch.set(path, module, STATE, ModuleState(path, patch.pending_errors))
     # Tools that look at the signature see the original's.
     patch.set(path, module, FORWARD, update_wrapper(forward, found or module.forward))

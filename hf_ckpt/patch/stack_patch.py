@@ -21,6 +21,7 @@ from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.interrupted_run import TrainCall
 from hf_ckpt.policy.plan import Plan
 from hf_ckpt.regions.offload.offloader import Offloader
+from hf_ckpt.regions.pending_errors import PendingErrors
 from hf_ckpt.regions.recompute import is_cache
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
@@ -84,6 +85,7 @@ class StackPatch:
         self.segment_hooks: SegmentHooks | None = None
         self.hooks: list[RemovableHandle] = []
         self.offloaders: tuple[Offloader, ...] = ()
+        self.pending_errors = PendingErrors()
         self.tilings: list[Tiling] = []
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None

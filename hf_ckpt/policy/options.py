@@ -188,7 +188,8 @@ class Offload:
         to: `cpu` (host memory) or `disk`.
         path: directory for `disk`, which must be writable; a private one is made in it.
         fraction: share of the layers that do so, spread evenly. None takes as many as can be copied while others
-            compute, as measured in the first step; all where nothing can be measured.
+            compute, as measured in the first steps; all where nothing can be measured. Torch's peak of the device is
+            read for that and never reset: where loading took more memory than a step, fewer layers keep theirs.
         host_memory: bytes of host memory that may be used in all. None takes what the machine has free.
         trust_host_memory: do not ask how much the machine has free, only the limits of control groups.
         min_bytes: smaller tensors stay on the device.

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ckpt.regions.execution_state import RandomState, is_in_backward
+from hf_ckpt.regions.execution_state import RandomState
 from hf_ckpt.regions.selective import dispatch
 
 _WORD = 8
@@ -458,23 +458,14 @@ class Samples:
             return (now != self._on_device).any()
 
 
-def call_if_true(differs: Tensor, refuse: Callable[[], None]) -> None:
-    """Call `refuse` at the end of the backward that is running, if a boolean tensor of a device is true."""
-
-    def read() -> None:
-        if differs.item():
-            refuse()
-
-    if is_in_backward():
-        # By then the host waits for the device anyway, and only the first of these waits.
-        torch.autograd.Variable._execution_engine.queue_callback(read)
-    else:
-        read()
+def is_read_late(tensor: Tensor) -> bool:
+    """Whether the host would have to wait for a tensor's values."""
+    return not tensor.is_cpu
 
 
 def _bytes_of(tensor: Tensor) -> bytes | None:
     """Return bytes from the middle of a tensor on the CPU; None where they cannot be read."""
-    if not tensor.is_cpu or type(tensor) not in _PLAIN or not tensor.is_contiguous():
+    if is_read_late(tensor) or type(tensor) not in _PLAIN or not tensor.is_contiguous():
         return None
     try:
         address = tensor.data_ptr()
@@ -492,7 +483,7 @@ def _bytes_of(tensor: Tensor) -> bytes | None:
 
 def _elements_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a copy of elements spread over the first and the last of the tensors on a device; None without any."""
-    there = [tensor for tensor in tensors if not tensor.is_cpu and tensor.is_contiguous() and tensor.numel()]
+    there = [tensor for tensor in tensors if is_read_late(tensor) and tensor.is_contiguous() and tensor.numel()]
     there = [tensor for tensor in there if is_plain(tensor) and tensor.dtype == there[0].dtype]
     if not there or (there[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
@@ -513,12 +504,15 @@ def fingerprint_of(tensor: Tensor) -> Fingerprint | None:
         return fingerprint(tensor)
 
 
-def have_same_values(one: Fingerprint | None, other: Fingerprint | None) -> bool:
-    """Compare two fingerprints; a tensor without values is taken for unchanged."""
+def have_other_values(one: Fingerprint | None, other: Fingerprint | None) -> bool | Tensor:
+    """Whether two tensors differ; a tensor on the device if not known yet. No values are taken for unchanged ones."""
     if one is None or other is None:
-        return True
+        return False
+    if is_read_late(one.hash) and (one.shape, one.dtype) == (other.shape, other.dtype):
+        with unobserved():
+            return one.hash != other.hash
     with unobserved():
-        return are_equal(one, other)
+        return not are_equal(one, other)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions import fingerprints
 from hf_ckpt.regions.fingerprints import Fingerprint, Samples
+from hf_ckpt.regions.pending_errors import PendingErrors
 
 STATE = "_hf_ckpt_module_state"
 """Attribute of a module whose forward is a region."""
@@ -49,11 +50,13 @@ _training = itemgetter("training")
 class ModuleState:
     """Reads the state below one module whose forward is a region; lives on that module, and is copied with it.
 
-    `path` is that of the module, for messages; `num_steps` counts the steps of the optimizer, if somebody sets it.
+    `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
+    optimizer, if somebody sets it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, errors: PendingErrors) -> None:
         self._path = path
+        self.errors = errors
         self.num_steps = 0
         self._shards: Sequence[Values] = ()
         self._layout: _Layout | None = None
@@ -64,10 +67,10 @@ class ModuleState:
 
     def __getstate__(self) -> dict[str, Any]:
         # All else belongs to this model's modules, and to what runs in them; a copy does not share shards either.
-        return {"_path": self._path}
+        return {"path": self._path, "errors": self.errors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_path"])  # type: ignore[misc]  # a copy starts anew
+        self.__init__(**state)  # type: ignore[misc]  # a copy starts anew
 
     def use_shards(self, shards: Sequence[Values]) -> None:
         """Compare what an engine keeps of the weights below the module, in place of the weights."""
@@ -352,7 +355,7 @@ class _Note:
             state.refuse(_WRITTEN, (), _STEPPED)
         differ = self._samples.differ(self._values_of(tensors))
         if isinstance(differ, Tensor):
-            fingerprints.call_if_true(differ, partial(state.refuse, _WRITTEN, (), _STEPPED))
+            state.errors.add(differ, partial(state.refuse, _WRITTEN, (), _STEPPED))
         elif differ:
             state.refuse(_WRITTEN, (), _STEPPED)
         return self._changes(state, tensors)
@@ -388,9 +391,12 @@ class _Note:
             name = self._layout.names[position]
             if self._layout.is_buffer(position):
                 # DDP broadcasts the first process's buffers before each forward, mostly with the same values.
-                if tensor is None or not fingerprints.have_same_values(
+                differ = tensor is None or fingerprints.have_other_values(
                     self._fingerprints[position], state.fingerprint_of(position, tensor, now)
-                ):
+                )
+                if isinstance(differ, Tensor):
+                    state.errors.add(differ, partial(state.refuse, _OTHER_BUFFERS, [name], _BEFORE_THAT))
+                elif differ:
                     other_buffers.append(name)
             elif was[0] != now[0]:
                 replaced.append(name)
@@ -406,11 +412,7 @@ class _Note:
         if written:
             state.refuse(_WRITTEN, written, _STEPPED)
         if other_buffers:
-            state.refuse(
-                "buffers have got other values",
-                other_buffers,
-                "Call backward before that, or leave it out of the policy.",
-            )
+            state.refuse(_OTHER_BUFFERS, other_buffers, _BEFORE_THAT)
 
     def _changes_of_requires_grad(self, tensors: Sequence[Any]) -> list[_Change]:
         return [
@@ -442,6 +444,8 @@ class _Note:
 
 _WRITTEN = "weights were written to"
 _STEPPED = "Call backward before the optimizer steps, or run the forward again after its step."
+_OTHER_BUFFERS = "buffers have got other values"
+_BEFORE_THAT = "Call backward before that, or leave it out of the policy."
 
 
 def _set(owner: nn.Module | Tensor, name: str, value: Any) -> Callable[[], None]:

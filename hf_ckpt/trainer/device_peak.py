@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from hf_ckpt.regions.offload.cuda import CudaDevice
@@ -24,14 +22,10 @@ class DevicePeak:
         self._before = _counted()
         self._highest_before_window = 0
 
-    def highest(self, others: Iterable[int] = ()) -> int | None:
-        """Return the most bytes that torch has counted so far; None on a CPU, where nothing counts them.
-
-        Args:
-            others: what others have read before they let the count begin anew.
-        """
+    def highest(self) -> int | None:
+        """Return the most bytes that torch has counted so far; None on a CPU, where nothing counts them."""
         now = _counted()
-        return None if now is None else max(now, self._highest_before_window, *others)
+        return None if now is None else max(now, self._highest_before_window)
 
     def begin_window(self) -> None:
         """Let the count begin anew for `in_window`."""

@@ -87,7 +87,7 @@ def run_figures(applied: Applied, peak: DevicePeak, clock: StepClock, predicted_
     figures: dict[str, float] = {f"num_layers_{mode}": plan.count(mode) for mode in Mode if plan.count(mode)}
     figures["recomputed_share"] = recomputed_share(plan, applied.stacks)
     stats = [offloader.stats for offloader in applied.offloaders]
-    figures.update(_peak_memory(peak.highest(each.peak_before_reset_bytes for each in stats)))
+    figures.update(_peak_memory(peak.highest()))
     if stats:
         figures["host_peak_gib"] = sum(each.peak_host_bytes for each in stats) / GIB
         figures["offloaded_gib"] = sum(each.bytes_out for each in stats) / GIB

@@ -86,7 +86,9 @@ class TrainingRun:
                 return apply_plan(self.model, plan, self.applied.stacks, prove=prove)
             return _apply_on_all_ranks(self.model, plan, self._structure, prove)
 
+        errors = self.applied.pending_errors
         self.applied = self.applied.exchange(put)
+        errors.hand_over(self.applied.pending_errors)
         if self._call is not None:
             self.applied.belongs_to(self._call)
         if self._first_step is not None:
@@ -110,10 +112,24 @@ class TrainingRun:
         if self._watchdog is not None:
             self._watchdog.end()
 
-    def start_step(self) -> None:
-        """Switch the cache off, and see that the plan is in force: raises `PlanMismatchError` if it cannot be."""
+    def start_step(self, *, is_told_before_update: bool) -> None:
+        """Switch the cache off, and see that the plan is in force.
+
+        Args:
+            is_told_before_update: whether `raise_pending_errors` is called when the step's gradients are there and the
+                weights are still those of before.
+
+        Raises:
+            PlanMismatchError: the plan cannot be brought back.
+            UnsupportedError: as `raise_pending_errors`, where nobody called that in the last step.
+        """
         self._use_cache.off()
         self.applied.assert_in_force()
+        self.raise_pending_errors()
+        if is_told_before_update:
+            self.applied.pending_errors.hold()
+        for offloader in self.applied.offloaders:
+            offloader.begin_step()
         if self._checks_next_step:
             self._checks_next_step = False
             self._first_step = FirstStep(self.model, self.applied.plan, self.applied.stacks)
@@ -123,10 +139,20 @@ class TrainingRun:
         self.applied.value_proof.begin_step()
         self.clock.start_step()
 
+    def raise_pending_errors(self) -> None:
+        """Wait for the device, and raise what regions have found in the backwards of this step.
+
+        Raises:
+            UnsupportedError: a region was recomputed with other weights or buffers than its forward ran with.
+        """
+        self.applied.pending_errors.read()
+
     def faults_of_step(self, *, is_compiled: bool) -> list[str]:
         """Return what ran otherwise than planned, and what a recomputation gave otherwise than the forward."""
         if self.applied.plan not in self._proven:
             self._proven.append(self.applied.plan)
+        for offloader in self.applied.offloaders:
+            offloader.end_step()
         first_step, self._first_step = self._first_step, None
         if first_step is None:
             return self.applied.value_proof.take_faults()
@@ -171,6 +197,7 @@ class TrainingRun:
 
     def _note_removal(self) -> None:
         self.is_removed = True
+        self.applied.pending_errors.clear()
 
 
 def _apply_on_all_ranks(model: nn.Module, policy: Policy | Plan, structure: dict[str, Any], prove: Prove) -> Applied:

@@ -104,8 +104,12 @@ class CudaDevice:
         capacity = min(cap, free + torch.cuda.memory_reserved(device))
         return DeviceMemory(capacity, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
+    def allocated(self, device: torch.device) -> int:
+        """Return what torch has allocated; asks its count, and not the driver."""
+        return torch.cuda.memory_allocated(device)
+
     def reset_peak(self, device: torch.device) -> None:
-        """Restart torch's peaks."""
+        """Restart torch's peaks. Offload never does."""
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -171,9 +175,9 @@ class CudaWire(Wire):
         """See `CudaDevice.memory`."""
         return self._device.memory(device)
 
-    def reset_peak(self, device: torch.device) -> None:
-        """Restart torch's peaks."""
-        self._device.reset_peak(device)
+    def allocated(self, device: torch.device) -> int:
+        """See `CudaDevice.allocated`."""
+        return self._device.allocated(device)
 
 
 class CudaCopy(AsyncCopy):

@@ -145,6 +145,16 @@ class Offloader:
             if self._link is not None:
                 self._link.expect_batch(*self._expected_batch)
 
+    def begin_step(self) -> None:
+        """Announce that an optimizer step begins. Once this is called, `end_step` is to be called in each step."""
+        with self._locked():
+            self._tuner.begin_step()
+
+    def end_step(self) -> None:
+        """Announce that the last backward of an optimizer step has ended."""
+        with self._locked():
+            self._tuner.end_step(self._link)
+
     @contextmanager
     def scope(self, position: int) -> Iterator[OffloadScope]:
         """Enter one call of the region at a position.
@@ -387,7 +397,6 @@ class Offloader:
             peak_host_bytes=0 if link is None else link.peak_host_bytes,
             seconds_waited=0.0 if link is None else link.seconds_waited,
             fraction=self._tuner.fraction,
-            peak_before_reset_bytes=self._tuner.peak_before_reset,
             num_not_offloaded=dict(self._stats.num_not_offloaded),
         )
 
@@ -478,8 +487,6 @@ class OffloadStats:
     """Time for which a thread waited for a copy. On a GPU streams wait for each other instead, which this misses."""
     fraction: float = 1.0
     """Share of the layers that send away what they save, as it stands now."""
-    peak_before_reset_bytes: int = 0
-    """Peak of the device before the offloader reset torch's count, to measure the share; 0 if it did not."""
     num_not_offloaded: dict[str, int] = field(default_factory=Counter)
     """Tensors that stayed where they were, by the reason."""
 

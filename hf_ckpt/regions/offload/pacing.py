@@ -6,9 +6,14 @@ time of all of them suffices. The others keep what they save on the device, so t
 memory was left there when all were sending. When more comes to be sent than was measured (a longer batch), all send
 again and are measured again.
 
-Note on the peak. Torch counts one peak, since the process started or somebody reset it, and it may be older than what
-is measured: loading a model can take more than a step. The peak is everybody's, so it is reset only where it did not
-rise in the measured step and would cost layers their place; its value from before is kept for reports.
+Note on the peak. Torch counts one peak, since the process started or somebody reset it. It is everybody's, and is only
+read here. So what a measured pass needed is known exactly where the peak rose in it, and from above otherwise: loading
+a model can take more than a step, and then fewer layers keep what they save than could.
+
+Note on passes. A pass is an optimizer step where somebody says when it begins and ends, as the Trainer does, otherwise
+a forward with its backward. The device's memory is read when the measured pass begins and when it ends. Afterwards,
+where copies take longer than layers, torch's count of what is allocated is read when a pass begins: an optimizer makes
+its state late. Nothing is read where the user has fixed the share, or where all can send in time.
 """
 
 from __future__ import annotations
@@ -26,8 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_ckpt.regions.offload.transfer import DeviceMemory, Link, StorageKey
 
-_NUM_WARM_UP = 1
-"""Forwards that are not measured: kernels are chosen and memory is allocated in the first."""
 _MARGIN = 0.95
 """Share of a layer's time that its copy may take; of the device's memory that may be used."""
 _LONGER = 1.1
@@ -69,12 +72,11 @@ class FractionTuner:
     """Decides on the share of layers that send: the user's `fraction`, or what measurements allow if that is None."""
 
     def __init__(self, fraction: float | None, num_layers: int) -> None:
-        # Bytes of the device that were allocated at most before its peak was reset; 0 if it was not.
-        self.peak_before_reset = 0
         self._is_fixed = fraction is not None
         self._num_layers = num_layers
         self._bytes = 0
         self._device: torch.device | None = None
+        self._has_steps = self._step_begins = False
         self._start_measuring()
         if fraction is not None:
             self.fraction, self._is_measuring = fraction, False
@@ -82,42 +84,51 @@ class FractionTuner:
     def _start_measuring(self) -> None:
         self.fraction = 1.0
         self._is_measuring = True
-        self._remeasures_growth = False
-        self._num_forwards = 0
         self._regions: list[_RegionTiming] = []
-        self._measured: float | None = None
+        self._measured = 1.0
+        # None until the measured pass begins: in the one before, kernels are chosen and memory is allocated.
         self._before: DeviceMemory | None = None
-        self._growth = 0
+        self._capacity = self._growth = 0
+
+    def begin_step(self) -> None:
+        """Note that an optimizer step begins, whose end `end_step` will tell."""
+        self._has_steps = self._step_begins = True
+
+    def end_step(self, link: Link | None) -> None:
+        """Note that the last backward of an optimizer step has ended."""
+        memory = None if self._before is None else self._memory_if_measuring(link)
+        if memory is not None:
+            self._end_pass(memory, self._regions)
+        self._before = None
 
     def begin_forward(self, link: Link | None) -> None:
-        """Note that a forward begins, and decide on its share."""
+        """Note that a forward begins, and decide on its share if a pass begins with it."""
         regions, self._regions = self._regions, []
-        if self._is_fixed or link is None or link.timed_wire is None or self._device is None:
+        begins_pass, self._step_begins = self._step_begins or not self._has_steps, False
+        if not begins_pass:
             return
-        memory = link.timed_wire.memory(self._device)
-        if memory is None:
-            return
-        if self._is_measuring:
-            self._num_forwards += 1
-            if self._num_forwards > _NUM_WARM_UP:
-                self._measured = _fraction_in_time(regions)
-                self._is_measuring = False
-                self._remeasures_growth = self._note_growth(memory) and self._min_fraction(memory) > self._measured
-                if self._remeasures_growth:
-                    self.peak_before_reset = max(self.peak_before_reset, memory.peak)
-                    link.timed_wire.reset_peak(self._device)
+        memory = self._memory_if_measuring(link)
+        if memory is not None:
+            if self._before is not None and not self._has_steps:
+                self._end_pass(memory, regions)
             self._before = memory
-        elif self._remeasures_growth:
-            self._note_growth(memory)
-            self._remeasures_growth = False
-        if self._measured is not None and not self._remeasures_growth:
-            self.fraction = max(self._measured, self._min_fraction(memory))
+        if self._measured < 1 and link is not None and link.timed_wire is not None and self._device is not None:
+            self.fraction = max(self._measured, self._min_fraction(link.timed_wire.allocated(self._device)))
 
-    def _note_growth(self, memory: DeviceMemory) -> bool:
-        """Note how much the forward that ends grew; return whether that is only a bound: see the note on the peak."""
-        assert self._before is not None, "the first pass is not measured"
-        self._growth = memory.peak - self._before.allocated
-        return memory.peak == self._before.peak
+    def _memory_if_measuring(self, link: Link | None) -> DeviceMemory | None:
+        if not self._is_measuring or link is None or link.timed_wire is None or self._device is None:
+            return None
+        return link.timed_wire.memory(self._device)
+
+    def _end_pass(self, memory: DeviceMemory, regions: list[_RegionTiming]) -> None:
+        """Take what was measured in the pass that ends, unless somebody has reset the peak in it."""
+        assert self._before is not None, "the pass has begun"
+        growth = memory.peak - self._before.allocated
+        # A region makes as much as it sends, or more: less was counted only if the count began anew afterwards.
+        if memory.peak >= self._before.peak and growth >= self._bytes:
+            self._is_measuring = False
+            self._measured = _fraction_in_time(regions)
+            self._capacity, self._growth = memory.capacity, growth
 
     def note_sent(self, link: Link, handle: object, device: torch.device, num_bytes: int, *, is_first: bool) -> None:
         """Note that a region sends a tensor; `num_bytes` is what the region has sent so far, this tensor included."""
@@ -143,9 +154,9 @@ class FractionTuner:
         if self._is_measuring and link is not None and link.timed_wire is not None and self._regions:
             self._regions[-1].ended = link.timed_wire.record_event(device)
 
-    def _min_fraction(self, memory: DeviceMemory) -> float:
-        """Return the smallest share with which a forward that grows as the measured ones fits on the device."""
-        room = _MARGIN * memory.capacity - memory.allocated - self._growth
+    def _min_fraction(self, allocated_bytes: int) -> float:
+        """Return the smallest share with which a pass that grows as the measured one fits on the device."""
+        room = _MARGIN * self._capacity - allocated_bytes - self._growth
         return 1 - min(1.0, max(0.0, room) / max(1, self._bytes * self._num_layers))
 
 

@@ -298,5 +298,6 @@ class Wire:
         """Return how full the device is; None if it does not say."""
         return None
 
-    def reset_peak(self, device: torch.device) -> None:
-        """Restart the `peak` of `memory`. Called only if `memory` returns one."""
+    def allocated(self, device: torch.device) -> int:
+        """Return what this process has allocated of the device, in bytes. Called only if `memory` says it too."""
+        raise NotImplementedError
