@@ -49,8 +49,9 @@ from hf_ckpt.errors import OutOfMemoryError
 from tests.recovery.limits import FailingOperators, Phased, Steps
 
 NUM_STEPS = 3
-REFERENCE, OPTIMIZER_REFERENCE = "reference", "optimizer_reference"
+REFERENCE, REFERENCE_AGAIN, OPTIMIZER_REFERENCE = "reference", "reference_again", "optimizer_reference"
 FORWARD, BACKWARD, OPTIMIZER, EXPANDABLE, AUTO = "forward", "backward", "optimizer", "expandable_segments", "auto"
+_REFERENCES = (REFERENCE, REFERENCE_AGAIN, OPTIMIZER_REFERENCE)
 MOST_TRIES = 4
 """Of amounts to leave, until memory runs out in backward."""
 _LORA = Configuration("llama_1b", "lora", None, 2048, batch=2)
@@ -109,6 +110,8 @@ def collect(journal: Journal, setting: Setting) -> None:
     given = Run(policy="none", warn_only=bool(whole.get("warn_only")))
     in_forward = _leave_for(whole, "forward_bytes", _OF_FORWARD)
     runs_out(FORWARD, replace(given, ends_in=FORWARD), in_forward)
+    # Where it differs from the first nothing that follows says anything.
+    train(REFERENCE_AGAIN, Run(warn_only=given.warn_only))
     _try_backward(partial(runs_out, run=replace(given, ends_in=BACKWARD)), whole)
     other = train(OPTIMIZER_REFERENCE, Run(trains_all=True, warn_only=given.warn_only))
     weights = other.get("trained_bytes")
@@ -541,7 +544,7 @@ def assemble(journal: Journal, setting: Setting) -> Assembled:
         setting: that of `collect`.
     """
     entries = journal.entries
-    references = {name: entries[name] for name in (REFERENCE, OPTIMIZER_REFERENCE) if name in entries}
+    references = {name: entries[name] for name in _REFERENCES if name in entries}
     cases = {
         name: _compared(found, references.get(OPTIMIZER_REFERENCE if name == OPTIMIZER else REFERENCE, {}))
         for name, found in entries.items()
@@ -556,6 +559,9 @@ def assemble(journal: Journal, setting: Setting) -> Assembled:
         "model_of_optimizer": asdict(_optimized(setting)) | {"dtype": "float32"},
         "memory_is_taken_by": "an operator that fails" if _is_planted(setting) else "a child process",
         "without_a_limit": references,
+        "is_repeatable": _compared(references.get(REFERENCE_AGAIN, {}), references.get(REFERENCE, {})).get(
+            "has_the_weights"
+        ),
         "phases_met": {
             FORWARD: bool(cases.get(FORWARD, {}).get("ran_out_as_intended")),
             BACKWARD: any(cases[name].get("ran_out_as_intended") for name in tries),

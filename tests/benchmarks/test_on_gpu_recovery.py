@@ -25,6 +25,7 @@ def test_a_run_goes_on_wherever_memory_runs_out_and_ends_as_if_it_had_not() -> N
     ((name, result),) = recovery.assemble(journal, SMALL)
     assert name == "recovery_cpu.json"
     assert result["phases_met"] == {"forward": True, "backward": True, "optimizer": True}
+    assert result["is_repeatable"] is True
     cases = result["cases"]
     assert list(cases) == ["forward", "backward/1", "optimizer", "expandable_segments", "auto"]
     assert "skipped" in cases.pop("expandable_segments")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import runner
-from benchmarks.on_gpu import exactness, measurements, prepare, probe
+from benchmarks.on_gpu import exactness, measurements, prepare, probe, recovery
 from benchmarks.on_gpu import prepared as prepared_file
 from benchmarks.on_gpu.identity import identity_of
 from benchmarks.on_gpu.merge import merge
@@ -25,7 +25,7 @@ from hf_ckpt.policy.plan import Plan
 from tests.benchmarks.test_on_gpu import children_of, entries, forked, in_flight, is_alive, run, wait_for
 
 # Imported here, so that no stage has to: each is forked from this process.
-assert {exactness, measurements, probe}
+assert {exactness, measurements, probe, recovery}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -133,6 +133,8 @@ def test_what_came_home_is_filed_as_results(undisturbed: Path, tmp_path: Path) -
     exactness = json.loads((tmp_path / "exactness_cpu.json").read_text())
     assert exactness["outcomes"] == {"passed": exactness["num_cases"]}
     assert exactness["environment"]["command"] == "python -m benchmarks.on_gpu"
+    recovered = json.loads((tmp_path / "recovery_cpu.json").read_text())
+    assert all(recovered["phases_met"].values())
     races = json.loads((tmp_path / "offload_full_cpu.json").read_text())["races"]
     assert races["with_late_copies"] == races["not_repeatable"] == 0
     side = json.loads((tmp_path / "side_by_side_llama2_7b_lora_2048_cpu.json").read_text())
