@@ -51,6 +51,6 @@ export PYTHONPATH="$state/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF
 [ ! -e "$state/results.json" ] || set -- "$@" --resume "$state/results.json"
 # A copy for the next call, also where this one is killed. Each result file is there whole or not at all.
 (while sleep 3; do cp "$OUT/results.json" "$state/results.json" 2> /dev/null; done) &
-trap 'kill %1; cp "$OUT/results.json" "$state/results.json" 2> /dev/null || true' EXIT
+trap 'kill $!; cp "$OUT/results.json" "$state/results.json" 2> /dev/null || true' EXIT
 # The programme's own limit comes before the caller's.
 $python -m benchmarks.on_gpu --out "$OUT" --seconds $((seconds - (SECONDS - began) - 8)) "$@"
