@@ -32,6 +32,7 @@ SUITES = {
     "budgets": "benchmarks.budgets",
     "simulation_cost": "benchmarks.simulation_cost",
     "answer_time": "benchmarks.answer_time",
+    "proof_launches": "benchmarks.proof_launches",
     "recovery_sweep": "benchmarks.recovery_sweep",
     "recovery_stream": "benchmarks.recovery_stream",
     "published": "benchmarks.published.measure",
