@@ -122,9 +122,18 @@ STAGES = (
         variables=CUBLAS,
         **_benchmark("offload"),
     ),
-    # From here on in a second run.
-    _rows("bracket_80gib", _BRACKET.format(80, "1 of 32 layers"), 80, "bracket", 500, share_s=170),
+    Stage(
+        name="proof",
+        question="what does the proof of the first step cost?",
+        collect=_later("proof_time", "collect"),
+        assemble=_later("proof_time", "assemble"),
+        files=("proof_cuda.json",),
+        limit_s=100,
+        share_s=12,
+    ),
+    # From here on in a second run. The shorter one first: it may find room in what is left of the first run.
     _side_by_side(_SECOND, share_s=35),
+    _rows("bracket_80gib", _BRACKET.format(80, "1 of 32 layers"), 80, "bracket", 500, share_s=170),
     Stage(
         name="probe",
         question="what are this card, this host and the link between them?",

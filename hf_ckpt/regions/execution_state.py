@@ -7,7 +7,7 @@ transforms of torch.func, are refused where a recomputation could not give what 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import set_device_states
 
 from hf_ckpt.errors import UnsupportedError
 
@@ -75,7 +75,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU's generator and of those of the devices that tensors of a call lie on."""
+    """State of the CPU's generator, and of those of the current device and of each that tensors of a call lie on."""
 
     cpu: Tensor
     devices: tuple[int, ...]
@@ -84,14 +84,11 @@ class RandomState:
 
     @classmethod
     def of(cls, *values: Any) -> RandomState:
-        """Read the state of the CPU's generator, and of the devices on which tensors in `values` lie."""
-        device_type = _accelerator_type()
-        on_device = {tensor.device: tensor for value in values for tensor in tensors_in(value) if not tensor.is_cpu}
-        # A device that has not been used yet has no state to read; MPS has none that could be read by device.
-        if not on_device or not getattr(torch.get_device_module(device_type), "_initialized", False):
-            return cls(torch.get_rng_state(), (), (), device_type)
-        devices, states = get_device_states(*on_device.values())
-        return cls(torch.get_rng_state(), tuple(devices), tuple(states), device_type)
+        """Read the states; of the devices, the current one and those on which tensors in `values` lie."""
+        devices = _devices_in_use(*values)
+        module = torch.get_device_module(_accelerator_type())
+        states = tuple(module.get_rng_state(device) for device in devices)
+        return cls(torch.get_rng_state(), tuple(device.index for device in devices), states, _accelerator_type())
 
     def restore(self) -> None:
         """Set the generators to this state."""
@@ -144,6 +141,32 @@ class AutocastState:
             for device_type, enabled, dtype, cache in self.settings:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
             yield
+
+
+def device_witnesses(tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Tensor]:
+    """Return a tensor of no elements on each device that a call may draw on and that none of `tensors` lies on.
+
+    torch's checkpoint brings back the random state of the devices of its tensor arguments, and of no others. The inputs
+    of a layer below the first adapter are no such arguments where they come by keyword, so that its dropout would draw
+    other masks on a GPU: wrong gradients at the same loss.
+
+    Args:
+        tensors: that the checkpoint is given.
+        others: what else the call is given.
+    """
+    known = {tensor.device for tensor in tensors}
+    return [torch.empty(0, device=device) for device in _devices_in_use(*others) if device not in known]
+
+
+def _devices_in_use(*values: Any) -> list[torch.device]:
+    """Return the devices whose generators a call may use: the current one, and those of the tensors in `values`."""
+    kind = _accelerator_type()
+    module = torch.get_device_module(kind)
+    # A device that has not been used yet has no state to read; MPS has none that could be read by device.
+    if kind == "cpu" or not getattr(module, "_initialized", False):
+        return []
+    devices = {tensor.device for value in values for tensor in tensors_in(value) if tensor.device.type == kind}
+    return sorted(devices | {torch.device(kind, module.current_device())}, key=lambda device: device.index)
 
 
 def _accelerator_type() -> str:

@@ -23,6 +23,7 @@ from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
     Function,
     RandomState,
+    device_witnesses,
     keeps_activations,
     refuse_transforms,
     tensors_in,
@@ -48,7 +49,7 @@ def recompute(function: Function, *args: Any, proof: RegionProof | None = None) 
     refuse_transforms()
     call, tensors = split_call(function, args)
     return run_watched(
-        proof, function, args, tensors, lambda call_proof: run_checkpointed(call_proof, call.run, tensors)
+        proof, function, args, tensors, lambda call_proof: run_checkpointed(call_proof, call, call.run, tensors)
     )
 
 
@@ -67,15 +68,17 @@ def run_watched(
     return returned
 
 
-def run_checkpointed(proof: CallProof | None, run: Function, tensors: Sequence[Any], **options: Any) -> Any:
-    """Run `run(*tensors)` under torch's checkpoint, whose recomputation runs to the end where `proof` needs that."""
+def run_checkpointed(proof: CallProof | None, call: Call, run: Function, tensors: Sequence[Any], **options: Any) -> Any:
+    """Run `run(*tensors)`, which runs `call`, under torch's checkpoint; to the end again where `proof` needs that."""
     # Entered before the checkpoint reads the state of the generators.
     with ConcurrentRun():
         if proof is not None:
             options["early_stop"] = not proof.runs_to_end
             run = partial(proof.run, run)
-        forward = _Forward(run)
-        return forward.end(checkpoint(forward, *tensors, use_reentrant=False, preserve_rng_state=True, **options))
+        witnesses = device_witnesses(tensors, call.others)
+        forward = _Forward(run, len(witnesses))
+        given = (*witnesses, *tensors)
+        return forward.end(checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=True, **options))
 
 
 class _Forward:
@@ -85,12 +88,14 @@ class _Forward:
     others save; then the hooks that are innermost at that moment are removed, whosever they are.
     """
 
-    def __init__(self, run: Function) -> None:
+    def __init__(self, run: Function, num_witnesses: int) -> None:
         self._run = run
+        self._num_witnesses = num_witnesses
         self._is_forward = True
         self._error: BaseException | None = None
 
-    def __call__(self, *tensors: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
+        tensors = given[self._num_witnesses :]
         if not self._is_forward:
             return self._run(*tensors)
         try:
@@ -138,7 +143,9 @@ def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: R
     refuse_transforms()
     call, tensors = split_call(function, args)
     run = partial(_ModuleOutputs().run, kept, call)
-    return run_watched(proof, function, args, tensors, lambda call_proof: run_checkpointed(call_proof, run, tensors))
+    return run_watched(
+        proof, function, args, tensors, lambda call_proof: run_checkpointed(call_proof, call, run, tensors)
+    )
 
 
 def run_kept(kept: KeptModules, module: nn.Module, found: Function | None, *args: Any, **kwargs: Any) -> Any:
@@ -252,6 +259,11 @@ class Call:
         ]
         self._lengths = [(value, len(value)) for value in rest.values() if isinstance(value, list)]
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
+
+    @property
+    def others(self) -> list[Any]:
+        """What the function is given besides the tensors of the graph."""
+        return list(self._arguments.values())
 
     def run(self, *tensors: Any) -> Any:
         """Call the function with `tensors` in their places.

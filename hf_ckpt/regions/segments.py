@@ -159,7 +159,7 @@ class _Link:
         self._proof = proof
         self._outer = outer
         self._nested = nested
-        self.random_state = RandomState.of(*tensors)
+        self.random_state = RandomState.of(*tensors, *call.others)
         self._autocast = AutocastState.now()
         # Index in the outputs of the layer before, or None for a tensor from elsewhere.
         self._sources = [_position(tensor, outputs) for tensor in tensors]
@@ -199,7 +199,7 @@ class _Link:
     def run(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run the layer's own call."""
         if self._nested:
-            return run_checkpointed(self._proof, call.run, tensors)
+            return run_checkpointed(self._proof, call, call.run, tensors)
         return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 

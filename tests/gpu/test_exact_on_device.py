@@ -32,6 +32,17 @@ def test_every_policy_is_exact(model_type: str, policy: str, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", exactness.POLICIES)
+def test_adapters_with_dropout_draw_the_same_masks_again(policy: str, device: str) -> None:
+    # What the first layer is given needs no gradient: torch's checkpoint does not learn from it which device draws.
+    case = exactness.lora(on_device("llama", device, attn_implementation="eager"), lora_dropout=0.5)
+    case.model.to(device)
+    expected = exactness.step(case)
+    assert exactness.differences(expected, exactness.step(case, seed=1)), "dropout must matter"
+    assert exactness.check(case, policy) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["full", "attention", "ffn", "segments_2", "nested"])
 def test_bf16_autocast_with_sdpa_is_exact(policy: str, device: str) -> None:
     case = on_device("llama", device)

@@ -158,7 +158,7 @@ def _recompute_eagerly(
     def run(call_proof: CallProof | None) -> Any:
         kept = KeptOutputs(keeper, coverage, call_proof, checks_writes=not is_checked, sees_writes=not uses_kernels)
         contexts = partial(_contexts, coverage, saves, kept, uses_kernels)
-        returned = run_checkpointed(call_proof, call.run, tensors, context_fn=contexts)
+        returned = run_checkpointed(call_proof, call, call.run, tensors, context_fn=contexts)
         kept.note_returned(tensors_in(returned))
         return returned
 

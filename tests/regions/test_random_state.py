@@ -1,0 +1,71 @@
+"""The generators of a device, whose state a recomputation brings back: which devices a region's call may draw on."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_ckpt.regions import execution_state, recompute
+from hf_ckpt.regions.execution_state import RandomState
+
+DEVICE = torch.device("meta")
+# A device that every build of torch has. A stand-in says that it has a generator.
+
+
+@pytest.fixture(autouse=True)
+def _meta_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(_initialized=True, current_device=lambda: 0, get_rng_state=lambda device: torch.zeros(1))
+    monkeypatch.setattr(execution_state, "_accelerator_type", lambda: "meta")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """What torch's checkpoint is given in each call."""
+    found: list[tuple[Tensor, ...]] = []
+
+    def checkpoint(function: Any, *tensors: Tensor, **options: Any) -> Any:
+        found.append(tensors)
+        return function(*tensors)
+
+    monkeypatch.setattr(recompute, "checkpoint", checkpoint)
+    return found
+
+
+@pytest.fixture
+def _call_is_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tensors on meta have no index, unlike those of a device.
+    monkeypatch.setattr(execution_state, "_devices_in_use", lambda *values: [DEVICE])
+
+
+@pytest.mark.usefixtures("_call_is_on_meta")
+def test_an_input_by_keyword_that_needs_no_gradient_names_its_device(given: list[tuple[Tensor, ...]]) -> None:
+    layer = nn.Linear(2, 2, device=DEVICE)
+    returned = recompute.recompute(partial(layer.forward, input=torch.ones(1, 2, device=DEVICE)))
+    assert returned.shape == (1, 2)
+    ((witness,),) = given
+    assert witness.device == DEVICE
+    assert witness.numel() == 0
+
+
+@pytest.mark.usefixtures("_call_is_on_meta")
+def test_a_tensor_of_the_graph_names_its_device_itself(given: list[tuple[Tensor, ...]]) -> None:
+    layer, hidden = nn.Linear(2, 2, device=DEVICE), torch.ones(1, 2, device=DEVICE, requires_grad=True)
+    recompute.recompute(partial(layer.forward, input=hidden))
+    assert [tensor is hidden for tensor in given[0]] == [True]
+
+
+def test_the_state_of_the_current_device_is_read_without_a_tensor_on_it() -> None:
+    assert RandomState.of().devices == (0,)
+    assert RandomState.of(torch.ones(1)).devices == (0,)
+
+
+def test_a_device_that_was_not_used_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(_initialized=False))
+    assert RandomState.of(torch.ones(1, device=DEVICE)).devices == ()
+    assert execution_state.device_witnesses((), [torch.ones(1, device=DEVICE)]) == []
