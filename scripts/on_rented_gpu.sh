@@ -50,7 +50,9 @@ fi
 export PYTHONPATH="$state/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 [ ! -e "$state/results.json" ] || set -- "$@" --resume "$state/results.json"
 # A copy for the next call, also where this one is killed. Each result file is there whole or not at all.
-(while sleep 3; do cp "$OUT/results.json" "$state/results.json" 2> /dev/null; done) &
-trap 'kill $!; cp "$OUT/results.json" "$state/results.json" 2> /dev/null || true' EXIT
+keep() { cp "$OUT/results.json" "$state/results.json" 2> /dev/null || true; }
+(while sleep 3 && kill -0 $$ 2> /dev/null; do keep; done) &
+copying=$!
+trap 'keep; kill $copying 2> /dev/null || true' EXIT
 # The programme's own limit comes before the caller's.
 $python -m benchmarks.on_gpu --out "$OUT" --seconds $((seconds - (SECONDS - began) - 8)) "$@"

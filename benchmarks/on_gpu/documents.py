@@ -25,8 +25,11 @@ PLACES = ("README.md", "benchmarks/README.md", "docs/memory.md", "docs/long_cont
 COMMAND = "`make bench-gpu`"
 _BLOCK = re.compile(r"(?P<start><!-- gpu:(?P<name>[\w-]+) -->).*?(?P<end><!-- /gpu -->)", re.DOTALL)
 _WIDTH = 120
-_HEADLINE = "side_by_side_llama2_7b_lora_2048_cuda.json"
+_HEADLINE, _SECOND = (f"side_by_side_{case}_cuda.json" for case in ("llama2_7b_lora_2048", "llama32_1b_full_2048"))
 _LONGEST = "longctx_limit_24gib_cuda.json"
+_BRACKETS = tuple(f"longctx_bracket_{cap}gib_cuda.json" for cap in (24, 80))
+_EXACTNESS, _RECOVERY, _PROOF = "exactness_cuda.json", "recovery_cuda.json", "proof_cuda.json"
+_SOURCES = (_EXACTNESS, _RECOVERY, _HEADLINE)
 
 
 @dataclass(frozen=True)
@@ -90,27 +93,117 @@ def filled(text: str, stages: Sequence[Stage], results: Results) -> str:
     return _BLOCK.sub(fill, text)
 
 
-def _auto(stages: Sequence[Stage], results: Results) -> str:
-    found = results.get(_HEADLINE)
-    verdict = found.get("verdict") if found else None
-    if found is None or not verdict or verdict["best_gain_over_today"] is None:
+def _measured(stages: Sequence[Stage], results: Results) -> str:
+    """Return all that was measured, a line for each kind."""
+    makers = (_exactness, _recovery, _peaks, _auto, _rows, _proof)
+    lines = [line for make in makers for line in make(results)]
+    if not lines:
         return _paragraph(f"Not yet measured on a GPU: {COMMAND}.")
-    return _paragraph(
-        f"Measured on one {_card(found)}: `auto` takes up to {verdict['best_gain_over_today']:.0%} less time than the "
-        f"best that `Trainer` can set in the same memory, and at worst {verdict['worst_ratio_to_fixed']:.2f} times the "
-        f"time of the fastest fixed setting that fits ({results.link(_HEADLINE)}).{_prepared_for_another(found)}"
+    cards = dict.fromkeys(card for name in _SOURCES if (found := results.get(name)) and (card := _card(found)))
+    head = f"Measured on one {' and one '.join(cards)}:"
+    items = [textwrap.indent(_paragraph(line, _WIDTH - 2), "  ").replace("  ", "- ", 1) for line in lines]
+    return "\n".join([head, "", *items])
+
+
+def _exactness(results: Results) -> Iterator[str]:
+    found = results.get(_EXACTNESS)
+    if found is not None:
+        passed, skipped = (found["outcomes"].get(name, 0) for name in ("passed", "skipped"))
+        wrong = found["num_cases"] - passed - skipped
+        yield (
+            f"**Exact:** {passed} of {passed + wrong} cases, losses and gradients to the last bit, four layers of 7B width "
+            f"and the copies of offload under disturbance among them ({results.link(_EXACTNESS)})."
+        )
+
+
+def _recovery(results: Results) -> Iterator[str]:
+    found = results.get(_RECOVERY)
+    if found is None:
+        return
+    cases = [one for one in found["cases"].values() if one.get("ran_out_in")]
+    same = sum(bool(one["has_the_losses"] and one["has_the_weights"]) for one in cases)
+    phases = [name for name, is_met in found["phases_met"].items() if is_met]
+    yield (
+        f"**Out of memory:** {len(cases)} runs ran out of it (in {_and(phases)}); {same} of them went on to the losses and "
+        f"weights of the run without a limit, to the last bit ({results.link(_RECOVERY)})."
     )
+
+
+def _peaks(results: Results) -> Iterator[str]:
+    found = {name: one for name, one in results.matching("predict_*_cuda.json") if "peak_ratio" in one}
+    if found:
+        ratios = [one["peak_ratio"] for one in found.values()]
+        lowest, highest = (f"{choose(ratios):.3f}" for choose in (min, max))
+        yield (
+            f"**Peaks:** of {len(found)} training steps between {lowest} and {highest} of the measured peak were predicted "
+            f"beforehand ({results.link(next(iter(found)), 'one of the results')}; "
+            f"{_page(results, 'docs/memory.md', 'predicted-and-measured', 'all')}, with their times)."
+        )
+
+
+def _auto(results: Results) -> Iterator[str]:
+    for name in (_HEADLINE, _SECOND):
+        found = results.get(name)
+        verdict = found.get("verdict") if found else None
+        if found is None or not verdict or verdict["best_ratio_to_today"] is None:
+            continue
+        better = f"takes {_of(verdict['best_ratio_to_today'])} of the time of the best that `Trainer` can set in the same memory"
+        worst = f"{_of(verdict['worst_ratio_to_fixed'])} of the time of the fastest fixed setting that fits"
+        yield (
+            f"**`auto`**, {found['title']}, planned beforehand for {verdict['num_budgets']} "
+            f"budget{'s' if verdict['num_budgets'] > 1 else ''}: at best it {better}, at worst {worst} "
+            f"({results.link(name)}).{_prepared_for_another(found)}"
+        )
+
+
+def _of(ratio: float) -> str:
+    return f"{ratio:.0%}".replace("%", " %")
+
+
+def _rows(results: Results) -> Iterator[str]:
+    for name in _BRACKETS:
+        found = results.get(name)
+        for whose, words in (("hf_ckpt", "ours"), ("transformers", "the Trainer's")):
+            tried = (found or {}).get(whose, {}).get("trials", [])
+            if found is not None and tried:
+                cap = name.removeprefix("longctx_bracket_").partition("gib")[0]
+                trials = " and ".join(
+                    f"{one['length']:,} ({one['percent']} % of the prediction) "
+                    f"{'trains' if one['fits'] else 'runs out of memory' if one['fits'] is False else 'failed'}"
+                    for one in tried
+                )
+                yield f"**A row in {cap} GiB**, {words}: of {trials} tokens ({results.link(name)})."
+
+
+def _proof(results: Results) -> Iterator[str]:
+    found = results.get(_PROOF)
+    if found is not None and "full" in found["by_policy"]:
+        one = found["by_policy"]["full"]
+        yield (
+            f"**The proof** of the first step of Llama 2 7B with LoRA takes {one['proof_seconds']:.1f} s more, once, at 2,048 "
+            f"tokens ({results.link(_PROOF)})."
+        )
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _page(results: Results, page: str, anchor: str, words: str) -> str:
+    here = os.path.relpath(results.folder.parents[1] / page, results.document.parent)
+    return f"[{words}]({here}#{anchor})"
 
 
 def _longest(stages: Sequence[Stage], results: Results) -> str:
+    lines = list(_rows(results))
     found = results.get(_LONGEST)
-    if found is None or not found.get("longest"):
-        return _paragraph(f"Not yet measured on a GPU: {COMMAND}.")
-    return _paragraph(
-        f"Measured on one {_card(found)} with the allocator capped at 24 GiB: a row of {found['longest']:,} tokens "
-        f"trains, where {found['predicted']['length']:,} tokens are predicted ({results.link(_LONGEST)})."
-        f"{_prepared_for_another(found)}"
-    )
+    if found is not None and found.get("longest"):
+        lines.append(
+            f"With the allocator capped at 24 GiB a row of {found['longest']:,} tokens trains, where "
+            f"{found['predicted']['length']:,} tokens are predicted ({results.link(_LONGEST)})."
+            f"{_prepared_for_another(found)}"
+        )
+    return "\n\n".join(map(_paragraph, lines or [f"Not yet measured on a GPU: {COMMAND}."]))
 
 
 def _accuracy(stages: Sequence[Stage], results: Results) -> str:
@@ -150,15 +243,15 @@ def _left(stages: Sequence[Stage], results: Results) -> str:
 
 
 _BLOCKS: Mapping[str, Callable[[Sequence[Stage], Results], str]] = {
-    "auto": _auto,
+    "measured": _measured,
     "longest": _longest,
     "accuracy": _accuracy,
     "left": _left,
 }
 
 
-def _paragraph(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+def _paragraph(text: str, width: int = _WIDTH) -> str:
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _prepared_for_another(result: Mapping[str, Any]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import subprocess
+import tarfile
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,17 +36,40 @@ def identity_of(device: str, *, is_small: bool) -> dict[str, Any]:
     }
 
 
-def digest_of_code(patterns: Sequence[str] = _CODE) -> str:
+def digest_of_code(patterns: Sequence[str] = _CODE, root: Path = ROOT) -> str:
     """Return a digest of what is run: the same sources give the same, also in a copy without git.
 
     Args:
         patterns: of the files.
+        root: of a checkout.
     """
     digest = hashlib.sha256()
-    found = (path for pattern in patterns for path in ROOT.glob(pattern))
+    found = (path for pattern in patterns for path in root.glob(pattern))
     for path in sorted(found):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+_MOST_COMMITS = 100
+
+
+def commit_with(digest: str) -> str | None:
+    """Return the newest commit of this checkout whose code has a digest; None where none of the last hundred has it.
+
+    Args:
+        digest: of `digest_of_code`.
+    """
+    listed = subprocess.run(
+        ["git", "rev-list", f"-n{_MOST_COMMITS}", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    for commit in listed.stdout.split():
+        with tempfile.TemporaryDirectory() as folder:
+            archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                files.extractall(folder, filter="data")
+            if digest_of_code(root=Path(folder)) == digest:
+                return commit
+    return None
 
 
 def gpu_name() -> str | None:

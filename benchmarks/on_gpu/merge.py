@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import commit
 from benchmarks.journal import Entry, ReadJournal, replace_text
 from benchmarks.on_gpu import constants, documents
-from benchmarks.on_gpu.identity import ROOT, digest_of_code
+from benchmarks.on_gpu.identity import ROOT, commit_with
 from benchmarks.on_gpu.results import read
 from benchmarks.on_gpu.setting import Setting, Stage
 from benchmarks.result_files import text_of
@@ -124,11 +123,12 @@ def environment_of(document: Mapping[str, Any]) -> dict[str, Any]:
         (one["environment"] for one in reversed(document["slices"]) if "environment" in one), {"hardware": {}}
     )
     identity = document["identity"]
-    # A machine without git does not know its commit; this one does, where the code is still the same.
-    here = commit() if digest_of_code() == identity["code"] else ""
+    # A machine that a tree was copied to may not know its commit, or know one that the tree was changed from.
+    commit = commit_with(identity["code"])
     return measured | {
         "command": "python -m benchmarks.on_gpu",
-        "commit": identity["commit"] or here,
+        "commit": commit or identity["commit"],
+        "is_dirty": commit is None and measured.get("is_dirty", True),
         "code": identity["code"],
         "prepared_for_another": document["slices"][-1].get("prepared_for_another", []) if document["slices"] else [],
     }
