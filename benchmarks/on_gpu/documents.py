@@ -95,7 +95,7 @@ def filled(text: str, stages: Sequence[Stage], results: Results) -> str:
 
 def _measured(stages: Sequence[Stage], results: Results) -> str:
     """Return all that was measured, a line for each kind."""
-    makers = (_exactness, _recovery, _peaks, _auto, _rows, _proof)
+    makers = (_exactness, _recovery, _peaks, _auto, _proof)
     lines = [line for make in makers for line in make(results)]
     if not lines:
         return _paragraph(f"Not yet measured on a GPU: {COMMAND}.")
@@ -111,8 +111,8 @@ def _exactness(results: Results) -> Iterator[str]:
         passed, skipped = (found["outcomes"].get(name, 0) for name in ("passed", "skipped"))
         wrong = found["num_cases"] - passed - skipped
         yield (
-            f"**Exact:** {passed} of {passed + wrong} cases, losses and gradients to the last bit, four layers of 7B width "
-            f"and the copies of offload under disturbance among them ({results.link(_EXACTNESS)})."
+            f"**Exact:** {passed} of {passed + wrong} cases to the last bit of loss and gradients, four layers of 7B "
+            f"width and late copies of offload among them ({results.link(_EXACTNESS)})."
         )
 
 
@@ -124,8 +124,8 @@ def _recovery(results: Results) -> Iterator[str]:
     same = sum(bool(one["has_the_losses"] and one["has_the_weights"]) for one in cases)
     phases = [name for name, is_met in found["phases_met"].items() if is_met]
     yield (
-        f"**Out of memory:** {len(cases)} runs ran out of it (in {_and(phases)}); {same} of them went on to the losses and "
-        f"weights of the run without a limit, to the last bit ({results.link(_RECOVERY)})."
+        f"**Out of memory:** {same} of {len(cases)} runs that ran out of it (in {_and(phases)}) ended with the losses "
+        f"and weights of the run without a limit, to the last bit ({results.link(_RECOVERY)})."
     )
 
 
@@ -135,8 +135,8 @@ def _peaks(results: Results) -> Iterator[str]:
         ratios = [one["peak_ratio"] for one in found.values()]
         lowest, highest = (f"{choose(ratios):.3f}" for choose in (min, max))
         yield (
-            f"**Peaks:** of {len(found)} training steps between {lowest} and {highest} of the measured peak were predicted "
-            f"beforehand ({results.link(next(iter(found)), 'one of the results')}; "
+            f"**Peaks:** of {len(found)} training steps between {lowest} and {highest} of the measured peak were "
+            f"predicted beforehand ({results.link(next(iter(found)), 'one of the results')}; "
             f"{_page(results, 'docs/memory.md', 'predicted-and-measured', 'all')}, with their times)."
         )
 
@@ -147,17 +147,20 @@ def _auto(results: Results) -> Iterator[str]:
         verdict = found.get("verdict") if found else None
         if found is None or not verdict or verdict["best_ratio_to_today"] is None:
             continue
-        better = f"takes {_of(verdict['best_ratio_to_today'])} of the time of the best that `Trainer` can set in the same memory"
-        worst = f"{_of(verdict['worst_ratio_to_fixed'])} of the time of the fastest fixed setting that fits"
+        against = [_of(row["ratio_to_today"]) for row in found["budgets"] if row["ratio_to_today"]]
         yield (
-            f"**`auto`**, {found['title']}, planned beforehand for {verdict['num_budgets']} "
-            f"budget{'s' if verdict['num_budgets'] > 1 else ''}: at best it {better}, at worst {worst} "
-            f"({results.link(name)}).{_prepared_for_another(found)}"
+            f"**`auto`**, {found['title']}: within {_and([_gib(row) for row in found['budgets']])} its step takes "
+            f"{_and(against)} of the time of the best that `Trainer` can set there ({results.link(name)})."
+            f"{_prepared_for_another(found)}"
         )
 
 
 def _of(ratio: float) -> str:
     return f"{ratio:.0%}".replace("%", " %")
+
+
+def _gib(row: Mapping[str, Any]) -> str:
+    return f"{row['budget_bytes'] / GIB:.1f} GiB"
 
 
 def _rows(results: Results) -> Iterator[str]:
@@ -167,12 +170,14 @@ def _rows(results: Results) -> Iterator[str]:
             tried = (found or {}).get(whose, {}).get("trials", [])
             if found is not None and tried:
                 cap = name.removeprefix("longctx_bracket_").partition("gib")[0]
-                trials = " and ".join(
-                    f"{one['length']:,} ({one['percent']} % of the prediction) "
-                    f"{'trains' if one['fits'] else 'runs out of memory' if one['fits'] is False else 'failed'}"
+                trials = ", ".join(
+                    f"{one['length']:,} tokens ({one['percent']} % of the predicted length) {_OUTCOMES[one['fits']]}"
                     for one in tried
                 )
-                yield f"**A row in {cap} GiB**, {words}: of {trials} tokens ({results.link(name)})."
+                yield f"**A row in {cap} GiB**, {words}: {trials} ({results.link(name)})."
+
+
+_OUTCOMES = {True: "trained", False: "ran out of memory", None: "failed"}
 
 
 def _proof(results: Results) -> Iterator[str]:
@@ -180,8 +185,8 @@ def _proof(results: Results) -> Iterator[str]:
     if found is not None and "full" in found["by_policy"]:
         one = found["by_policy"]["full"]
         yield (
-            f"**The proof** of the first step of Llama 2 7B with LoRA takes {one['proof_seconds']:.1f} s more, once, at 2,048 "
-            f"tokens ({results.link(_PROOF)})."
+            f"**The proof** of the first step of Llama 2 7B with LoRA takes {one['proof_seconds']:.1f} s, once "
+            f"({results.link(_PROOF)})."
         )
 
 

@@ -62,13 +62,13 @@ def commit_with(digest: str) -> str | None:
     listed = subprocess.run(
         ["git", "rev-list", f"-n{_MOST_COMMITS}", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    for commit in listed.stdout.split():
+    for one in listed.stdout.split():
         with tempfile.TemporaryDirectory() as folder:
-            archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+            archive = subprocess.run(["git", "archive", one], cwd=ROOT, capture_output=True, check=True).stdout
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
                 files.extractall(folder, filter="data")
             if digest_of_code(root=Path(folder)) == digest:
-                return commit
+                return one
     return None
 
 

@@ -441,23 +441,25 @@ def test_blocks_of_documents_are_written_from_results(place: str) -> None:
 
 def test_what_was_measured_takes_the_place_of_what_was_not(tmp_path: Path) -> None:
     results = documents.Results(tmp_path, tmp_path / "README.md")
-    text = "a\n\n<!-- gpu:auto -->\n\n<!-- /gpu -->\n\nb\n\n<!-- gpu:longest -->\nold\n<!-- /gpu -->\n"
+    text = "a\n\n<!-- gpu:measured -->\n\n<!-- /gpu -->\n\nb\n\n<!-- gpu:longest -->\nold\n<!-- /gpu -->\n"
     not_yet = "Not yet measured on a GPU: `make bench-gpu`."
     before = documents.filled(text, STAGES, results)
     assert before.count(not_yet) == 2
     assert before.count("<!-- /gpu -->") == 2
     environment = {"hardware": {"gpu": "NVIDIA H200"}, "prepared_for_another": ["device h100, here h200"]}
-    verdict = {"best_gain_over_today": 0.204, "worst_ratio_to_fixed": 1.0}
-    found = {"environment": environment, "verdict": verdict}
+    verdict = {"best_ratio_to_today": 0.796, "worst_ratio_to_fixed": 1.1}
+    rows = [{"budget_bytes": size * 2**30, "ratio_to_today": ratio} for size, ratio in ((18, 0.796), (41, 1.104))]
+    found = {"environment": environment, "verdict": verdict, "budgets": rows, "title": "A model"}
     (tmp_path / "side_by_side_llama2_7b_lora_2048_cuda.json").write_text(json.dumps(found))
     found = {"environment": environment, "longest": 180_000, "predicted": {"length": 180_800}}
     (tmp_path / "longctx_limit_24gib_cuda.json").write_text(json.dumps(found))
     after = documents.filled(before, STAGES, results)
     assert not_yet not in after
-    assert "NVIDIA H200: `auto` takes up to 20% less time" in " ".join(after.split())
+    auto = "within 18.0 GiB and 41.0 GiB its step takes 80 % and 110 % of the time of the best that `Trainer` can set"
+    assert f"Measured on one NVIDIA H200: - **`auto`**, A model: {auto} there" in " ".join(after.split())
     assert "a row of 180,000 tokens trains, where 180,800 tokens are predicted" in " ".join(after.split())
-    assert after.count("Plans were prepared for another run: device h100, here h200.") == 2
-    assert after.startswith("a\n\n<!-- gpu:auto -->\n\n")
+    assert " ".join(after.split()).count("Plans were prepared for another run: device h100, here h200.") == 2
+    assert after.startswith("a\n\n<!-- gpu:measured -->\n\n")
 
 
 def test_stages_and_their_results_have_names_of_their_own() -> None:
