@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import runner
 from benchmarks.journal import Entry, Journal
-from benchmarks.on_gpu import command, documents, exactness, merge, prepared, programme
+from benchmarks.on_gpu import command, documents, exactness, merge, prepare, prepared, programme, seconds
 from benchmarks.on_gpu.identity import ROOT, differences, identity_of
 from benchmarks.on_gpu.results import MOST_CUTS, Results, read
 from benchmarks.on_gpu.setting import Prepared, Setting, Stage
@@ -426,6 +426,36 @@ def test_what_was_prepared_for_another_card_is_better_than_nothing(
     found = command._prepared(options, here)
     assert found.get("predicted/x") == {"peak_bytes": 1}
     assert found.differences == ("device h200, here h100",)
+
+
+def _no_module() -> Entry:
+    raise ImportError("no module named bitsandbytes")
+
+
+def test_what_cannot_be_prepared_is_named_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = {"predicted/good": dict, "predicted/bad": _no_module}
+    monkeypatch.setattr(prepare, "_pieces", lambda *given: iter(pieces.items()))
+    path = tmp_path / "h100.json"
+    assert exit_code(["--prepare", "--prepared", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "could not be prepared: predicted/bad: ImportError: no module named bitsandbytes" in said
+    # Tried again, and there.
+    pieces["predicted/bad"] = dict
+    assert exit_code(["--prepare", "--prepared", str(path)]) == 0
+    assert list(json.loads(path.read_text())["entries"]) == ["predicted/good", "predicted/bad"]
+
+
+def test_the_first_call_has_room_for_what_matters_most() -> None:
+    beforehand = prepared.read(prepared.path_of("h100", is_small=False), identity_of("h100", is_small=False), "h100")
+    found = seconds.planned(STAGES, beforehand)
+    assert {name for name, (_, source) in found.items() if source == "predictions"} == {
+        *("predicted", "side_by_side_llama2_7b_lora_2048", "side_by_side_llama32_1b_full_2048"),
+        *("bracket_24gib", "bracket_80gib"),
+    }
+    stages = list(found)
+    assert sum(found[name][0] for name in stages[: stages.index("side_by_side_llama32_1b_full_2048")]) <= 585
 
 
 # --- Documents. ---
