@@ -51,6 +51,7 @@ from hf_ckpt.estimate.predict import Predictor
 from hf_ckpt.estimate.step_of_recipe import Subject
 from hf_ckpt.measure.track_real_step import follow_trainer
 from hf_ckpt.planner.advice import LENGTH_MULTIPLE
+from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe
 from hf_ckpt.simulation.devices import CPU, Device, find_device
 from hf_ckpt.simulation.step_memory import StepMemory
@@ -146,7 +147,7 @@ def train(trial: Trial, device: str) -> Entry:
         torch.cuda.set_per_process_memory_fraction(min(1.0, trial.cap_bytes / total) if trial.cap_bytes else 1.0)
         torch.cuda.reset_peak_memory_stats()
     own = trial.plan if trial.plan in OWN else None
-    plugin = None if own else HFCkptCallback(with_capped_offload(Plan.from_json(trial.plan)), prove="off")
+    plugin = None if own else _plugin(trial, recipe)
     gauge = StepGauge(place, min(1, trial.num_steps - 1))
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -169,6 +170,17 @@ def train(trial: Trial, device: str) -> Entry:
         "loss": loss,
         "figures": {} if plugin is None else plugin.report(),
     } | reserved_bytes()
+
+
+def _plugin(trial: Trial, recipe: Recipe) -> HFCkptCallback:
+    section = recipe.checkpointing or NO_CHECKPOINTING
+    return HFCkptCallback(
+        with_capped_offload(Plan.from_json(trial.plan)),
+        prove="off",
+        # No plan says it, and PEFT models have them on by default. Then the embeddings' output is a leaf that needs a
+        # gradient, which autograd keeps to the end of backward: one layer input more on the device than is predicted.
+        input_require_grads=section.input_require_grads,
+    )
 
 
 OWN: dict[str, dict[str, Any]] = {

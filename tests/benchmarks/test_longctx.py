@@ -65,9 +65,14 @@ def test_a_step_of_the_predicted_length_stays_within_the_cap(told: longctx.Predi
     # All that the library can do is in the plan.
     assert [entry.offload is not None for entry in entries] == [True, True, False]
     assert {entry.tiles for entry in entries} == {"auto"}
-    found = longctx.train(longctx.Trial(told.length, told.cap_bytes, told.plan.to_json(), is_small=True), "cpu")
+    # In the first step there is no optimizer's state yet, which here is as large as a layer's input: without it a step
+    # that keeps one input too many on the device looks right.
+    trial = longctx.Trial(told.length, told.cap_bytes, told.plan.to_json(), num_steps=2, is_small=True)
+    found = longctx.train(trial, "cpu")
     assert found["peak_bytes"] <= told.cap_bytes
-    assert found["peak_bytes"] == pytest.approx(told.peak_bytes, rel=0.01)
+    assert found["peak_bytes"] == pytest.approx(told.peak_bytes, rel=1e-4)
+    # The embeddings' output, which is the first layer's input, has left the device too.
+    assert found["host_bytes"] == told.host_bytes
 
 
 def test_optimizer_has_no_memory_that_the_driver_moves() -> None:

@@ -35,6 +35,7 @@ from tests.live_storages import LiveStorages
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AMPERE, ADA, HOPPER, TURING = (8, 0), (8, 9), (9, 0), (7, 5)
+H200 = find_device("h200")
 A100 = next(device for device in DEVICES.values() if device.capability == AMPERE)
 
 
@@ -193,6 +194,15 @@ def test_flash_needs_float32_for_the_querys_gradient_and_expanded_ones_for_group
     )
     workspace = 2 * 8 * 128 * 64 * 4 + 2 * 8 * 128 * 4 + 2 * (2 * 8 * 128 * 64 * 2)
     assert grouped.backward == gradients + workspace + grouped.kept
+
+
+def test_cudnn_attention_needs_in_backward_what_was_measured() -> None:
+    # On an H200 with torch 2.11 and cuDNN 9.19: 84,148,736 bytes in the backward of 1 x 2,048 tokens, 32 heads of 128.
+    shape = (1, 32, 2048, 128)
+    found = follow(
+        lambda *given: functional.scaled_dot_product_attention(*given, is_causal=True), *[shape] * 3, device=H200
+    )
+    assert found.backward - found.kept == pytest.approx(84_148_736, abs=512)
 
 
 def test_flash_pads_heads_to_multiples_of_eight() -> None:

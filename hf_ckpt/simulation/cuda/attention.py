@@ -228,7 +228,8 @@ def _efficient_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
 
 WORKSPACES: dict[Callable[..., Any], Callable[..., list[Workspace]]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    # What cuDNN's plans allocate is not known; they add up the query's gradient in float32 too.
+    # cuDNN's plans do not say what they allocate. Measured on an H200 (cuDNN 9.19, 1 x 32 heads x 2,048 x 128): what
+    # flash attention does, and 512 bytes. With fewer heads of keys and values it has not been measured.
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
