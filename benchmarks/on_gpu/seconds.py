@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from benchmarks.on_gpu.measurements import (
     longest_options,
 )
 from benchmarks.on_gpu.setting import IMPORTS_S, Prepared, Stage
-from benchmarks.side_by_side.contender import OFFLOAD_WARMUP
 from benchmarks.side_by_side.contenders import chosen
+from benchmarks.side_by_side.ours import warmup_of
+from hf_ckpt.policy.plan import Plan
 
 SLOWER = 1.2
 """Steps take up to so many times the predicted time: so did published ones on one A100 (`results/published.json`)."""
@@ -79,8 +81,7 @@ def _turns(case: str, records: dict[str, Any]) -> Iterator[float]:
     warmups = {one.name: one.num_warmup for one in chosen(LEAN_COMPARED[case].contenders)}
     for name, record in records.items():
         if "predicted" in record:
-            offloads = record["predicted"]["host_bytes"] > 0
-            warmup = warmups.get(name, OFFLOAD_WARMUP if offloads else 1)
+            warmup = warmups[name] if name in warmups else warmup_of(Plan.from_json(json.dumps(record["plan"])))
             num_steps = (warmup + 1) + effort.num_rounds * (max(effort.num_warmup, warmup) + effort.num_steps)
             yield num_steps * record["predicted"]["step_time_ms"] / 1e3
 

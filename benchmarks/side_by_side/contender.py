@@ -13,6 +13,9 @@ GROUPS = ("none", "today", "elsewhere", "compiled", "ours", "auto")
 
 OFFLOAD_WARMUP = 3
 """Steps in which an engine that offloads takes its buffers, and ours finds how much it can hide."""
+SELECTIVE_WARMUP = 2
+"""Steps in which our selective modes find out how to run: in both of them each kept output is read twice to look for
+writes that no operator declares, and the device is waited for."""
 
 
 class NotHereError(Exception):

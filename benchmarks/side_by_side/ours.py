@@ -11,9 +11,10 @@ from torch import nn
 
 import hf_ckpt
 from benchmarks.host_limit import capped, with_capped_offload
-from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, Contender
+from benchmarks.side_by_side.contender import OFFLOAD_WARMUP, SELECTIVE_WARMUP, Contender
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.policy.policy import SELECTIVE_MODES, Mode
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"policy": "full"}),
@@ -54,7 +55,7 @@ def applied(policy: str | Plan, options: dict[str, Any], model: nn.Module) -> It
 
 def _contender(name: str, title: str, options: dict[str, Any]) -> Contender:
     policy, further = options["policy"], {key: value for key, value in options.items() if key != "policy"}
-    num_warmup = OFFLOAD_WARMUP if "offload" in options else 1
+    num_warmup = _warmup("offload" in options, Mode(policy) in SELECTIVE_MODES)
     enter = partial(applied, policy, further)
     return Contender(name=name, title=title, group="ours", enter=enter, num_warmup=num_warmup)
 
@@ -67,14 +68,25 @@ def planned(number: int, budget: str, plan: Plan) -> Contender:
         budget: in words.
         plan: for the model.
     """
-    offloads = any(entry.offload is not None for stack in plan.stacks for entry in stack.layers)
     return Contender(
         name=f"auto_{number}",
         title=f"auto, {budget}",
         group="auto",
         enter=partial(applied, plan, {}),
-        num_warmup=OFFLOAD_WARMUP if offloads else 1,
+        num_warmup=warmup_of(plan),
     )
+
+
+def warmup_of(plan: Plan) -> int:
+    """Return how many steps a plan runs before its step is as all later ones are."""
+    entries = [entry for stack in plan.stacks for entry in stack.layers]
+    return _warmup(
+        any(entry.offload is not None for entry in entries), any(entry.mode in SELECTIVE_MODES for entry in entries)
+    )
+
+
+def _warmup(offloads: bool, is_selective: bool) -> int:
+    return OFFLOAD_WARMUP if offloads else SELECTIVE_WARMUP if is_selective else 1
 
 
 NONE = Contender(name="none", title="none", group="none", enter=nullcontext)

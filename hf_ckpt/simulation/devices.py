@@ -93,6 +93,20 @@ class Device:
     """What the host needs more for each operator that a layer in a selective mode handles in Python: those whose
     outputs it keeps, to keep and to return them. Under a dispatch mode all of them (`regions.selective.dispatch`)."""
 
+    def beside_host(self, launch_seconds: float, backward_launch_seconds: float) -> Device:
+        """Return the device beside a host that takes so long for an operator of a forward, and of a backward.
+
+        What else the host does in Python changes as the first of the two does.
+        """
+        factor = launch_seconds / self.launch_seconds
+        return replace(
+            self,
+            launch_seconds=launch_seconds,
+            backward_launch_seconds=backward_launch_seconds,
+            unit_seconds=factor * self.unit_seconds,
+            selective_seconds=factor * self.selective_seconds,
+        )
+
     @property
     def tries_cudnn_first(self) -> bool:
         """Whether torch tries cuDNN's attention before its own flash attention, as far as a call suits it.

@@ -18,12 +18,16 @@ pytest.importorskip("peft")
 from benchmarks.cases import CASES, Case, build
 from benchmarks.journal import Entry, FileJournal, OutOfTimeError, ReadJournal
 from benchmarks.runner import RESULTS
-from benchmarks.side_by_side import measure, suite
+from benchmarks.side_by_side import measure, ours, suite
 from benchmarks.side_by_side.budgets import Budget, budgets_of, compare, verdict
 from benchmarks.side_by_side.contender import GROUPS, Contender, NotHereError
 from benchmarks.side_by_side.contenders import CONTENDERS, chosen
 from benchmarks.side_by_side.measure import Bench, Effort, assemble, collect
 from benchmarks.side_by_side.step import TrainingStep
+from hf_ckpt.policy.options import Offload
+from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
+from hf_ckpt.policy.policy import Mode
+from hf_ckpt.regions.selective import kept_outputs
 
 TINY = Case(
     name="tiny",
@@ -364,7 +368,34 @@ def test_contenders_that_offload_or_compile_warm_up_longer() -> None:
     }
     assert {name for name, number in num_warmup.items() if number == 2} == {
         name for name, contender in CONTENDERS.items() if contender.group == "compiled"
-    }
+    } | {"selective", "selective_attention"}
+
+
+@pytest.mark.parametrize("name", ["selective", "selective_attention"])
+def test_selective_modes_are_timed_behind_the_steps_that_look_for_unseen_writes(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    looked: list[int] = []
+    original = kept_outputs._sums
+    monkeypatch.setattr(kept_outputs, "_sums", lambda tensors: looked.append(len(tensors)) or original(tensors))
+    bench, contender = Bench(TINY, "cpu"), CONTENDERS[name]
+    counts = []
+    with bench.entered(contender) as (step, called):
+        for _ in range(contender.num_warmup + 1):
+            looked.clear()
+            step.run(called)
+            counts.append(len(looked))
+    assert all(counts[:-1])
+    assert counts[-1] == 0
+
+
+def test_plans_of_the_planner_warm_up_as_their_modes_need() -> None:
+    def plan(*modes: str) -> Plan:
+        return Plan("Llama", (StackPlan("layers", tuple(LayerPlan(Mode(mode)) for mode in modes)),))
+
+    assert [ours.warmup_of(plan("none", mode)) for mode in ("full", "selective", "selective_attention")] == [1, 2, 2]
+    offloads = LayerPlan(Mode.SELECTIVE, offload=Offload())
+    assert ours.warmup_of(Plan("Llama", (StackPlan("layers", (offloads,)),))) == 3
 
 
 # --- The suite. ---

@@ -170,3 +170,7 @@ def test_calibration_measures_the_rates_of_this_machine() -> None:
     assert 1e8 < device.memory_bandwidth < 1e13
     assert 1e-7 < device.launch_seconds < 1e-2
     assert device.matmul_efficiency == device.bandwidth_efficiency == device.link_efficiency == 1.0
+    # What the host does besides launches is as much slower or faster as they are.
+    factor = device.launch_seconds / CPU.launch_seconds
+    assert device.selective_seconds == pytest.approx(factor * CPU.selective_seconds)
+    assert device.unit_seconds == pytest.approx(factor * CPU.unit_seconds)

@@ -218,3 +218,13 @@ def test_card_that_is_not_in_the_table_is_derived_from_its_clocks(
     assert found.matmul_flops["float32"] == pytest.approx(known.matmul_flops["float32"], rel=0.09)
     assert found.memory_bandwidth == pytest.approx(known.memory_bandwidth, rel=0.03)
     assert found.source.startswith("not in the table")
+
+
+def test_a_slower_host_is_slower_in_all_that_it_does() -> None:
+    device = find_device("h200")
+    slower = device.beside_host(3 * device.launch_seconds, 5 * device.backward_launch_seconds)
+    assert slower.launch_seconds == 3 * device.launch_seconds
+    assert slower.backward_launch_seconds == 5 * device.backward_launch_seconds
+    assert slower.selective_seconds == pytest.approx(3 * device.selective_seconds)
+    assert slower.unit_seconds == pytest.approx(3 * device.unit_seconds)
+    assert slower.matmul_flops == device.matmul_flops
