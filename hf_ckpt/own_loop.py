@@ -177,8 +177,8 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         attention: attribute name, in each layer, of the attention.
         ffn: attribute name, in each layer, of the ffn.
         prove: which calls of a recomputed region are proven, bit by bit, to be repeated by its recomputation:
-            `"first_step"` the first that has a backward, n every n-th as well, `"off"` none. Costs about a third
-            of a forward, and 16 MiB.
+            `"first_step"` the first that has a backward, n every n-th as well, `"off"` none. Costs the
+            device about a third of a forward, and 16 MiB; more where the host is slower (see `HFCkptCallback`).
         memory_budget: with `"auto"`, what a whole step may use of the device: `"22GiB"`, or a fraction such as 0.9. The
             free memory of the GPU less a reserve if left out.
         exact: with `"auto"`, see `HFCkptCallback`. With any policy, False lets `step` chunk the head and run layers in

@@ -64,6 +64,14 @@ def modules_inside(module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{inner}", found) for inner, found in modules_inside(child))
 
 
+def computes_nothing(module: nn.Module) -> bool:
+    """Whether a module only holds others, and is never called itself, or returns what it is given."""
+    if "forward" in vars(module) or module._forward_hooks:
+        return False
+    forward: Any = type(module).forward
+    return forward is nn.Module.forward or forward is nn.Identity.forward
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a compiler runs a module."""
     # By name, as importing the class takes seconds.

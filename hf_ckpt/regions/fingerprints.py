@@ -19,11 +19,12 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +73,12 @@ def checksum(tensor: Tensor) -> Fingerprint:
     It sees any one element that changes, and not where whole words are. Where the words do not lie in rows, they are
     copied piece by piece.
     """
-    bits = _bits(_as_real(tensor.detach()))
-    if bits.element_size() == _WORD:
-        total = bits.sum()
-    elif _has_words_in_rows(bits):
-        total = bits.view(torch.int64).sum()
+    real = _as_real(tensor)
+    if real.element_size() == _WORD or _has_words_in_rows(real):
+        # Two operators for the host, where it has no time to lose: one module of a layer after the other.
+        total = real.view(torch.int64).sum()
     else:
+        bits = _bits(real.detach())
         sums = [words.sum() for words in _words(bits)] or [torch.zeros((), dtype=torch.int64, device=bits.device)]
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return Fingerprint(tensor.shape, tensor.dtype, total, None)
@@ -156,7 +157,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def are_equal(one: Fingerprint, other: Fingerprint) -> bool:
     """Whether two tensors are equal bit by bit. Waits for the device."""
-    return one.shape == other.shape and one.dtype == other.dtype and bool(one.hash == other.hash)
+    return one.shape == other.shape and one.dtype == other.dtype and bool(_all(one.hash == other.hash))
 
 
 def relative_distance(one: Fingerprint, other: Fingerprint) -> float | None:
@@ -173,8 +174,21 @@ def relative_distance(one: Fingerprint, other: Fingerprint) -> float | None:
 
 
 def all_equal(ones: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> bool:
-    """Whether two lists of tensors were equal bit by bit. Waits for the device."""
-    return len(ones) == len(others) and all(map(are_equal, ones, others))
+    """Whether two lists of tensors were equal bit by bit. Waits for the device, once if all were on the same."""
+    if [(one.shape, one.dtype) for one in ones] != [(other.shape, other.dtype) for other in others]:
+        return False
+    if len(ones) > 1 and len({each.hash.device for each in (*ones, *others)}) == 1:
+        ones, others = [_joined(ones)], [_joined(others)]
+    return all(map(are_equal, ones, others))
+
+
+def _all(are_same: Tensor) -> Tensor:
+    return are_same.all() if are_same.dim() else are_same
+
+
+def _joined(found: Sequence[Fingerprint]) -> Fingerprint:
+    hashes = torch.stack([each.hash for each in found])
+    return Fingerprint(hashes.shape, hashes.dtype, hashes, None)
 
 
 def largest_distance(ones: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> float | None:
@@ -376,6 +390,8 @@ def plain_tensors(value: Any) -> list[Tensor]:
 
 _MAX_STATE = 1 << 20
 """Elements of the largest tensor that is part of a state."""
+_VALUES = (bool, int, float, str)
+_OF_ALL_MODULES = frozenset((type(None), dict, OrderedDict, set))
 
 
 @dataclass(slots=True)
@@ -400,9 +416,16 @@ class StateFingerprint:
         for path, inner in () if module is None else module.named_modules():
             prefix = f"{path}." if path else ""
             for name, value in vars(inner).items():
-                if isinstance(value, bool | int | float | str):
+                # A layer with adapters has thousands of attributes, most of them those that all modules have.
+                if type(value) in _OF_ALL_MODULES:
+                    continue
+                if isinstance(value, _VALUES):
                     values[prefix + name] = value
-            held.update((prefix + name, plain_fingerprints([tensor])) for name, tensor in tensors_held(inner))
+                elif _is_state(value):
+                    held[prefix + name] = plain_fingerprints([value])
+            for name, value in inner._buffers.items():
+                if _is_state(value):
+                    held[prefix + name] = plain_fingerprints([value])
         python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
         return cls(RandomState.of(list(tensors)), python, numpy, values, held)
 
@@ -412,7 +435,7 @@ def tensors_held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, value) for name, value in (*vars(module).items(), *module._buffers.items()) if _is_state(value))
 
 
-def _is_state(value: object) -> bool:
+def _is_state(value: object) -> TypeGuard[Tensor]:
     # A larger tensor may be a weight, which an engine has put there as a plain attribute.
     return isinstance(value, Tensor) and not value.requires_grad and value.numel() <= _MAX_STATE
 

@@ -140,7 +140,8 @@ class ModuleState:
 
 
 _Hooks = dict[int, list[dict[int, Any]]]
-"""Forward hooks by the position of their module, if it has any: a dictionary for each of `_HOOKS`."""
+"""Forward hooks by the position of their module, if it has any: a dictionary for each of `_HOOKS`; see
+`_copied_hooks`."""
 _Change = Callable[[], Callable[[], None]]
 """Makes a change, and returns a function that undoes it."""
 
@@ -269,15 +270,15 @@ class _Layout:
         return [found[(len(found) - 1) * number // (_NUM_SAMPLED - 1)] for number in range(_NUM_SAMPLED)]
 
     def hooks_now(self) -> list[int]:
-        """Return the numbers of the hooks, which are unique in a process."""
-        return list(chain.from_iterable(filter(None, self._hooks)))
+        """Return the numbers of the hooks, which are unique in a process. This package's own come and go."""
+        return [number for hooks in filter(None, self._hooks) for number, hook in hooks.items() if not is_ours(hook)]
 
     def hooks_copied(self) -> tuple[list[int], _Hooks]:
-        """Return the numbers of the hooks, and a copy of them; copied again only if a hook has come or gone."""
+        """Return the numbers of the hooks, and a copy of them; copied again only if one has come or gone."""
         now = self.hooks_now()
         if now != self._copied_hooks[0]:
             found = enumerate(map(attrgetter(*_HOOKS), self.modules))
-            self._copied_hooks = now, {at: list(map(dict, hooks)) for at, hooks in found if any(hooks)}
+            self._copied_hooks = now, {at: _copied_hooks(hooks) for at, hooks in found if any(hooks)}
         return self._copied_hooks
 
     def flags_now(self) -> list[Any]:
@@ -422,7 +423,7 @@ class _Note:
         ]
 
     def _changes_of_hooks(self) -> list[_Change]:
-        """Return what restores the hooks of the forward. This package's own hooks come and go with what they do."""
+        """Return what restores the hooks of the forward."""
         changes: list[_Change] = []
         (_, found), none = self._layout.hooks_copied(), [dict[int, Any]() for _ in _HOOKS]
         for position in sorted({*found, *self._hooks}):
@@ -459,10 +460,12 @@ def _set_hooks(module: nn.Module, was: Sequence[dict[int, Any]]) -> Callable[[],
     """Set the forward hooks of a module, except for this package's own, and return a function that undoes it."""
     hooks: list[dict[int, Any]] = list(attrgetter(*_HOOKS)(module))
     found = list(map(dict, hooks))
-    ours, ours_then = _numbers_of_ours(found), _numbers_of_ours(was)
+    ours = _numbers_of_ours(found)
     for place, before, now in zip(hooks, was, found, strict=True):
         place.clear()
-        place.update({number: hook for number, hook in before.items() if number in now or number not in ours_then})
+        # Each in its place, and this package's own as they are now.
+        kept = {number: hook for number, hook in before.items() if hook is not None or number in now}
+        place.update({number: now[number] if hook is None else hook for number, hook in kept.items()})
         place.update({number: hook for number, hook in now.items() if number in ours})
     return partial(_put_hooks_back, hooks, found)
 
@@ -473,9 +476,14 @@ def _put_hooks_back(hooks: Sequence[dict[int, Any]], found: Sequence[dict[int, A
         place.update(before)
 
 
-def _others(hooks: Sequence[dict[int, Any]]) -> list[list[int]]:
+def _copied_hooks(hooks: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:
+    """Return a copy of the hooks of a module; None in the place of this package's own, which it does not keep alive."""
     ours = _numbers_of_ours(hooks)
-    return [[number for number in each if number not in ours] for each in hooks]
+    return [{number: None if number in ours else hook for number, hook in each.items()} for each in hooks]
+
+
+def _others(copied: Sequence[dict[int, Any]]) -> list[list[int]]:
+    return [[number for number, hook in each.items() if hook is not None] for each in copied]
 
 
 def _numbers_of_ours(hooks: Sequence[dict[int, Any]]) -> set[int]:

@@ -27,6 +27,7 @@ from hf_ckpt.regions.execution_state import (
     AllRecomputed,
     Function,
     RandomState,
+    computes_nothing,
     is_in_backward,
     module_of,
     modules_inside,
@@ -265,7 +266,7 @@ class CallProof:
         self._forward: _Run | None = None
         self._has_graph = True
         self._kept: dict[Any, list[Fingerprint]] = {}
-        self._wrong_kept: list[str] = []
+        self._handed: list[tuple[str, list[Fingerprint], list[Fingerprint]]] = []
         # Whether recomputation is to run on after the last tensor that backward needs. Under ZeRO-3 it cannot: weights
         # are freed when a module's forward ends, those of the last module while backward needs them.
         self.runs_to_end = module is None or "ds_id" not in vars(module)
@@ -358,9 +359,22 @@ class CallProof:
         self._kept[number] = self.fingerprints(tensors)
 
     def check_kept(self, number: Any, name: str, tensors: Sequence[Tensor]) -> None:
-        """Check an output that is returned in place of running its operator again."""
-        if not all_equal(self._kept.get(number, []), self.fingerprints(tensors)):
-            self._wrong_kept.append(name)
+        """Have an output checked that is returned in place of running its operator again."""
+        # When the recomputation ends: the host waits for the device once, not for each output.
+        self._handed.append((name, self._kept.get(number, []), self.fingerprints(tensors)))
+
+    def _fault_of_kept(self) -> str | None:
+        """Return what is wrong with the first output that is not the one that was kept, if there is one."""
+        handed, self._handed = self._handed, []
+        if all_equal(
+            [each for _, kept, _ in handed for each in kept], [each for *_, found in handed for each in found]
+        ):
+            return None
+        name = next(name for name, kept, found in handed if not all_equal(kept, found))
+        return (
+            f"recomputation is handed another output of {name} than the forward kept. This is a fault of hf_ckpt: "
+            "please report it, and use another mode meanwhile."
+        )
 
     def _run(
         self, function: Function, tensors: Sequence[Any], modules: dict[str, list[Fingerprint]]
@@ -382,7 +396,8 @@ class CallProof:
         """Fingerprint what the modules inside return while the block runs; see `_returned`."""
         with ExitStack() as hooks:
             for name, module in modules_inside(self._module):
-                hooks.enter_context(module.register_forward_hook(partial(self._returned, found, name)))
+                if not computes_nothing(module):
+                    hooks.enter_context(module.register_forward_hook(partial(self._returned, found, name)))
             yield
 
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -397,11 +412,8 @@ class CallProof:
     def _find_fault(
         self, forward: _Run, again: _Run, returned: Any, run_again: Callable[[], list[Fingerprint]]
     ) -> str | None:
-        if self._wrong_kept:
-            return (
-                f"recomputation is handed another output of {self._wrong_kept[0]} than the forward kept. This is a "
-                "fault of hf_ckpt: please report it, and use another mode meanwhile."
-            )
+        if (fault := self._fault_of_kept()) is not None:
+            return fault
         if all_equal(forward.outputs, again.outputs):
             draws = not forward.before.random.is_same(forward.after.random)
             if draws and not forward.after.random.is_same(again.after.random):
@@ -427,6 +439,9 @@ class CallProof:
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
         """Compare what the modules returned that a recomputation ran before it was stopped."""
+        with _unobserved():
+            if (fault := self._fault_of_kept()) is not None:
+                return fault
         for name, found in modules.items():
             with _unobserved():
                 before = forward.modules.get(name, [])[: len(found)]

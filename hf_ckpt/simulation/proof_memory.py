@@ -37,12 +37,15 @@ class SimulatedCallProof(CallProof):
         super().__init__(region, module_of(function))
         self._tracker = tracker
         self._of_forward = _Fingerprints()
+        self._of_recomputation: _Fingerprints | None = None
         self._num_saved: int | None = None
 
     def run(self, function: Function, *tensors: Any) -> Any:
         """See `CallProof`."""
         is_forward = self._num_saved is None
-        found = self._of_forward if is_forward else _Fingerprints()
+        found = self._of_forward
+        if not is_forward:
+            found = self._of_recomputation = _Fingerprints()
         try:
             self._record_fingerprints(found, self._held())
             with self._hooks(found), _counted_saves(self._saved) as num_saved:
@@ -50,6 +53,7 @@ class SimulatedCallProof(CallProof):
             self._record_fingerprints(found, returned, has_sketch=is_forward)
         finally:
             self._tracker.counts_time = True
+            self._of_recomputation = None
         if is_forward:
             self._num_saved = len(num_saved)
         else:
@@ -82,7 +86,7 @@ class SimulatedCallProof(CallProof):
 
     def check_kept(self, number: Any, name: str, tensors: Sequence[Tensor]) -> None:
         """See `CallProof`."""
-        self._record_fingerprints(_Fingerprints(), tensors)
+        self._record_fingerprints(self._of_recomputation or _Fingerprints(), tensors)
 
     def _held(self) -> list[Tensor]:
         modules = () if self._module is None else self._module.modules()

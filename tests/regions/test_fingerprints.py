@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.regions.fingerprints import are_equal, checksum, fingerprint, relative_distance
+from hf_ckpt.regions.fingerprints import all_equal, are_equal, checksum, fingerprint, relative_distance
 
 pytestmark = pytest.mark.core
 
@@ -168,3 +168,15 @@ def test_the_number_of_kernels_does_not_follow_the_size(num_rows: int) -> None:
             take(values)
         counts.append(kernels.number)
     assert counts == [9, 1]
+
+
+def test_lists_are_equal_if_all_in_them_are() -> None:
+    ones = [fingerprint(torch.full((size,), 1.0)) for size in (3, 4, 5)]
+    assert all_equal(ones, list(ones))
+    assert all_equal([], [])
+    assert not all_equal(ones, ones[:2])
+    for place in range(3):
+        assert not all_equal(
+            ones, [fingerprint(torch.full((3 + number,), 1.0 + (number == place))) for number in range(3)]
+        )
+    assert not all_equal(ones, [fingerprint(torch.full((size, 1), 1.0)) for size in (3, 4, 5)])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, PolicyError
-from hf_ckpt.regions import recompute, segments, value_proof
+from hf_ckpt.regions import fingerprints, recompute, segments, value_proof
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward
 from hf_ckpt.regions.offload import offloader
 from hf_ckpt.regions.recompute import Call
@@ -275,6 +277,51 @@ def test_the_first_module_that_differs_is_named(monkeypatch: pytest.MonkeyPatch)
     message = str(raised.value)
     assert message.startswith("model.layers.2: its recomputation returns something else than its forward (by ")
     assert "The first module inside that returns something else is mlp.act_fn." in message
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_an_identity_is_looked_at_only_where_a_hook_changes_what_it_returns(is_hooked: bool) -> None:
+    model = lora(lora_dropout=0.0).train()
+    mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
+    dropout = mlp.up_proj.lora_dropout.default
+    assert type(dropout) is nn.Identity
+    place = dropout if is_hooked else mlp.up_proj.lora_A.default
+    place.register_forward_hook(lambda module, args, output: output * (1 + is_in_backward()))
+    with hf_ckpt.apply(model, "full"), pytest.raises(PlanMismatchError) as raised:
+        backward(model)
+    first = "lora_dropout" if is_hooked else "lora_A"
+    assert f"that returns something else is mlp.up_proj.{first}.default." in str(raised.value)
+
+
+def test_hooks_of_the_proof_are_not_kept_beyond_it() -> None:
+    model = llama().train()
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: None)
+    proofs: list[weakref.ref[Any]] = []
+    with hf_ckpt.apply(model, "full") as applied:
+        make = applied.value_proof.make_call_proof
+        applied.value_proof.make_call_proof = lambda *args: proofs.append(weakref.ref(made := make(*args))) or made
+        backward(model)
+        gc.collect()
+        assert len(proofs) == 4
+        assert [proof() for proof in proofs] == [None] * 4
+    hook.remove()
+
+
+def test_a_selective_layer_asks_the_device_once_for_all_that_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lora(lora_dropout=0.0).train()
+    asked = []
+    are_equal = fingerprints.are_equal
+
+    def counted(one: fingerprints.Fingerprint, other: fingerprints.Fingerprint) -> bool:
+        asked.append(one.hash.numel())
+        return are_equal(one, other)
+
+    monkeypatch.setattr(fingerprints, "are_equal", counted)
+    with hf_ckpt.apply(model, "selective"):
+        backward(model)
+    # What it kept, and what it returns.
+    assert len(asked) == 2 * 4
+    assert min(asked[::2]) > 1
 
 
 def test_layers_with_the_same_fault_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
