@@ -145,14 +145,29 @@ def _auto(results: Results) -> Iterator[str]:
     for name in (_HEADLINE, _SECOND):
         found = results.get(name)
         verdict = found.get("verdict") if found else None
+        if found is not None and _left_out(found) and not (verdict and verdict["best_ratio_to_today"]):
+            yield f"**`auto`**, {found['title']}: not compared ({results.link(name)}).{_left_out(found)}"
+            continue
         if found is None or not verdict or verdict["best_ratio_to_today"] is None:
             continue
         against = [_of(row["ratio_to_today"]) for row in found["budgets"] if row["ratio_to_today"]]
         yield (
             f"**`auto`**, {found['title']}: within {_and([_gib(row) for row in found['budgets']])} its step takes "
             f"{_and(against)} of the time of the best that `Trainer` can set there ({results.link(name)})."
-            f"{_prepared_for_another(found)}"
+            f"{_left_out(found)}{_prepared_for_another(found)}"
         )
+
+
+def _left_out(result: Mapping[str, Any]) -> str:
+    """Say which plans were timed too early to be compared, and what was seen of them."""
+    found = [
+        f"{one['title']} ({one['times_left_out']['step_time_ms']['median']:,.0f} ms)"
+        for one in result.get("contenders", {}).values()
+        if "times_left_out" in one
+    ]
+    if not found:
+        return ""
+    return f" Timed too early, while selective layers still checked what they keep: {_and(found)}."
 
 
 def _of(ratio: float) -> str:

@@ -29,11 +29,25 @@ def published_size(case: str, runs: Runs) -> str:
         if measured
         else (f"measured (`{gpu_command(case)}`)",)
     )
-    names = dict.fromkeys(name for run in (predicted, measured) if run for name in run.rows)
+    # Plans are numbered in each run anew: two of one number are two plans.
+    fixed = dict.fromkeys(name for run in (predicted, measured) if run for name in run.rows if not _is_plan(run, name))
+    plans = [(run, name) for run in (predicted, measured) if run for name in run.rows if _is_plan(run, name)]
     rows = [
-        (_title(name, predicted, measured), *_predicted(name, predicted), *_measured(name, measured)) for name in names
+        (_title(name, predicted, measured), *_predicted(name, predicted), *_measured(name, measured)) for name in fixed
+    ]
+    rows += [
+        (
+            _title(name, run),
+            *(_predicted(name, run) if run is predicted else (gib(run.rows[name].was_predicted_bytes), "", "")),
+            *(_measured(name, run) if run is measured else (NOT_YET, *[""] * (len(found) - 1))),
+        )
+        for run, name in plans
     ]
     return table(("contender", *simulated, *found), rows)
+
+
+def _is_plan(run: Run, name: str) -> bool:
+    return run.rows[name].group == "auto"
 
 
 def _title(name: str, *runs: Run | None) -> str:

@@ -28,11 +28,13 @@ from hf_ckpt.errors import HFCkptError
 from hf_ckpt.patch.apply import plan_of
 from hf_ckpt.policy.plan import HeadMode, Plan
 from hf_ckpt.simulation.step_memory import StepMemory
+from hf_ckpt.units import format_bytes
 
 Say = Callable[[str], None]
 PLANS = "plans"
 """Key of the entry that holds the plans for budgets, each with the fields of `Auto`."""
 _PLANNING_LIMIT_S = 3600.0
+_EARLY = "timed in a step in which the contender was not yet as it is in all later ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class Auto:
         Args:
             number: counted from 1, by rising budgets.
         """
-        return planned(number, f"{self.budget_bytes / 2**20:,.0f} MiB", Plan.from_json(json.dumps(self.plan)))
+        return planned(number, format_bytes(self.budget_bytes), Plan.from_json(json.dumps(self.plan)))
 
 
 class Bench:
@@ -305,7 +307,7 @@ def assemble(
     }
     has_autos = any(one.group == "auto" for one in everyone)
     if has_autos and num_rounds:
-        rows = compare(records, _median)
+        rows = compare({name: record for name, record in records.items() if "step_time_ms" in record}, _median)
         result |= {"budgets": rows, "verdict": verdict(rows)}
     if has_autos and device == "cpu":
         rows = compare(records, _operations)
@@ -329,7 +331,7 @@ def _record(journal: Journal, contender: Contender) -> dict[str, Any]:
     if reason is not None:
         return record | {"not_run": reason}
     found = _entry(journal, contender, 0) or {}
-    return record | {name: figure for name, figure in found.items() if name not in ("took_s", "seconds")}
+    return record | {name: figure for name, figure in found.items() if name not in ("took_s", "seconds", "num_warmup")}
 
 
 def _enter_times(
@@ -341,9 +343,12 @@ def _enter_times(
         record = records[contender.name]
         # On a device the first look, round 0, is timed as well.
         turns = [found for number in range(num_rounds + 1) if (found := _entry(journal, contender, number))]
-        good = [found for found in turns if "seconds" in found]
+        good = [found for found in turns if found.get("num_warmup", 0) >= contender.num_warmup]
+        early = [found for found in turns if "seconds" in found and found not in good]
         if good:
             record |= figures_of(good)
+        elif early:
+            record["times_left_out"] = {"reason": _EARLY, "step_time_ms": figures_of(early)["step_time_ms"]}
         record["not_run"] = _reason(journal, contender, num_rounds)
         if record["not_run"] is None:
             whole.append(sum("seconds" in (_entry(journal, contender, n) or {}) for n in range(1, num_rounds + 1)))

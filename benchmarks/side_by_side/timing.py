@@ -76,6 +76,7 @@ def turn(step: TrainingStep, called: nn.Module, *, num_warmup: int, num_steps: i
     timed = [_timed(step, called, clock) for _ in range(num_steps)]
     found: dict[str, Any] = {
         "seconds": {phase: [seconds[phase] for seconds, _, _ in timed] for phase in PHASES},
+        "num_warmup": num_warmup,
         "loss": timed[-1][1],
         "grad_norm": timed[-1][2],
     }

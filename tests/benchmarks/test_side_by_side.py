@@ -405,3 +405,22 @@ def test_the_suite_writes_every_result_that_documents_show_as_counted() -> None:
     names = {one.result for one in suite.slices_of()}
     assert {"claims_cpu.json", "modes_llama_38m.json", "collectives_llama_tiny.json"} < names
     assert all((RESULTS / name).is_file() for name in names)
+
+
+def timed(num_warmup: int, seconds: float) -> Entry:
+    """A turn of one timed step on a device."""
+    phases = {"forward": [seconds], "backward": [seconds], "optimizer": [seconds]}
+    return {"seconds": phases, "num_warmup": num_warmup, "loss": 2.0, "grad_norm": 1.0, "peak_bytes": 2**30}
+
+
+def test_what_was_timed_too_early_is_said_and_not_compared() -> None:
+    contenders = chosen(["full", "selective"])
+    entries = {f"first_look/{name}": {"plan": None} | timed(1, 0.1) for name in ("none", "full", "selective")}
+    record = assemble(ReadJournal(entries), TINY, "cuda", contenders, Effort(num_rounds=0))["contenders"]
+    assert record["full"]["step_time_ms"]["median"] == pytest.approx(300)
+    assert "step_time_ms" not in record["selective"]
+    assert record["selective"]["times_left_out"]["step_time_ms"]["median"] == pytest.approx(300)
+    assert record["selective"]["peak_bytes"] == 2**30
+    entries["first_look/selective"]["num_warmup"] = 2
+    record = assemble(ReadJournal(entries), TINY, "cuda", contenders, Effort(num_rounds=0))["contenders"]
+    assert record["selective"]["step_time_ms"]["median"] == pytest.approx(300)
