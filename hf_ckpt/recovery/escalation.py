@@ -151,11 +151,11 @@ class Escalation:
         release_memory()
         before = self.ladder.rung.plan
         rerun = self._num_reruns
-        # After the last rerun nothing is left to be tried.
-        if rerun > MOST_RERUNS or not self.ladder.fail(
+        # A later micro-batch of the step may stand on a rung that another one has skipped: the leanest is the last.
+        if not self.ladder.fail(
             failed.size,
             lambda plan: self._next_rung(plan, failed.failure, rerun),
-            to_leanest=rerun == MOST_RERUNS,
+            to_leanest=rerun >= MOST_RERUNS,
             # What the host had no room for says nothing about the device.
             batch=None if failed.failure.is_of_host else failed.batch,
             of_step=share_of_step(failed.failure),
@@ -205,7 +205,7 @@ def rung_after(
 
     `rerun`: see `NextRung`; the last one gets the leanest plan of the modes.
     """
-    if rerun == MOST_RERUNS:
+    if rerun >= MOST_RERUNS:
         return leanest_rung(plan, applied.stacks, model, is_exact=is_exact, drops_offload=failure.is_of_host)
     growth: float = 2 ** (rerun - 1)
     if planning is not None and not failure.is_of_host:

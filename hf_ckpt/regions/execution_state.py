@@ -83,7 +83,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU's generator, and of those of the current device and of each that tensors of a call lie on."""
+    """State of the CPU's generator, and of those of the devices that tensors of a call lie on, or the current one."""
 
     cpu: Tensor
     devices: tuple[int, ...]
@@ -92,7 +92,7 @@ class RandomState:
 
     @classmethod
     def of(cls, *values: Any) -> RandomState:
-        """Read the states; of the devices, the current one and those on which tensors in `values` lie."""
+        """Read the states; of the devices, those on which tensors in `values` lie, or else the current one."""
         devices = _devices_in_use(*values)
         module = torch.get_device_module(_accelerator_type())
         states = tuple(module.get_rng_state(device) for device in devices)
@@ -106,8 +106,10 @@ class RandomState:
 
     def is_same(self, other: RandomState) -> bool:
         """Whether no random number was drawn between this state and another one of the same devices."""
-        ours, theirs = (self.cpu, *self.device_states), (other.cpu, *other.device_states)
-        return all(map(torch.equal, ours, theirs))
+        ours, theirs = (dict(zip(one.devices, one.device_states, strict=True)) for one in (self, other))
+        # Of a device that only one of them knows nothing can be said.
+        both = ours.keys() & theirs.keys()
+        return torch.equal(self.cpu, other.cpu) and all(torch.equal(ours[device], theirs[device]) for device in both)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -160,21 +162,24 @@ def device_witnesses(tensors: Sequence[Tensor], others: Sequence[Any]) -> list[T
 
     Args:
         tensors: that the checkpoint is given.
-        others: what else the call is given.
+        others: what else the call is given, and a weight of what it runs: under a `device_map` it may lie elsewhere.
     """
     known = {tensor.device for tensor in tensors}
-    return [torch.empty(0, device=device) for device in _devices_in_use(*others) if device not in known]
+    return [torch.empty(0, device=device) for device in _devices_in_use(*tensors, *others) if device not in known]
 
 
 def _devices_in_use(*values: Any) -> list[torch.device]:
-    """Return the devices whose generators a call may use: the current one, and those of the tensors in `values`."""
+    """Return the devices whose generators a call may use: those of the tensors in `values`, else the current one.
+
+    The current device is another one in the backward, whose threads have one each: it counts where nothing else says.
+    """
     kind = _accelerator_type()
     module = torch.get_device_module(kind)
     # A device that has not been used yet has no state to read; MPS has none that could be read by device.
     if kind == "cpu" or not getattr(module, "_initialized", False):
         return []
     devices = {tensor.device for value in values for tensor in tensors_in(value) if tensor.device.type == kind}
-    return sorted(devices | {torch.device(kind, module.current_device())}, key=lambda device: device.index)
+    return sorted(devices or {torch.device(kind, module.current_device())}, key=lambda device: device.index)
 
 
 def _accelerator_type() -> str:

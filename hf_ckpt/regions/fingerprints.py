@@ -76,10 +76,12 @@ def checksum(tensor: Tensor) -> Fingerprint:
     real = _as_real(tensor)
     if real.element_size() == _WORD or _has_words_in_rows(real):
         # Two operators for the host, where it has no time to lose: one module of a layer after the other.
-        total = real.view(torch.int64).sum()
+        total = real.view(torch.int64 if real.element_size() == _WORD else torch.int32).sum()
     else:
         bits = _bits(real.detach())
-        sums = [words.sum() for words in _words(bits)] or [torch.zeros((), dtype=torch.int64, device=bits.device)]
+        sums = [words.view(torch.int32).sum() for words in _words(bits)] or [
+            torch.zeros((), dtype=torch.int64, device=bits.device)
+        ]
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return Fingerprint(tensor.shape, tensor.dtype, total, None)
 
@@ -105,7 +107,7 @@ def scratch_bytes(tensor: Tensor, *, has_sketch: bool = False) -> int:
         hashed = copied + 32 * num_words
     else:
         width = _width(num_words)
-        hashed = copied + 48 * (num_words // width + 2 * width)
+        hashed = copied + 48 * (num_words // width + 4 * width)
     if not (has_sketch and tensor.is_floating_point()):
         return hashed
     width = _line(num_elements)
@@ -234,11 +236,12 @@ def _hash(tensor: Tensor) -> Tensor:
     rest: list[Tensor] = []
     columns: Tensor | None = None
     for words in _words(bits):
-        matrix = words[: words.numel() // width * width].view(-1, width)
+        # By halves: in the sum of whole words, the signs of two of them would cancel.
+        matrix = words[: words.numel() // width * width].view(torch.int32).view(-1, 2 * width)
         rows.append(matrix.sum(1))
         columns = matrix.sum(0) if columns is None else columns.add_(matrix.sum(0))
-        if matrix.numel() < words.numel():
-            rest.append(words[matrix.numel() :])
+        if matrix.numel() < 2 * words.numel():
+            rest.append(words[matrix.numel() // 2 :])
     assert columns is not None, "there are more than `_DIRECT` words"
     return _weighted_sum([*rows, columns, *rest], bits.device)
 

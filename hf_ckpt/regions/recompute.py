@@ -25,6 +25,7 @@ from hf_ckpt.regions.execution_state import (
     RandomState,
     device_witnesses,
     keeps_activations,
+    module_of,
     refuse_transforms,
     tensors_in,
     untransformed,
@@ -262,8 +263,10 @@ class Call:
 
     @property
     def others(self) -> list[Any]:
-        """What the function is given besides the tensors of the graph."""
-        return list(self._arguments.values())
+        """What the function is given besides the tensors of the graph, and the first weight of its module."""
+        module = module_of(self._function)
+        weight = None if module is None else next(module.parameters(), None)
+        return [*self._arguments.values(), weight]
 
     def run(self, *tensors: Any) -> Any:
         """Call the function with `tensors` in their places.

@@ -423,14 +423,15 @@ class CallProof:
             return None
         outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         distance = largest_distance(forward.outputs, outputs)
-        cause = _random_cause(forward, again)
+        # Numbers of a generator of its own look like noise of kernels: drawn anew in each run, and as far apart.
+        cause = _random_cause(forward, again) or _own_generator(self._module)
         if cause is None and distance is not None and distance < _NOISE * rounding_of(forward.outputs):
             noise = _noise(distance, outputs, run_again)
             if noise is not None:
                 self.note_noise(noise)
                 return None
         first = _first_difference(forward.modules, again.modules)
-        cause = cause or _cause(forward.before, again.before, self._module)
+        cause = cause or _cause(forward.before, again.before)
         place = f" The first module inside that returns something else is {first}." if first else ""
         why = cause or (
             "A generator of its own, state that its module does not hold, or a changed input would explain it."
@@ -493,7 +494,7 @@ def _random_cause(forward: _Run, again: _Run) -> str | None:
     return None
 
 
-def _cause(before: StateFingerprint, now: StateFingerprint, module: nn.Module | None) -> str | None:
+def _cause(before: StateFingerprint, now: StateFingerprint) -> str | None:
     """Return the likeliest other cause of a difference, as a sentence; None if none is found."""
     for name, value in before.values.items():
         if now.values.get(name) != value:
@@ -501,6 +502,11 @@ def _cause(before: StateFingerprint, now: StateFingerprint, module: nn.Module | 
     for name, found in before.tensors.items():
         if not all_equal(found, now.tensors.get(name, [])):
             return f"Its tensor {name} was changed between forward and recomputation."
+    return None
+
+
+def _own_generator(module: nn.Module | None) -> str | None:
+    """Return which module inside holds a generator, as a sentence; None if none does."""
     for name, inner in () if module is None else module.named_modules():
         if any(isinstance(value, torch.Generator) for value in vars(inner).values()):
             return f"{name or 'It'} holds a generator of its own, which recomputation does not bring back."

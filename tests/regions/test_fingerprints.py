@@ -131,6 +131,20 @@ def test_a_hash_sees_signs_that_change_together(dtype: torch.dtype, shape: tuple
     assert not are_equal(fingerprint(values), fingerprint(half))
 
 
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 2), (torch.bfloat16, 4), (torch.bfloat16, 2)])
+def test_a_hash_sees_signs_that_change_at_every_second_place(dtype: torch.dtype, step: int) -> None:
+    values = torch.randn(4, 128, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    changed = values.clone()
+    changed[..., ::step] *= -1
+    assert not are_equal(fingerprint(values), fingerprint(changed))
+    assert not are_equal(checksum(values), checksum(changed))
+
+
+def test_a_hash_sees_a_conjugate() -> None:
+    values = torch.randn(4, 128, 256, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert not are_equal(fingerprint(values), fingerprint(values.conj().clone()))
+
+
 def test_a_hash_sees_what_trades_places() -> None:
     values = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     found, summed = fingerprint(values), checksum(values)

@@ -65,6 +65,30 @@ def test_the_state_of_the_current_device_is_read_without_a_tensor_on_it() -> Non
     assert RandomState.of(torch.ones(1)).devices == (0,)
 
 
+def test_states_of_other_devices_are_no_difference() -> None:
+    cpu, one, two = torch.zeros(1), torch.ones(1), torch.ones(1) * 2
+    forward = RandomState(cpu, (0, 1), (one, two), "cuda")
+    assert forward.is_same(RandomState(cpu, (1,), (two,), "cuda"))
+    assert not forward.is_same(RandomState(cpu, (1,), (one,), "cuda"))
+
+
+def test_the_current_device_counts_only_where_no_tensor_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the backward, whose threads have one each, it is another one.
+    module = SimpleNamespace(_initialized=True, current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    elsewhere = SimpleNamespace(device=torch.device("meta", 1))
+    monkeypatch.setattr(execution_state, "tensors_in", lambda value: [value])
+    assert execution_state._devices_in_use(elsewhere) == [torch.device("meta", 1)]
+    assert execution_state._devices_in_use() == [torch.device("meta", 3)]
+
+
+def test_a_weight_says_where_a_layer_computes(given: list[tuple[Tensor, ...]]) -> None:
+    layer = nn.Linear(2, 2)
+    function = partial(layer.forward, input=torch.ones(1, 2))
+    call, _ = recompute.split_call(function, ())
+    assert call.others[-1] is layer.weight
+
+
 def test_a_device_that_was_not_used_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(_initialized=False))
     assert RandomState.of(torch.ones(1, device=DEVICE)).devices == ()

@@ -600,3 +600,31 @@ def test_nothing_is_left_on_a_model() -> None:
     with hf_ckpt.apply(model, "full"):
         backward(model)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+class OwnDropout(nn.Module):
+    """A residual layer whose dropout, small beside rounding in bfloat16, draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        branch = self.linear(hidden)
+        kept = torch.rand(branch.shape, generator=self.generator).to(branch.dtype) < 0.9
+        return hidden + 0.1 * branch * kept
+
+
+def test_a_generator_of_its_own_is_no_noise_of_kernels() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnDropout(), OwnDropout()).bfloat16().train()
+    holder = nn.Module()
+    holder.layers = nn.ModuleList(model)
+    holder.forward = model.forward  # type: ignore[method-assign]
+    hidden = torch.randn(4, 16, 64, dtype=torch.bfloat16)
+    with (
+        hf_ckpt.apply(holder, "full", layers="layers"),
+        pytest.raises(PlanMismatchError, match="holds a generator of its own"),
+    ):
+        holder(hidden).square().mean().backward()
