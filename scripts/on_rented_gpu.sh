@@ -15,6 +15,7 @@ wheels="transformers==5.23.0 bitsandbytes==0.50.2"
 libraries="libbitsandbytes_cuda130 libbitsandbytes_cpu"
 
 if [ "${1:-}" = pack ]; then
+    python3 -m pip --version > /dev/null || { echo 'pack needs a python3 with pip' >&2; exit 2; }
     rm -rf .whl && mkdir .whl
     python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
@@ -38,6 +39,7 @@ fi
 
 seconds=${1:?"seconds are missing: scripts/on_rented_gpu.sh 585"}
 shift
+[[ $seconds =~ ^[1-9][0-9]+$ ]] || { echo "SECONDS is a whole number from 10 on, such as 585, not '$seconds'" >&2; exit 2; }
 : "${OUT:?"OUT is missing: the folder whose files come home"}"
 state=${STATE:-/tmp/hf_ckpt_gpu}  # stays on the machine between two calls
 python=${PYTHON:-python3}

@@ -137,7 +137,11 @@ def _plan(options: Namespace) -> None:
     from benchmarks.on_gpu.seconds import planned
 
     path = options.prepared or prepared.path_of(options.predicts_for, is_small=False)
+    if not path.is_file():
+        raise WrongInputError(f"There are no plans for {options.predicts_for} at {path}. Make them with --prepare.")
     beforehand = prepared.read(path, identity_of(options.predicts_for, is_small=False), options.predicts_for)
+    for line in beforehand.differences:
+        _say(f"plans and predictions were prepared for another run, make them with --prepare: {line}")
     ended = 0.0
     for name, (seconds, source) in planned(_chosen(options), beforehand).items():
         ended += seconds

@@ -93,6 +93,18 @@ def filled(text: str, stages: Sequence[Stage], results: Results) -> str:
     return _BLOCK.sub(fill, text)
 
 
+def _headline(stages: Sequence[Stage], results: Results) -> str:
+    """Return the least that a reader wants to know, in a paragraph."""
+    found = results.get(_HEADLINE)
+    if found is None or not found.get("budgets"):
+        return _paragraph(f"Not yet measured on a GPU: {COMMAND}.")
+    (auto,) = _compared(found)
+    return _paragraph(
+        f"Measured on one {_card(found)}: {auto} ({results.link(_HEADLINE)}). Exactness, recovery, peaks, and what is "
+        f"worse than predicted: {_page(results, 'benchmarks/README.md', 'measured-on-a-gpu', 'all of it')}."
+    )
+
+
 def _measured(stages: Sequence[Stage], results: Results) -> str:
     """Return all that was measured, a line for each kind."""
     makers = (_exactness, _recovery, _peaks, _auto, _proof)
@@ -111,8 +123,9 @@ def _exactness(results: Results) -> Iterator[str]:
         passed, skipped = (found["outcomes"].get(name, 0) for name in ("passed", "skipped"))
         wrong = found["num_cases"] - passed - skipped
         yield (
-            f"**Exact:** {passed} of {passed + wrong} cases to the last bit of loss and gradients, four layers of 7B "
-            f"width and late copies of offload among them ({results.link(_EXACTNESS)})."
+            f"**Exact:** {passed} of the {passed + wrong} GPU tests that ran passed ({skipped} were skipped). "
+            "Most hold loss and gradients of a plan against those of a step without one, to the bit "
+            f"({results.link(_EXACTNESS)})."
         )
 
 
@@ -132,12 +145,15 @@ def _recovery(results: Results) -> Iterator[str]:
 def _peaks(results: Results) -> Iterator[str]:
     found = {name: one for name, one in results.matching("predict_*_cuda.json") if "peak_ratio" in one}
     if found:
-        ratios = [one["peak_ratio"] for one in found.values()]
-        lowest, highest = (f"{choose(ratios):.3f}" for choose in (min, max))
+        peaks, times = (sorted(found, key=lambda name: found[name][key]) for key in ("peak_ratio", "step_time_ratio"))
+        shown = dict.fromkeys((peaks[0], peaks[-1], times[0], times[-1]))
         yield (
-            f"**Peaks:** of {len(found)} training steps between {lowest} and {highest} of the measured peak were "
-            f"predicted beforehand ({results.link(next(iter(found)), 'one of the results')}; "
-            f"{_page(results, 'docs/memory.md', 'predicted-and-measured', 'all')}, with their times)."
+            f"**Peaks:** those predicted beforehand for {len(found)} training steps are "
+            f"{found[peaks[0]]['peak_ratio']:.3f} to {found[peaks[-1]]['peak_ratio']:.3f} times the measured ones. "
+            f"Times are too short: {found[times[0]]['step_time_ratio']:.2f} to "
+            f"{found[times[-1]]['step_time_ratio']:.2f} times the measured ones "
+            f"({', '.join(map(results.link, shown))}; "
+            f"{_page(results, 'docs/memory.md', 'predicted-and-measured', 'all')})."
         )
 
 
@@ -146,28 +162,39 @@ def _auto(results: Results) -> Iterator[str]:
         found = results.get(name)
         verdict = found.get("verdict") if found else None
         if found is not None and _left_out(found) and not (verdict and verdict["best_ratio_to_today"]):
-            yield f"**`auto`**, {found['title']}: not compared ({results.link(name)}).{_left_out(found)}"
+            yield f"**`auto`**, {found['title']} ({results.link(name)}).{_left_out(found)}"
             continue
         if found is None or not verdict or verdict["best_ratio_to_today"] is None:
             continue
-        against = [_of(row["ratio_to_today"]) for row in found["budgets"] if row["ratio_to_today"]]
         yield (
-            f"**`auto`**, {found['title']}: within {_and([_gib(row) for row in found['budgets']])} its step takes "
-            f"{_and(against)} of the time of the best that `Trainer` can set there ({results.link(name)})."
-            f"{_left_out(found)}{_prepared_for_another(found)}"
+            f"**`auto`**, {found['title']}: {next(_compared(found))} ({results.link(name)}).{_left_out(found)}"
+            f"{_prepared_for_another(found)}"
         )
 
 
+def _compared(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the plans of `auto` compare with what the Trainer has, in the same memory."""
+    against = [_of(row["ratio_to_today"]) for row in result["budgets"] if row["ratio_to_today"]]
+    yield (
+        f"within {_and([_gib(row) for row in result['budgets']])} a step that `auto` planned takes {_and(against)} of "
+        "the time of the best that `Trainer` can set there"
+    )
+
+
 def _left_out(result: Mapping[str, Any]) -> str:
-    """Say which plans were timed too early to be compared, and what was seen of them."""
-    found = [
-        f"{one['title']} ({one['times_left_out']['step_time_ms']['median']:,.0f} ms)"
-        for one in result.get("contenders", {}).values()
-        if "times_left_out" in one
-    ]
+    """Say which plans were timed too early to be compared, what was seen of them, and beside what."""
+    records = result.get("contenders", {}).values()
+    found = [f"{one['title']} ({_milliseconds(one['times_left_out'])})" for one in records if "times_left_out" in one]
     if not found:
         return ""
-    return f" Timed too early, while selective layers still checked what they keep: {_and(found)}."
+    today = [one for one in records if one["group"] == "today" and "step_time_ms" in one]
+    fastest = min(today, key=lambda one: one["step_time_ms"]["median"], default=None)
+    beside = f" ({fastest['title']}: {_milliseconds(fastest)})" if fastest else ""
+    return f" Timed while selective layers still checked what they keep, and not compared: {_and(found)}{beside}."
+
+
+def _milliseconds(record: Mapping[str, Any]) -> str:
+    return f"{record['step_time_ms']['median']:,.0f} ms"
 
 
 def _of(ratio: float) -> str:
@@ -200,7 +227,7 @@ def _proof(results: Results) -> Iterator[str]:
     if found is not None and "full" in found["by_policy"]:
         one = found["by_policy"]["full"]
         yield (
-            f"**The proof** of the first step of Llama 2 7B with LoRA takes {one['proof_seconds']:.1f} s, once "
+            f"**The proof** adds {one['proof_seconds']:.1f} s to the first step of Llama 2 7B with LoRA under `full` "
             f"({results.link(_PROOF)})."
         )
 
@@ -263,6 +290,7 @@ def _left(stages: Sequence[Stage], results: Results) -> str:
 
 
 _BLOCKS: Mapping[str, Callable[[Sequence[Stage], Results], str]] = {
+    "headline": _headline,
     "measured": _measured,
     "longest": _longest,
     "accuracy": _accuracy,

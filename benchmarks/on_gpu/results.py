@@ -55,8 +55,8 @@ class Results:
         if differing:
             raise WrongInputError(
                 f"{found} was measured with {'; '.join(differing)}. Figures of both cannot stand in one "
-                "result: file it with --merge and begin anew in another --out (make bench-gpu OUT=...), or go back to "
-                "what it was measured with."
+                "result: file it with --merge and begin anew in another --out (make bench-gpu OUT=..., "
+                "scripts/on_rented_gpu.sh STATE=...), or go back to what it was measured with."
             )
         results = Results(path, identity)
         results._document = document

@@ -485,8 +485,8 @@ def test_what_was_measured_takes_the_place_of_what_was_not(tmp_path: Path) -> No
     (tmp_path / "longctx_limit_24gib_cuda.json").write_text(json.dumps(found))
     after = documents.filled(before, STAGES, results)
     assert not_yet not in after
-    auto = "within 18.0 GiB and 41.0 GiB its step takes 80 % and 110 % of the time of the best that `Trainer` can set"
-    assert f"Measured on one NVIDIA H200: - **`auto`**, A model: {auto} there" in " ".join(after.split())
+    auto = "within 18.0 GiB and 41.0 GiB a step that `auto` planned takes 80 % and 110 % of the time of the best"
+    assert f"Measured on one NVIDIA H200: - **`auto`**, A model: {auto}" in " ".join(after.split())
     assert "a row of 180,000 tokens trains, where 180,800 tokens are predicted" in " ".join(after.split())
     assert " ".join(after.split()).count("Plans were prepared for another run: device h100, here h200.") == 2
     assert after.startswith("a\n\n<!-- gpu:measured -->\n\n")

@@ -55,7 +55,10 @@ def test_a_call_that_is_killed_leaves_what_it_had(given: dict[str, str], tmp_pat
     assert call(given, tmp_path / "second", "100").endswith(f"--resume {kept}\n")
 
 
-@pytest.mark.parametrize(("words", "message"), [([], "seconds are missing"), (["100"], "OUT is missing")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "seconds are missing"), (["100"], "OUT is missing"), (["9.5"], "not '9.5'"), (["soon"], "not 'soon'")],
+)
 def test_what_is_missing_is_said(words: list[str], message: str, given: dict[str, str]) -> None:
     given.pop("OUT", None)
     done = subprocess.run([SCRIPT, *words], env=given, capture_output=True, text=True, check=False)
