@@ -34,7 +34,6 @@ from benchmarks.runner import WrongInputError
 from hf_ckpt.errors import HFCkptError
 from hf_ckpt.simulation.devices import find_device
 
-
 _FIRST_CALL_S = 585
 """Of the call that benchmarks/README.md gives."""
 

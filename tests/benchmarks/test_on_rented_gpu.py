@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -36,7 +37,10 @@ def call(given: dict[str, str], out: Path, *words: str) -> str:
 
 def test_a_second_call_goes_on_from_the_first(given: dict[str, str], tmp_path: Path) -> None:
     first = call(given, tmp_path / "first", "100", "--device", "cpu")
-    assert first == f"-m benchmarks.on_gpu --out {tmp_path}/first --seconds 92 --device cpu\n"
+    # Eight seconds before the caller's limit, and what it took to come here.
+    found = re.fullmatch(rf"-m benchmarks.on_gpu --out {tmp_path}/first --seconds (\d+) --device cpu\n", first)
+    assert found is not None
+    assert 60 < int(found[1]) <= 92
     second = call(given, tmp_path / "second", "100")
     assert second.endswith(f"--resume {tmp_path}/state/results.json\n")
 
