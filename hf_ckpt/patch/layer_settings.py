@@ -21,6 +21,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
 from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
+from hf_ckpt.regions.original_proof import run_region_proven
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
 from hf_ckpt.regions.segments import SegmentRunner, run_in_segment
 from hf_ckpt.regions.selective.save_rules import SaveRules
@@ -109,47 +110,65 @@ class _StackSettings:
             yield from self._whole(entry, layer, path)
         elif entry.mode is Mode.ATTENTION:
             self._patch.drops_cache = True
-            yield from self._parts(path, layer, layer.attention)
+            yield from self._parts(entry, path, layer, layer.attention)
         elif entry.mode is Mode.FFN and layer.ffn_is_inline:
-            yield from self._around_attention(layer, path)
+            yield from self._around_attention(entry, layer, path)
         elif entry.mode is Mode.FFN:
             # What runs in tiles is recomputed already.
-            yield from self._parts(path, layer, tuple(name for name in layer.ffn if name not in tiled))
+            yield from self._parts(entry, path, layer, tuple(name for name in layer.ffn if name not in tiled))
 
     def _whole(self, entry: LayerPlan, layer: Layer, path: str) -> Iterator[Setting]:
-        proof = self._proof.region(path)
+        region: Region = recompute
         if entry.segment is not None:
             link = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
-            yield self._region(path, layer.module, partial(link, snapshots=entry.snapshots, proof=proof))
+            region = partial(link, snapshots=entry.snapshots)
+            # A segment goes on with the very tensors that a layer has returned.
+            region = self._proven(entry, path, layer.module, region, makes_aliases=False)
+            yield self._region(path, layer.module, region)
             return
         host = self._offloaded.get((self._stack.path, layer.layer_idx))
         before = self._offloaded.get((self._stack.path, layer.layer_idx - 1))
-        region: Region = partial(recompute, proof=proof)
         if entry.mode in SELECTIVE_MODES:
             saves = SaveRules.of(entry.mode.value, entry.save)
             keeper = None if host is None else OffloadKeeper(*host)
-            region = partial(recompute_selectively, self._selection, saves, keeper, proof=proof)
+            region = partial(recompute_selectively, self._selection, saves, keeper)
             yield layer.module, partial(self._place_hooks, layer.module, saves)
         if host is not None:
             region = partial(run_offloaded, *host, region)
         elif before is not None:
             region = partial(run_with_prefetch_hook, before[0], region)
-        yield self._region(path, layer.module, region)
+        yield self._region(path, layer.module, self._proven(entry, path, layer.module, region))
 
     def _place_hooks(self, module: nn.Module, saves: SaveRules) -> None:
         self._patch.hooks.extend(self._selection.hooks(module, saves))
 
-    def _around_attention(self, layer: Layer, path: str) -> Iterator[Setting]:
+    def _around_attention(self, entry: LayerPlan, layer: Layer, path: str) -> Iterator[Setting]:
         kept = KeptModules()
-        yield self._region(path, layer.module, partial(recompute_around, kept, proof=self._proof.region(path)))
+        region = self._proven(entry, path, layer.module, partial(recompute_around, kept))
+        yield self._region(path, layer.module, region)
         for name in layer.attention:
             yield self._forward(f"{path}.{name}", layer.submodule(name), partial(run_kept, kept))
 
-    def _parts(self, path: str, layer: Layer, names: tuple[str, ...]) -> Iterator[Setting]:
+    def _parts(self, entry: LayerPlan, path: str, layer: Layer, names: tuple[str, ...]) -> Iterator[Setting]:
         for name in names:
             part = f"{path}.{name}"
-            region = partial(recompute, proof=self._proof.region(part))
+            region = self._proven(entry, part, layer.submodule(name), recompute, name)
             yield self._forward(part, layer.submodule(name), partial(run_region, region))
+
+    def _proven(
+        self,
+        entry: LayerPlan,
+        path: str,
+        module: nn.Module,
+        region: Region,
+        part: str = "",
+        *,
+        makes_aliases: bool = True,
+    ) -> Region:
+        """Return the region with its proofs. Of those that treat equal modules alike, one is held to the original."""
+        kinds = tuple((name, type(inner)) for name, inner in module.named_modules())
+        proof = self._proof.region(path, (self._stack.path, part, entry.alone, kinds))
+        return partial(run_region_proven, proof, makes_aliases, region)
 
     def _region(self, path: str, module: nn.Module, region: Region) -> Setting:
         return module, partial(_make_region, self._patch, path, module, region)

@@ -35,6 +35,28 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@contextmanager
+def extra_run() -> Iterator[None]:
+    """Let what runs in the block, in this thread, be counted nowhere: it runs for a check only."""
+    _EXTRA.depth += 1
+    try:
+        yield
+    finally:
+        _EXTRA.depth -= 1
+
+
+def is_extra_run() -> bool:
+    """Whether what runs now, runs for a check only."""
+    return _EXTRA.depth > 0
+
+
+class _Extra(threading.local):
+    depth = 0
+
+
+_EXTRA = _Extra()
+
+
 class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
     """Stops a recomputation once the last tensor that backward needs is there."""
 

@@ -309,11 +309,12 @@ def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tens
         args, keywords, function = (*function.args, *args), function.keywords, function.func
     given = {**dict(enumerate(args)), **keywords}
     arguments: dict[int | str, Any] = {place: None if is_cache(value) else value for place, value in given.items()}
-    graph = {place: value for place, value in arguments.items() if _belongs_to_graph(place, value)}
+    graph = {place: value for place, value in arguments.items() if belongs_to_graph(place, value)}
     return Call(function, arguments, list(graph)), list(graph.values())
 
 
-def _belongs_to_graph(place: int | str, value: Any) -> bool:
+def belongs_to_graph(place: int | str, value: Any) -> bool:
+    """Whether an argument is handed to autograd; see `split_call`."""
     # Masks and rotary tables come by keyword and are shared by all layers; hidden states come either way.
     if not isinstance(value, Tensor):
         return False

@@ -8,12 +8,13 @@ whose checksums differ is named and a cause looked for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,9 @@ from hf_ckpt.regions.fingerprints import (
     unobserved,
 )
 
+if TYPE_CHECKING:
+    from hf_ckpt.regions.original_proof import OriginalCall
+
 logger = logging.getLogger(__name__)
 
 _unobserved = partial(unobserved, _disable_current_modes)
@@ -75,6 +79,8 @@ class ValueProof:
     def __init__(self, prove: Prove = "off") -> None:
         self.prove = prove
         self._regions: list[RegionProof] = []
+        # By kind: what is like it is not held against the original as well.
+        self._representatives: dict[Hashable, RegionProof] = {}
         self._start()
 
     def _start(self) -> None:
@@ -89,17 +95,31 @@ class ValueProof:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was found belongs to this model's steps, which a copy has not run.
-        return {"prove": self.prove, "_regions": self._regions}
+        return {"prove": self.prove, "_regions": self._regions, "_representatives": self._representatives}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
-    def region(self, path: str) -> RegionProof:
-        """Return the proof of a new region; `path` is that of its module, for messages."""
+    def region(self, path: str, kind: Hashable = None) -> RegionProof:
+        """Return the proof of a new region; `path` is that of its module, for messages.
+
+        The last region of each `kind` is held against the original: it is the first one in backward. None: it is not.
+        """
         region = RegionProof(self, path)
         self._regions.append(region)
+        if kind is not None:
+            self._representatives[kind] = region
         return region
+
+    def represents(self, region: RegionProof) -> bool:
+        """Whether a region is the one of its kind that is held against the original."""
+        return any(each is region for each in self._representatives.values())
+
+    @property
+    def without_original(self) -> list[str]:
+        """The paths of regions that were to be held against the original, have run and were not."""
+        return [each.path for each in self._representatives.values() if each.is_seen and not each.has_original]
 
     # --- Steps. Without calls of `begin_step` each forward of a region counts as a step. ---
 
@@ -186,6 +206,8 @@ class RegionProof:
         self.is_awaited = True
         self._num_forwards = 0
         self._tries = 0
+        self.has_original = False
+        self._original: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "proof": self.proof}
@@ -228,6 +250,21 @@ class RegionProof:
         self._tries += call_proof is not None
         return call_proof
 
+    def awaits_original(self) -> bool:
+        """Whether the call that begins is to be held against the original: one of a forward, if the region is due."""
+        proof = self.proof
+        return (
+            self.is_awaited
+            and proof.prove != "off"
+            and proof.is_open is not False
+            and proof.represents(self)
+            and (self._original is None or self._original() is None)
+        )
+
+    def begin_original(self, original: Any) -> None:
+        """Note that a call is held against the original: no other one is while its graph lives."""
+        self._original = weakref.ref(original)
+
     def add_fault(self, fault: str) -> None:
         """See `ValueProof.add_fault`."""
         self.proof.add_fault(self.path, fault)
@@ -259,6 +296,8 @@ class CallProof:
 
     is_simulated = False
     """Whether there are shapes only."""
+    original: OriginalCall | None = None
+    """What holds the call against the original, if it is held."""
 
     def __init__(self, region: RegionProof, module: nn.Module | None) -> None:
         self._region = region
@@ -284,6 +323,8 @@ class CallProof:
         modules: dict[str, list[Fingerprint]] = {}
         if self._forward is None:
             self._has_graph = torch.is_grad_enabled()
+        elif self.original is not None:
+            self.original.before_recomputation(tensors)
         try:
             returned, run = self._run(function, tensors, modules)
         except (AllRecomputed, _StopRecomputationError):
@@ -321,7 +362,8 @@ class CallProof:
 
     def finish(self, fault: str | None) -> None:
         """The call has been checked; see `RegionProof.finish_call`."""
-        self._region.finish_call(fault)
+        # A recomputation that differs says more: which module does, and why.
+        self._region.finish_call(fault or (None if self.original is None else self.original.fault))
 
     # --- For proofs of tiles and of the head. ---
 
@@ -426,7 +468,7 @@ class CallProof:
         # Numbers of a generator of its own look like noise of kernels: drawn anew in each run, and as far apart.
         cause = _random_cause(forward, again) or _own_generator(self._module)
         if cause is None and distance is not None and distance < _NOISE * rounding_of(forward.outputs):
-            noise = _noise(distance, outputs, run_again)
+            noise = explaining_noise(distance, outputs, run_again)
             if noise is not None:
                 self.note_noise(noise)
                 return None
@@ -436,7 +478,7 @@ class CallProof:
         why = cause or (
             "A generator of its own, state that its module does not hold, or a changed input would explain it."
         )
-        return f"its recomputation returns something else than its forward{_by(distance)}.{place} {why}"
+        return f"its recomputation returns something else than its forward{by_distance(distance)}.{place} {why}"
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
         """Compare what the modules returned that a recomputation ran before it was stopped."""
@@ -450,7 +492,7 @@ class CallProof:
                     continue
                 distance = largest_distance(before, found)
             if distance is None or not distance < _NOISE * rounding_of(found):
-                return f"in its recomputation {name} returns something else than in its forward{_by(distance)}."
+                return f"in its recomputation {name} returns something else than in its forward{by_distance(distance)}."
             # A second recomputation would show more, but would gather weights in this process alone.
             self.note_noise(distance)
         return None
@@ -463,7 +505,9 @@ class CallProof:
         return self.fingerprints(plain_tensors(returned), has_sketch=True)
 
 
-def _noise(distance: float, outputs: list[Fingerprint], run_again: Callable[[], list[Fingerprint]]) -> float | None:
+def explaining_noise(
+    distance: float, outputs: list[Fingerprint], run_again: Callable[[], list[Fingerprint]]
+) -> float | None:
     """Return how far apart recomputations are, if that explains the distance of the first from the forward, else None.
 
     The first returned `outputs`. One more may happen to be next to it, so that several run until two are far enough
@@ -542,7 +586,8 @@ def _first_difference(forward: dict[str, list[Fingerprint]], again: dict[str, li
     return next(names, None)
 
 
-def _by(distance: float | None) -> str:
+def by_distance(distance: float | None) -> str:
+    """Return a distance as words that end a clause."""
     if distance is None:
         return ""
     return f" (by {'what is not a number' if isnan(distance) else f'{100 * distance:.2g} %'} of its norm)"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.regions.execution_state import Function, module_of
-from hf_ckpt.regions.fingerprints import checksum_scratch_bytes, scratch_bytes, tensors_held
+from hf_ckpt.regions.fingerprints import Fingerprint, checksum_scratch_bytes, scratch_bytes, tensors_held
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
 
@@ -37,12 +37,15 @@ class SimulatedCallProof(CallProof):
         super().__init__(region, module_of(function))
         self._tracker = tracker
         self._of_forward = _Fingerprints()
+        self._of_original = _Fingerprints()
         self._of_recomputation: _Fingerprints | None = None
         self._num_saved: int | None = None
 
     def run(self, function: Function, *tensors: Any) -> Any:
         """See `CallProof`."""
         is_forward = self._num_saved is None
+        if not is_forward and self.original is not None:
+            self.original.before_recomputation(tensors)
         found = self._of_forward
         if not is_forward:
             found = self._of_recomputation = _Fingerprints()
@@ -62,6 +65,11 @@ class SimulatedCallProof(CallProof):
 
     def check_graph(self, function: Function, args: Sequence[Any], returned: Any) -> None:
         """See `CallProof`. Nothing is checked here."""
+
+    def fingerprints(self, tensors: Sequence[Tensor], *, has_sketch: bool = False) -> list[Fingerprint]:
+        """See `CallProof`. Nothing is compared here."""
+        self._record_fingerprints(self._of_original, tensors, has_sketch=has_sketch)
+        return []
 
     def after_last_needed(self) -> None:
         """See `CallProof`."""

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward, tensors_in
 from hf_ckpt.structure.layers import Layer, Stack
 
 _TILES = "tiles"
@@ -227,4 +227,4 @@ def _listed(values: Iterable[object]) -> str:
 
 def _is_seen() -> bool:
     # A compiled graph runs no hooks: there nothing is counted, and so nothing is held against the plan.
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not is_extra_run() and not torch.compiler.is_compiling()

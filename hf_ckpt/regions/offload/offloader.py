@@ -52,8 +52,10 @@ from hf_ckpt.regions.offload.transfer import Link, StorageKey, Wire, storage_key
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
-def run_offloaded(offloader: Offloader, position: int, region: Function, function: Function, *args: Any) -> Any:
-    """Run `region(function, *args)`; what the region saves of its inputs waits on the host for backward.
+def run_offloaded(
+    offloader: Offloader, position: int, region: Function, function: Function, *args: Any, **options: Any
+) -> Any:
+    """Run `region(function, *args, **options)`; what the region saves of its inputs waits on the host for backward.
 
     Exact: the same bits come back, in the same layout. Costs a copy each way, while a GPU computes.
 
@@ -64,24 +66,26 @@ def run_offloaded(offloader: Offloader, position: int, region: Function, functio
         HostMemoryError: the host has no room for what all layers would send there.
     """
     if not torch.is_grad_enabled():
-        return region(function, *args)
+        return region(function, *args, **options)
     # Before our hooks for saved tensors, which torch.func has a word of its own against.
     refuse_transforms()
     with offloader.scope(position) as scope, saved_tensors_hooks(scope.pack, unpack):
-        output = region(function, *args)
+        output = region(function, *args, **options)
     if not scope.is_offloaded:
         offloader.add_prefetch_hook(output)
     return output
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]  # as above
-def run_with_prefetch_hook(offloader: Offloader, region: Function, function: Function, *args: Any) -> Any:
-    """Run `region(function, *args)` for the layer behind the last one that offloads; this layer keeps what it saves.
+def run_with_prefetch_hook(
+    offloader: Offloader, region: Function, function: Function, *args: Any, **options: Any
+) -> Any:
+    """Run `region(function, *args, **options)` for the layer behind the last one that offloads; it sends nothing away.
 
     When its backward begins, what the layer before it has sent away starts coming back. Without this the device waits
     for that one copy; nothing else differs.
     """
-    output = region(function, *args)
+    output = region(function, *args, **options)
     if torch.is_grad_enabled():
         offloader.add_prefetch_hook(output)
     return output

@@ -11,7 +11,8 @@ If torch comes to use that key, `kernels_are_possible` says no, and regions run 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -99,7 +100,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # upstr
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._ignores(function):
+        if ACTIVE.run is None or self._ignores(function):
             return function(*args, **(kwargs or {}))
         assert self._run is not None, "it is entered"
         return self._run.run(operator_kind(function), args, kwargs or {}, function)
@@ -175,6 +176,18 @@ def restore_interception(previous: InterceptionState) -> None:
     if previous.is_on is not ACTIVE.interception.is_on:
         torch._C._dispatch_tls_set_dispatch_key_included(_kernel_registry().key, previous.is_on)
     ACTIVE.interception = previous
+
+
+@contextmanager
+def selection_paused() -> Iterator[None]:
+    """Give no operators and modules away in the block: it is not the region that runs there."""
+    found = ACTIVE.run, pause_interception()
+    ACTIVE.run = None
+    try:
+        yield
+    finally:
+        ACTIVE.run, previous = found
+        restore_interception(previous)
 
 
 class _KernelRegistry:

@@ -1,0 +1,403 @@
+"""One region of each kind is held against the original: what both runs of a region do wrong stops the first step."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_ckpt
+from hf_ckpt import HFCkptCallback, PlanMismatchError
+from hf_ckpt.patch import layer_settings
+from hf_ckpt.regions import original_proof, recompute, segments
+from hf_ckpt.regions.execution_state import is_extra_run
+from hf_ckpt.regions.recompute import Call
+from hf_ckpt.regions.selective import selective_recompute
+from tests.regions.test_value_proof import OPTIONS, backward, batch
+from tests.training import llama, lora, trainer, weights
+
+pytestmark = pytest.mark.core
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+# --- What a library could do wrong in both runs of a region: no comparison of the two would show it. ---
+
+
+def on_regions(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Let `change(region, function, *args)` run in place of each region."""
+    for name in ("recompute", "recompute_around", "recompute_selectively", "run_in_segment"):
+        found = getattr(layer_settings, name)
+        patch.setattr(layer_settings, name, partial(_changed, change, found))
+
+
+def _changed(change: Callable[..., Any], region: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    # What a plan gives a region comes before the function.
+    at = next(at for at, each in enumerate(args) if isinstance(each, partial) and _runs_a_module(each))
+    return change(partial(region, *args[:at], **options), *args[at:])
+
+
+def _runs_a_module(function: partial[Any]) -> bool:
+    from hf_ckpt.regions.execution_state import module_of
+
+    return module_of(function) is not None
+
+
+def output_is_scaled(patch: pytest.MonkeyPatch) -> None:
+    on_regions(patch, lambda region, *args: _on_first(lambda x: x * 1.001, region(*args)))
+
+
+def input_is_scaled(patch: pytest.MonkeyPatch) -> None:
+    def scaled(region: Any, function: Any, *args: Any) -> Any:
+        if args:
+            return region(function, args[0] * 1.001, *args[1:])
+        keywords = {**function.keywords, "hidden_states": function.keywords["hidden_states"] * 1.001}
+        return region(partial(function.func, *function.args, **keywords))
+
+    on_regions(patch, scaled)
+
+
+def region_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    run = Call.run
+
+    def skipping(self: Call, *tensors: Any) -> Any:
+        returned = run(self, *tensors)
+        if not tensors or not tensors[0].requires_grad:
+            # Or nothing of an adapter would be trained, which torch says.
+            return returned
+        return tensors[0] if isinstance(returned, Tensor) else (tensors[0], *returned[1:])
+
+    patch.setattr(Call, "run", skipping)
+
+
+def keyword_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    split = recompute.split_call
+
+    def dropping(function: Any, args: Any) -> Any:
+        call, tensors = split(function, args)
+        if call._arguments.get("position_embeddings") is not None:
+            call._arguments["position_embeddings"] = tuple(map(torch.ones_like, call._arguments["position_embeddings"]))
+        return call, tensors
+
+    for module in (recompute, segments, selective_recompute):
+        patch.setattr(module, "split_call", dropping)
+
+
+def gradient_is_doubled(patch: pytest.MonkeyPatch) -> None:
+    def doubled(region: Any, *args: Any) -> Any:
+        returned = region(*args)
+        first = returned if isinstance(returned, Tensor) else returned[0]
+        first.register_hook(lambda gradient: 2 * gradient)
+        return returned
+
+    on_regions(patch, doubled)
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+def gradient_of_inputs_is_tripled(patch: pytest.MonkeyPatch) -> None:
+    def tripled(region: Any, function: Any, *args: Any) -> Any:
+        if args:
+            return region(function, _Tripled.apply(args[0]), *args[1:])
+        keywords = {**function.keywords, "hidden_states": _Tripled.apply(function.keywords["hidden_states"])}
+        return region(partial(function.func, *function.args, **keywords))
+
+    on_regions(patch, tripled)
+
+
+def weights_are_detached(patch: pytest.MonkeyPatch) -> None:
+    """An adapter, or a weight, trains in the model and not under the plan."""
+    run = Call.run
+
+    def detached(self: Call, *tensors: Any) -> Any:
+        module = recompute.module_of(self._function) or next(
+            value for value in self._arguments.values() if isinstance(value, nn.Module)
+        )
+        weight = [each for name, each in module.named_parameters() if each.requires_grad][-1]
+        weight.requires_grad_(False)
+        try:
+            return run(self, *tensors)
+        finally:
+            weight.requires_grad_(True)
+
+    patch.setattr(Call, "run", detached)
+
+
+def _on_first(change: Callable[[Tensor], Tensor], returned: Any) -> Any:
+    return change(returned) if isinstance(returned, Tensor) else (change(returned[0]), *returned[1:])
+
+
+PLANTS: dict[str, tuple[Plant, str]] = {
+    "output": (output_is_scaled, "returned something else|returns something else"),
+    "input": (input_is_scaled, "is given another|returned something else"),
+    "skipped": (region_is_skipped, "returned something else|does not depend|returns something else"),
+    "keyword": (keyword_is_dropped, "returned something else"),
+    "doubled": (gradient_is_doubled, "another gradient"),
+    "tripled": (gradient_of_inputs_is_tripled, "another gradient|loses the gradient|is given another"),
+    "detached": (weights_are_detached, "loses the gradient"),
+}
+UNCHANGED = {("keyword", "ffn"): "its inputs are no keywords"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("make", [llama, lora], ids=["full fine-tune", "lora"])
+def test_a_fault_of_both_runs_stops_the_first_backward(
+    name: str, option: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (name, option) in UNCHANGED:
+        return
+    plant, message = PLANTS[name]
+    plant(monkeypatch)
+    mode, options = OPTIONS[option]
+    model = make().train()
+    with hf_ckpt.apply(model, mode, **options), pytest.raises(PlanMismatchError, match=message):
+        backward(model)
+
+
+def test_the_trainer_stops_before_its_optimizer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient_is_doubled(monkeypatch)
+    model = llama()
+    before = weights(model)
+    with pytest.raises(PlanMismatchError, match="another gradient"):
+        trainer(model, tmp_path, HFCkptCallback("full")).train()
+    assert all(map(torch.equal, before.values(), weights(model).values()))
+
+
+# --- No false alarms. ---
+
+
+@pytest.fixture
+def proven(monkeypatch: pytest.MonkeyPatch) -> list[original_proof.OriginalCall]:
+    """Collect the calls whose gradients were compared."""
+    found: list[original_proof.OriginalCall] = []
+    compare = original_proof.OriginalCall._compare_gradients
+
+    def noted(self: original_proof.OriginalCall) -> None:
+        if self._expected:
+            found.append(self)
+        compare(self)
+
+    monkeypatch.setattr(original_proof.OriginalCall, "_compare_gradients", noted)
+    return found
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("make", [llama, lora], ids=["full fine-tune", "lora"])
+def test_gradients_are_compared_once_for_each_kind(
+    option: str, make: Callable[[], nn.Module], proven: list[original_proof.OriginalCall]
+) -> None:
+    mode, options = OPTIONS[option]
+    model = make().train()
+    with hf_ckpt.apply(model, mode, **options) as applied:
+        backward(model)
+        # The last layer never offloads.
+        assert len(proven) == (2 if option in ("offload", "selective_offload") else 1)
+        assert applied.value_proof.without_original == []
+        backward(model)
+        assert len(proven) == (2 if option in ("offload", "selective_offload") else 1)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+class Mixture(nn.Module):
+    """A layer that returns the scores of its router as well, and adds what it has seen to lists and buffers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(size, 2)
+        self.experts = nn.ModuleList(nn.Linear(size, size) for _ in range(2))
+        self.register_buffer("num_seen", torch.zeros(()))
+        self.history: list[int] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.history.append(len(x))
+        scores = self.router(x)
+        share = scores.softmax(-1)
+        y = sum(
+            share[..., [n]] * torch.nn.functional.dropout(torch.tanh(e(x)), 0.1) for n, e in enumerate(self.experts)
+        )
+        return x + y, scores
+
+
+class Mixtures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = []
+        for layer in self.layers:
+            x, scores = layer(x)
+            losses.append(scores.logsumexp(-1).square().mean())
+        return x.square().mean() + sum(losses)
+
+
+def mixtures() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Mixtures().train(), torch.randn(2, 5, 8)
+
+
+def test_an_output_that_is_used_inside_too_is_no_false_alarm(proven: list[original_proof.OriginalCall]) -> None:
+    plain, x = mixtures()
+    torch.manual_seed(1)
+    plain(x).backward()
+    model, _ = mixtures()
+    with hf_ckpt.apply(model, "full", layers="layers"):
+        torch.manual_seed(1)
+        model(x).backward()
+    assert len(proven) == 1
+    assert all(map(torch.equal, gradients_of(plain).values(), gradients_of(model).values()))
+    # The forward and its recomputation; what the original adds is taken out again.
+    assert [len(layer.history) for layer in model.layers] == [2, 2, 2]
+
+
+def test_tensors_that_a_hook_collects_are_no_false_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+    collected: list[Tensor] = []
+    hook = model.get_submodule("model.layers.3.mlp").register_forward_hook(lambda *args: collected.append(args[-1]))
+    with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):
+        loss = model(**batch()).loss
+        hook.remove()
+        (loss + collected[0].square().mean()).backward()
+    assert "model.layers.3: gradients are not held against" in caplog.text
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradients_of_some_and_of_several_backwards_are_no_false_alarm(option: str) -> None:
+    mode, options = OPTIONS[option]
+    model = llama().train()
+    with hf_ckpt.apply(model, mode, **options):
+        loss = model(**batch()).loss
+        torch.autograd.grad(loss, [model.get_input_embeddings().weight], retain_graph=True)
+        torch.autograd.grad(2 * loss, [model.get_parameter("model.layers.1.mlp.up_proj.weight")], retain_graph=True)
+        (3 * loss).backward()
+
+
+def test_a_second_derivative_is_no_false_alarm() -> None:
+    model = llama(attn_implementation="eager").train()
+    with hf_ckpt.apply(model, "full"):
+        weight = model.get_input_embeddings().weight
+        (gradient,) = torch.autograd.grad(model(**batch()).loss, [weight], create_graph=True)
+        gradient.square().sum().backward()
+
+
+def test_what_the_original_gives_no_gradient_is_no_fault(proven: list[original_proof.OriginalCall]) -> None:
+    class Biased(nn.Module):
+        def __init__(self, found: nn.Module) -> None:
+            super().__init__()
+            self.found = found
+            self.bias = nn.Parameter(torch.zeros(()))
+            self.unused = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                chosen = x + self.bias > 0
+            return self.found(x * chosen)
+
+    model = llama().train()
+    for layer in model.model.layers:
+        layer.mlp = Biased(layer.mlp)
+    with hf_ckpt.apply(model, "full"):
+        backward(model)
+    assert len(proven) == 1
+
+
+def test_hooks_and_gradients_of_the_user_are_as_without_the_proof() -> None:
+    called: list[str] = []
+    model = llama().train()
+    weight = model.get_parameter("model.layers.3.mlp.up_proj.weight")
+    weight.register_hook(lambda gradient: called.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    with hf_ckpt.apply(model, "full"):
+        backward(model)
+    assert called == ["gradient", "accumulated"]
+
+
+@pytest.mark.parametrize("num_noisy", [1, 2])
+def test_a_backward_that_does_not_repeat_itself_is_no_fault(num_noisy: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+    calls: list[int] = []
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            calls.append(1)
+            # In some runs it is what it was in the one before.
+            return gradient * (1 + 1e-7 * (len(calls) // num_noisy % 3))
+
+    mlp = model.get_submodule("model.layers.3.mlp")
+    found = mlp.act_fn
+
+    class Changed(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return Noisy.apply(found(hidden))
+
+    mlp.act_fn = Changed()
+    with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):
+        backward(model)
+    assert "do not repeat themselves" in caplog.text
+
+
+# --- What it costs, and leaves. ---
+
+
+@pytest.mark.parametrize(("mode", "most"), [("full", 0.6), ("ffn", 0.6), ("selective", 0.6)])
+def test_the_first_step_costs_little_more(mode: str, most: float) -> None:
+    model = llama(num_hidden_layers=32).train()
+
+    def num_flops(run: Callable[[], object]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    forward = num_flops(lambda: model(**batch()))
+    with hf_ckpt.apply(model, mode):
+        first, _, later = (num_flops(lambda: backward(model)) for _ in range(3))
+    assert 0 < first - later <= most * forward
+
+
+def test_a_forward_in_the_proof_is_told_from_others() -> None:
+    model = llama().train()
+    seen: list[bool] = []
+    model.get_submodule("model.layers.3.mlp").register_forward_hook(lambda *_: seen.append(is_extra_run()))
+    with hf_ckpt.apply(model, "full"):
+        backward(model)
+    assert seen == [False, True, False]
+
+
+def test_collections_go_on() -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        model(**batch())
+        assert gc.isenabled()
+        model.get_submodule("model.layers.3.mlp").register_forward_pre_hook(_raise)
+        with pytest.raises(ValueError, match="here"):
+            model(**batch())
+    assert gc.isenabled()
+
+
+def _raise(*_: object) -> None:
+    raise ValueError("here")
