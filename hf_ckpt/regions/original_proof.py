@@ -464,11 +464,14 @@ def _edges_of(outputs: Sequence[Tensor], goals: _Goals, first_node: int) -> tupl
 def _is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     """Whether a tensor that one of these nodes has made is still there, besides the outputs: a hook collects it, say.
 
-    Once a region has run, what it is to recompute is gone. Looks at all objects that are new: see `_garbage_kept`.
+    Once a region has run, what it is to recompute is gone. Looks at all objects that are new: see `_garbage_kept`. What
+    only the graph holds, as the base of a view, is in Python's list of objects too; nothing of Python refers to it.
     """
     known = set(map(id, outputs))
-    young = (each for each in gc.get_objects(generation=0) if type(each) is Tensor)
-    return any(id(each) not in known and each.grad_fn in nodes for each in young)
+    young = [each for each in gc.get_objects(generation=0) if type(each) is Tensor]
+    inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
+    ours = (young, inside, sys._getframe())
+    return bool(inside) and any(all(holder is not each for each in ours) for holder in gc.get_referrers(*inside))
 
 
 @contextmanager

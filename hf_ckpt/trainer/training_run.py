@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -171,7 +171,14 @@ class TrainingRun:
                 "%s%s: compiled, so that the first step does not prove what is recomputed there. A first step without "
                 "torch.compile, or hf-ckpt verify, does.",
                 unseen[0],
-                f" (and {len(unseen) - 1} more)" if len(unseen) > 1 else "",
+                _and_more(unseen),
+            )
+        if without_original := self.applied.value_proof.without_original:
+            logger.info(
+                "%s%s: not held against the forward that the module had before the plan: compiled inside, sharded, "
+                "under ZeRO-3, or reached by no backward.",
+                without_original[0],
+                _and_more(without_original),
             )
 
     def note_optimizer_step(self) -> None:
@@ -251,3 +258,7 @@ def _describe(policy: Policy | Plan, structure: dict[str, Any]) -> str:
     given = {name: value for name, value in structure.items() if value is not None}
     what = f"plan {policy.digest()}" if isinstance(policy, Plan) else policy.describe()
     return f"{what} with {given}" if given else what
+
+
+def _and_more(paths: Sequence[str]) -> str:
+    return f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
