@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import hf_ckpt
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.regions.value_proof import Prove
 from tests import traces, zoo
 
@@ -130,7 +131,11 @@ def counted_entries(model: nn.Module) -> Iterator[tuple[Counter[str], Counter[st
     backward: Counter[str] = Counter()
 
     def count(name: str) -> Callable[..., None]:
-        return lambda *_: (backward if torch._C._current_graph_task_id() != -1 else forward).update([name])
+        def counted(*_: object) -> None:
+            if not is_extra_run():
+                (backward if is_in_backward() else forward).update([name])
+
+        return counted
 
     hooks = [module.register_forward_pre_hook(count(name)) for name, module in model.named_modules()]
     try:

@@ -22,7 +22,7 @@ from torch.autograd.profiler import record_function
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.apply import apply
-from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.structure.layers import Layer, Stack, find_layers
 from hf_ckpt.units import format_bytes
@@ -330,12 +330,16 @@ class LayerRanges:
         self._handles.clear()
 
     def _enter(self, stack: Stack, layer: Layer, module: nn.Module, args: Any) -> None:
+        if is_extra_run():
+            return
         is_recomputation = is_in_backward()
         if not self._inside and (is_recomputation or module is layer.outer):
             self._begin(stack, layer, is_recomputation)
         self._inside.append(module)
 
     def _leave(self, layer: Layer, module: nn.Module, args: Any, output: Any) -> None:
+        if is_extra_run():
+            return
         self._inside.pop()
         if not is_in_backward():
             self._leave_forward(layer, module)

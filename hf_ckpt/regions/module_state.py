@@ -196,7 +196,7 @@ class _Layout:
         self.attributes = list(map(vars, self.modules))
         self._lists = [module._modules for module in self.modules if module._modules]
         self._children = self._children_now()
-        self.is_sharded = _is_managed(root)
+        self.is_sharded = is_managed(root)
         self.shards = list(shards)
         self._places: list[tuple[dict[str, Any], str]] = []
         self.names: list[str] = []
@@ -217,7 +217,7 @@ class _Layout:
         paths = dict(zip(self.modules, (path for path, _ in root.named_modules()), strict=True))
         for module in self.modules:
             # Engines that shard, and accelerate's offload, put other tensors into the module for each use.
-            is_replaced = self.is_sharded or _is_managed(module) or _is_offloaded(module)
+            is_replaced = self.is_sharded or is_managed(module) or _is_offloaded(module)
             for name, parameter in module._parameters.items():
                 if parameter is not None and hasattr(parameter, "ds_id"):
                     self.is_sharded = True
@@ -236,7 +236,7 @@ class _Layout:
 
     def is_current(self, root: nn.Module) -> bool:
         """Whether the same modules are there, and no engine has taken over."""
-        return self.modules[0] is root and self.has_same_children() and (self.is_sharded or not _is_managed(root))
+        return self.modules[0] is root and self.has_same_children() and (self.is_sharded or not is_managed(root))
 
     def has_same_children(self) -> bool:
         """Whether the same modules are there."""
@@ -521,7 +521,7 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, dict | list) else value
 
 
-def _is_managed(module: nn.Module) -> bool:
+def is_managed(module: nn.Module) -> bool:
     """Whether FSDP gathers the weights of a module; FSDP1 and FSDP2 both mark it so."""
     return "_is_fsdp_managed_module" in module.__dict__
 

@@ -43,7 +43,7 @@ from hf_ckpt.regions.execution_state import (
     module_of,
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
-from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.module_state import CallState, is_managed
 from hf_ckpt.regions.recompute import belongs_to_graph, is_cache
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
@@ -598,12 +598,12 @@ def _held_tensors(module: nn.Module) -> list[Tensor]:
 def _state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[None]:
     """Put attributes of the modules below one back when the block ends, and the values of tensors that it writes to."""
     copies = [tensor.detach().clone() for tensor in written]
-    attributes = [(vars(inner), dict(vars(inner))) for inner in module.modules()]
+    attributes = [(inner, dict(vars(inner))) for inner in module.modules()]
     containers: list[tuple[Any, Any]] = [
         (value, copy.copy(value))
-        for found, _ in attributes
-        for value in found.values()
-        if isinstance(value, dict | list | set | deque)
+        for inner, found in attributes
+        for name, value in found.items()
+        if isinstance(value, dict | list | set | deque) and not (is_managed(inner) and _is_weight(name, value))
     ]
     with _unsafe_preserve_version_counter(tuple(written)):
         try:
@@ -612,7 +612,12 @@ def _state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[No
             with torch.no_grad():
                 for tensor, values in zip(written, copies, strict=True):
                     tensor.copy_(values)
-    for now, before in attributes:
+    for inner, before in attributes:
+        now = vars(inner)
+        if is_managed(inner):
+            # The engine exchanges the weights, some for attributes.
+            kept = {name: value for name, value in before.items() if not _is_weight(name, value)}
+            before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
         _put_back(now, before)
     for container, found in containers:
         if isinstance(container, dict):
@@ -623,6 +628,10 @@ def _state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[No
         elif list(map(id, container)) != list(map(id, found)):
             container.clear()
             container.extend(found)
+
+
+def _is_weight(name: str, value: object) -> bool:
+    return name == "_parameters" or isinstance(value, Tensor)
 
 
 def _put_back(now: dict[Any, Any], found: dict[Any, Any]) -> None:

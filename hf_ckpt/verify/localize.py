@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.verify.record import Gradients, Record, Recorder, tensor_digest, tensors_in
 
 # Selective checkpointing keeps the outputs of these, so they are missing in a recomputation.
@@ -137,7 +137,7 @@ class OperatorWatch(TorchDispatchMode):
         """Run the operator and note it if the watched layer ran it."""
         output = func(*args, **(kwargs or {}))
         assert self.recorder is not None, "the trial gives the watch its recorder"
-        if self.recorder.is_digesting:
+        if self.recorder.is_digesting or is_extra_run():
             return output
         if not is_in_backward():
             if self.recorder.is_inside(self.layer):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, PolicyError
+from hf_ckpt.policy.policy import REVOLVE
 from hf_ckpt.regions import fingerprints, recompute, segments, value_proof
 from hf_ckpt.regions.execution_state import RandomState, is_extra_run, is_in_backward
 from hf_ckpt.regions.offload import offloader
@@ -40,6 +41,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "ffn": ("ffn", {}),
     "segment": ("full", {"segment_size": 2}),
     "nested": ("full", {"segment_size": 2, "nested": True}),
+    "snapshots": ("full", {"nested": REVOLVE, "snapshots": 1}),
     "selective": ("selective", {}),
     "selective_attention": ("selective_attention", {}),
     "offload": ("full", {"offload": CPU}),
@@ -130,6 +132,48 @@ def buffer_is_stale(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     patch.setattr(offloader, "unpack", stale)
 
 
+def buffer_is_the_neighbours(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    unpack = offloader.unpack
+    last: list[Tensor] = []
+
+    def neighbours(handle: Any) -> Any:
+        tensor = unpack(handle)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            before = last[-1] if last and last[-1].shape == tensor.shape else tensor
+            last.append(tensor)
+            return before
+        return tensor
+
+    patch.setattr(offloader, "unpack", neighbours)
+
+
+def snapshot_is_stale(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    taken_from = segments._Link.taken_from
+    first: dict[int, Tensor] = {}
+
+    def stale(self: segments._Link, before: Any) -> Any:
+        taken = taken_from(self, before)
+        for number, tensor in taken.items():
+            first.setdefault(number, tensor)
+        return first if first.keys() == taken.keys() else taken
+
+    patch.setattr(segments._Link, "taken_from", stale)
+
+
+def kept_outputs_are_exchanged(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """Each layer is handed what the one after it kept."""
+    hand_out = KeptOutputs._pop
+    last: dict[Any, Any] = {}
+
+    def exchanged(self: KeptOutputs, number: Any) -> Any:
+        found = hand_out(self, number)
+        before = last.get(number, found)
+        last[number] = found
+        return before
+
+    patch.setattr(KeptOutputs, "_pop", exchanged)
+
+
 def kept_buffer_is_stale(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
     get = offloader.OffloadKeeper.get
     patch.setattr(offloader.OffloadKeeper, "get", lambda self, handle: torch.zeros_like(get(self, handle)))
@@ -200,13 +244,16 @@ def forward_has_no_graph(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
 LIBRARY: dict[str, tuple[Plant, tuple[str, ...], str]] = {
     "random state": (
         random_state_is_left,
-        ("full", "attention", "segment", "nested", "selective", "offload"),
+        ("full", "attention", "segment", "nested", "snapshots", "selective", "offload"),
         "generators was not brought back.",
     ),
     "mask": (mask_is_dropped, ("full", "segment", "nested", "offload"), "self_attn"),
     "rolled outputs": (outputs_are_rolled, ("selective", "selective_offload"), "than the forward kept"),
     "scaled input": (input_is_scaled, ("segment", "nested"), "returns something else than its forward"),
     "skipped layer": (layer_is_skipped, ("full", "segment", "selective"), "returns something else than its forward"),
+    "exchanged outputs": (kept_outputs_are_exchanged, ("selective", "selective_attention"), "returns something else"),
+    "stale snapshot": (snapshot_is_stale, ("snapshots",), "returns something else than its forward"),
+    "neighbour's buffer": (buffer_is_the_neighbours, ("offload", "selective_offload"), "than"),
     "stale buffer": (buffer_is_stale, ("offload", "selective_offload"), "than"),
     "lost gradient": (
         inputs_are_detached,
