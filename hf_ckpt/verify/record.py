@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.patch.stack_patch import qualified_name
 from hf_ckpt.policy.plan import LayerPlan, Plan
-from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.regions.head import DeferredLogits
 from hf_ckpt.structure.layers import Stack
 
@@ -258,7 +258,7 @@ class Recorder:
         return path in self._running
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if self._micro_batch is None:
+        if self._micro_batch is None or is_extra_run():
             return
         in_backward = is_in_backward()
         if not self._running and not in_backward:
@@ -288,7 +288,7 @@ class Recorder:
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._running and self._running[-1] == path:
             self._running.pop()
-        if self._micro_batch is None or is_in_backward():
+        if self._micro_batch is None or is_extra_run() or is_in_backward():
             return
         with self._digesting():
             # To read deferred logits would compute them.

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, find_layers
+from hf_ckpt.patch import apply as patch
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.trainer.first_step import FirstStep
 from tests import plain_models, zoo
@@ -41,7 +42,8 @@ def faults(
     """Apply a policy, run a step of a model in train mode under watch, and return what is found."""
     model.train()
     model.zero_grad(set_to_none=True)
-    with hf_ckpt.apply(model, policy, **options) as applied:
+    # Not `hf_ckpt.apply`, which watches by itself.
+    with patch.apply(model, policy, **options) as applied:
         watch = FirstStep(model, applied.plan, find_layers(model))
         watch.start()
         step(model)
@@ -197,7 +199,7 @@ class CountingBlock(plain_models.Block):
 def test_buffer_that_recomputation_writes_to_is_named(policy: str, is_fault: bool) -> None:
     case = plain_models.case(plain_models.Decoder([plain_models.Block(), CountingBlock()]))
     stacks = find_layers(case.model)
-    with hf_ckpt.apply(case.model, policy) as applied:
+    with patch.apply(case.model, policy) as applied:
         watch = FirstStep(case.model, applied.plan, stacks)
         watch.start()
         zoo.loss(case.model, case.inputs).backward()
