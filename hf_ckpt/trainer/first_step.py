@@ -140,14 +140,19 @@ class FirstStep:
         self._hooks.clear()
 
     def finish(self) -> list[str]:
-        """Take the hooks off and return a message for each thing that is not as planned."""
+        """Take the hooks off, warn of what only costs, and return a message for each thing that is not as planned."""
         self.stop()
         self._log_resting()
         self._log_without_gradient()
-        for fault in self._repeated_by_others(is_planned=True):
-            # The plan is in force, and costs more than it should.
+        faults = [*self._lost_recomputations(), *self._buffer_faults()]
+        others = self._repeated_by_others(is_planned=False)
+        if not self._ends_with_backward:
+            faults += others
+            others = []
+        # Gradients are right, and the plan is in force. In a loop of one's own nothing would let the run go on.
+        for fault in others or self._repeated_by_others(is_planned=True) * (not faults):
             warnings.warn(fault, stacklevel=2)
-        return [*self._lost_recomputations(), *self._repeated_by_others(is_planned=False), *self._buffer_faults()]
+        return faults
 
     @property
     def is_over(self) -> bool:
