@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.errors import PlanMismatchError
@@ -54,10 +55,14 @@ class _Run(Enum):
 
 
 class _Backward:
-    """The regions that one backward has come to, and whether their modules were in training mode."""
+    """The regions that one backward has entered, by an output, and left, by an input or by a weight.
+
+    Each with whether its module was in training mode.
+    """
 
     def __init__(self) -> None:
-        self.reached: set[tuple[_Key, bool]] = set()
+        self.entered: set[tuple[_Key, bool]] = set()
+        self.left: set[tuple[_Key, bool]] = set()
 
 
 class FirstStep:
@@ -75,13 +80,6 @@ class FirstStep:
             for layer, entry in zip(stack.layers, planned.layers, strict=True)
         ]
         self._owners = list(dict.fromkeys(stack.owner for stack in stacks))
-        self._in_tiles = {
-            module
-            for _, layer, entry in self._layers
-            if entry.tiles is not None
-            for name in tiled_modules(layer)
-            for module in layer.submodule(name).modules()
-        }
         self._hooks: list[RemovableHandle] = []
         self._ends_with_backward = False
         self._start_counts()
@@ -116,7 +114,8 @@ class FirstStep:
                     # The children, not the part: a part that is recomputed is entered once, its children twice.
                     for child in _called_children(module):
                         self._hooks.append(child.register_forward_pre_hook(partial(self._count, (number, region))))
-                    self._hooks.append(module.register_forward_hook(partial(self._watch_output, (number, region))))
+                    watch = partial(self._watch_output, (number, region))
+                    self._hooks.append(module.register_forward_hook(watch, with_kwargs=True))
             if entry.recomputes and any(True for _ in layer.module.buffers()):
                 self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
 
@@ -165,17 +164,25 @@ class FirstStep:
         if _is_seen():
             self._entries[key, _kind_of_run()] += 1
 
-    def _watch_output(self, key: _Key, module: nn.Module, args: Any, output: Any) -> None:
-        # What ran in tiles runs again in a graph of its own, and only that one has a backward.
-        if not _is_seen() or (is_recomputed() and module not in self._in_tiles):
+    def _watch_output(self, key: _Key, module: nn.Module, args: Any, *rest: Any) -> None:
+        if not _is_seen() or is_recomputed():
             return
-        reach = partial(self._reach, key, module.training)
+        # torch leaves the keywords out for a hook that another hook of the same call has just removed.
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[-1])
+        inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value) if tensor.requires_grad]
+        enters = partial(self._reach, key, module.training, is_entered=True)
+        leaves = partial(self._reach, key, module.training, is_entered=False)
+        # On the graph, not on tensors: who asks for the gradient of one gets it without a backward of the region. A
+        # region that is entered need not be left: the gradient of a bias at its end needs nothing that was saved.
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                # Not on the tensor: who asks for its own gradient gets it without a backward of the region.
-                tensor.grad_fn.register_prehook(reach)
+                tensor.grad_fn.register_prehook(enters)
+                if not inputs and _trains_weights(module):
+                    tensor.grad_fn.register_prehook(leaves)
+        for tensor in inputs:
+            get_gradient_edge(tensor).node.register_prehook(leaves)
 
-    def _reach(self, key: _Key, is_training: bool, gradients: Any) -> None:
+    def _reach(self, key: _Key, is_training: bool, gradients: Any, *, is_entered: bool) -> None:
         if self.is_over:
             return
         number = torch._C._current_graph_task_id()
@@ -183,11 +190,11 @@ class FirstStep:
         if backward is None:
             backward = self._backwards[number] = _Backward()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, number, backward))
-        backward.reached.add((key, is_training))
+        (backward.entered if is_entered else backward.left).add((key, is_training))
 
     def _end_backward(self, number: int, backward: _Backward) -> None:
         """Count what a backward came to: it has ended, and by now has recomputed all that it needs."""
-        self._reached |= backward.reached
+        self._reached |= backward.entered & backward.left
         self._backwards.pop(number, None)
         # One inside of another, or in another thread, may have come to a region that it has not recomputed yet.
         if self._ends_with_backward and not self._backwards and not self.is_over:
@@ -309,6 +316,12 @@ def _modules_of(layer: Layer, region: str, entry: LayerPlan) -> list[nn.Module]:
 
 def _shown(entry: LayerPlan) -> str:
     return f"{entry.mode}" if entry.tiles is None else f"{entry.mode}, tiles {entry.tiles}"
+
+
+def _trains_weights(module: nn.Module) -> bool:
+    """Whether a module has weights that train, and whose gradient needs what the forward saved: no mere biases."""
+    # ZeRO-3 keeps the shape of what it has emptied.
+    return any(p.requires_grad and len(getattr(p, "ds_shape", p.shape)) > 1 for p in module.parameters())
 
 
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
