@@ -106,11 +106,13 @@ class FirstStep:
         for parameter in {p for _, p in self._trainable() if not self._ends_with_backward}:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
         for number, (_, layer, entry) in enumerate(self._layers):
-            # A compiled graph runs no hooks: there nothing is counted, and so nothing is held against the plan.
+            # A compiled graph runs no hooks: nothing is counted there, and so nothing is held against the plan.
             if is_compiled(layer.module):
                 continue
             for region in _REGIONS:
                 for module in _modules_of(layer, region, entry):
+                    if is_compiled(module):
+                        continue
                     # The children, not the part: a part that is recomputed is entered once, its children twice.
                     for child in _called_children(module):
                         self._hooks.append(child.register_forward_pre_hook(partial(self._count, (number, region))))

@@ -519,6 +519,35 @@ def test_gradient_of_what_a_layer_returns_is_no_backward_of_the_layer() -> None:
         assert hooked(model) == []
 
 
+def last_bias(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    linear = model.model.layers[2].mlp.down_proj
+    linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+
+
+def all_biases(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.bias = nn.Parameter(torch.zeros(module.out_features))
+
+
+def last_norm(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+
+
+@pytest.mark.parametrize("train_only", [last_bias, all_biases, last_norm])
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn", "segments_2", "nested"])
+def test_backward_that_needs_no_recomputation_is_no_fault(policy: str, train_only: Callable[[nn.Module], None]) -> None:
+    model = llama()
+    train_only(model)
+    mode, options = POLICIES[policy]
+    assert faults(model, mode, **options) == []
+    with hf_ckpt.apply(model, mode, **options):
+        backward(model)
+
+
 def test_apply_forgets_a_backward_that_fails() -> None:
     def fail(gradient: Tensor) -> Tensor:
         raise ArithmeticError
