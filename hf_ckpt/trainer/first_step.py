@@ -118,7 +118,9 @@ class FirstStep:
                         self._hooks.append(child.register_forward_pre_hook(partial(self._count, (number, region))))
                     watch = partial(self._watch_output, (number, region))
                     self._hooks.append(module.register_forward_hook(watch, with_kwargs=True))
-            if entry.recomputes and any(True for _ in layer.module.buffers()):
+            # In a loop of one's own others may write to buffers before the backward, and regions allow for it.
+            is_noted = entry.recomputes and not self._ends_with_backward
+            if is_noted and any(True for _ in layer.module.buffers()):
                 self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
 
     def start_with_forward(self) -> None:
@@ -240,8 +242,10 @@ class FirstStep:
             number, region = key
             # A whole layer that is recomputed has parts that somebody else may recompute again.
             regions = _REGIONS if region == "layer" and is_planned else (region,)
+            # Nobody, this plan included, should run again what is to be kept.
+            kinds = (_Run.BY_OTHERS,) if is_planned else (_Run.BY_OTHERS, _Run.RECOMPUTATION)
             if is_region_planned is not is_planned or not any(
-                self._entries[(number, each), _Run.BY_OTHERS] for each in regions
+                self._entries[(number, each), kind] for each in regions for kind in kinds
             ):
                 return None
             return (
