@@ -96,8 +96,8 @@ class HFCkptCallback(TrainerCallback):
         ffn: attribute name, in each layer, of the ffn.
         input_require_grads: whether the embeddings' output requires gradients; None decides for PEFT models: on,
             unless it would only cost.
-        on_mismatch: `"error"` stops the run when the first step shows another recomputation than planned or a lost
-            gradient, or a checkpoint lacks a part of the adapter; `"warn"` warns.
+        on_mismatch: `"error"` stops the run when the first step shows another recomputation than planned, or a
+            checkpoint lacks a part of the adapter; `"warn"` warns.
         prove: `"first_step"` proves in the first micro-batch of the first step under each plan, bit by bit, that each
             recomputation gives what the forward gave; n does so in steps 1, 1 + n, 1 + 2n and so on; `"off"` never.
             Costs the device about a third of a forward in such a step, and 16 MiB (ZeRO-3: some two forwards); where

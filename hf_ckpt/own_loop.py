@@ -49,6 +49,7 @@ from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
+from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
@@ -81,6 +82,12 @@ class AppliedInLoop(Applied):
         self._quiet_steps = options["quiet_steps"]
         self._proven: list[Plan] = []
         self._steps: _ClosureSteps | None = None
+        self._watch_first_step()
+
+    def _watch_first_step(self) -> None:
+        self._first_step = FirstStep(self._model, self.plan, self.stacks)
+        self._first_step.start_with_forward()
+        self.on_remove(self._first_step.stop)
 
     @property
     def num_recovered(self) -> int:
@@ -143,7 +150,12 @@ class AppliedInLoop(Applied):
     def _put_in_force(self, rung: Rung) -> None:
         is_proven = self._prove == "first_step" and rung.plan in self._proven
         prove: Prove = "off" if is_proven else self._prove
+        is_watched = not self._first_step.is_over
+        self._first_step.stop()
         self.adopt(self.exchange(lambda: patch.apply_plan(self._model, rung.plan, self.stacks, prove=prove)))
+        if is_watched:
+            # The step that failed is held against the plan that it runs again under.
+            self._watch_first_step()
         if self._planning is not None:
             self._planning.adopt(rung.plan)
 
@@ -202,7 +214,8 @@ def apply(model: nn.Module, policy: object, **options: Unpack[LoopOptions]) -> A
         StructureError: the layers cannot be found.
         UnsupportedError: a mode could not be exact on a layer, or a step cannot be simulated.
         AlreadyAppliedError: the model carries a plan already.
-        PlanMismatchError: from a backward that is proven: a recomputation gave something else than the forward.
+        PlanMismatchError: from a backward that is proven: a recomputation gave something else than the forward; from
+            the first one: a layer was not recomputed as planned.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

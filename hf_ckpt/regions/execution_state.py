@@ -1,22 +1,27 @@
 """What a run of a region depends on apart from its tensors and modules: generators, autocast, threads, transforms.
 
+Which run it is, the first, a recomputation or one for a check only, the thread knows.
+
 The state of the generators and of autocast is read and restored. Threads that run regions at the same time, and
 transforms of torch.func, are refused where a recomputation could not give what the forward gave.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import set_device_states
 
 from hf_ckpt.errors import UnsupportedError
@@ -31,30 +36,8 @@ def keeps_activations(module: nn.Module) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward: whatever forward runs now is recomputed."""
+    """Whether autograd is running a backward in this thread. A user's hook may call the model in it, and train it."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-@contextmanager
-def extra_run() -> Iterator[None]:
-    """Let what runs in the block, in this thread, be counted nowhere: it runs for a check only."""
-    _EXTRA.depth += 1
-    try:
-        yield
-    finally:
-        _EXTRA.depth -= 1
-
-
-def is_extra_run() -> bool:
-    """Whether what runs now, runs for a check only."""
-    return _EXTRA.depth > 0
-
-
-class _Extra(threading.local):
-    depth = 0
-
-
-_EXTRA = _Extra()
 
 
 class AllRecomputed(Exception):  # noqa: N818  # a signal, not an error
@@ -98,6 +81,71 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a compiler runs a module."""
     # By name, as importing the class takes seconds.
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+
+
+# --- Which run it is. ---
+
+
+class _Nested(threading.local):
+    """Counts the blocks of a kind that a thread is in. A backward recomputes in a thread of its own."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self.depth -= 1
+
+
+_RECOMPUTING = _Nested()
+_EXTRA_RUN = _Nested()
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """A region of a plan is recomputed in the block."""
+    return _RECOMPUTING
+
+
+def is_recomputed() -> bool:
+    """Whether a region of a plan is being recomputed in this thread."""
+    return _RECOMPUTING.depth > 0
+
+
+def extra_run() -> AbstractContextManager[None]:
+    """What runs in the block runs for a check only, and is counted nowhere."""
+    return _EXTRA_RUN
+
+
+def is_extra_run() -> bool:
+    """Whether what runs in this thread does so for a check only."""
+    return _EXTRA_RUN.depth > 0
+
+
+def runs_again() -> bool:
+    """Whether what runs in this thread has run before: in a region of a plan, or under another checkpointing."""
+    return is_recomputed() or is_repeated_by_others()
+
+
+def is_repeated_by_others() -> bool:
+    """Whether another checkpointing than ours runs a forward again in this thread: torch's, or one that is named so.
+
+    A forward that a user's own hook or function runs in a backward is no such thing.
+    """
+    if not is_in_backward() or is_recomputed():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    # What called the backward has nothing to do with what runs in it.
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        code = frame.f_code
+        # Non-reentrant: torch 2.11 to 2.13 run it when a saved tensor is asked for.
+        if code.co_name == "unpack_hook" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        # Reentrant: an autograd function, `CheckpointFunction` with torch, DeepSpeed, Megatron and fairscale.
+        if code.co_name == "backward" and "Checkpoint" in code.co_qualname:
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --- Random numbers and autocast. ---

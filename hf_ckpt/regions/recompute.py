@@ -26,6 +26,7 @@ from hf_ckpt.regions.execution_state import (
     device_witnesses,
     keeps_activations,
     module_of,
+    recomputing,
     refuse_transforms,
     tensors_in,
     untransformed,
@@ -98,7 +99,8 @@ class _Forward:
     def __call__(self, *given: Any) -> Any:
         tensors = given[self._num_witnesses :]
         if not self._is_forward:
-            return self._run(*tensors)
+            with recomputing():
+                return self._run(*tensors)
         try:
             return self._run(*tensors)
         except BaseException as error:  # noqa: BLE001  # `end` raises it

@@ -39,6 +39,7 @@ from hf_ckpt.regions.execution_state import (
     RandomState,
     keeps_activations,
     module_of,
+    recomputing,
     refuse_transforms,
     tensors_in,
     untransformed,
@@ -276,7 +277,7 @@ class _Segment:
         outputs = self._snapshots.get(start, {})
         saved = self._saved_on_the_way(start, trigger)
         collector = _Collector(self._placeholders, self._meta, self._firsts[start], saved)
-        with untransformed(), self._links[0].random_state.kept(), torch.enable_grad():
+        with recomputing(), untransformed(), self._links[0].random_state.kept(), torch.enable_grad():
             try:
                 for number, link in enumerate(self._links[start:], start):
                     if self._num_snapshots is not None:

@@ -33,7 +33,9 @@ from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
     Function,
     RandomState,
+    extra_run,
     keeps_activations,
+    recomputing,
     refuse_in_tiles,
     refuse_transforms,
 )
@@ -196,14 +198,14 @@ class _Slices:
             self._random_state.restore()
             with ConcurrentRun():
                 for number, (start, length) in enumerate(self._tiling.slices_to_run(self._cut.bounds, inputs)):
-                    piece = self._kept[number] if self._kept else self._run(inputs, start, length)
+                    piece = self._kept[number] if self._kept else self._run_again(inputs, start, length)
                     parts = self._joined.parts(gradients, start, length)
                     self._add_gradients(piece, parts, [self._narrow(whole, start, length) for whole in wholes], sums)
                     del piece, parts
         totals = [total.take() for total in sums]
         if proof is not None:
             self._proof = None
-            with self._autocast.restored(), self._call.state.as_in_forward():
+            with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
                 proof.finish(self._call.run, inputs, wholes, totals)
         return [*wholes, *totals]
 
@@ -246,10 +248,15 @@ class _Slices:
             )
         return _Slice(pieces, returned)
 
+    def _run_again(self, inputs: Sequence[Tensor], start: int, length: int) -> _Slice:
+        with recomputing():
+            return self._run(inputs, start, length)
+
     def _run_positions(self, inputs: Sequence[Tensor], start: int, end: int) -> list[Tensor]:
         """See `RunPositions`."""
         pieces = [self._cut.piece(x.detach(), start, end - start) for x in inputs]
-        outputs = outputs_of(self._call.run(*pieces))
+        with extra_run():
+            outputs = outputs_of(self._call.run(*pieces))
         return [self._cut.as_leading(x, end - start) for x in outputs if x is not None]
 
     def _narrow(self, whole: Tensor | None, start: int, length: int) -> Tensor | None:

@@ -29,9 +29,12 @@ from hf_ckpt.regions.execution_state import (
     Function,
     RandomState,
     computes_nothing,
+    extra_run,
+    is_extra_run,
     is_in_backward,
     module_of,
     modules_inside,
+    runs_again,
     tensors_in,
 )
 from hf_ckpt.regions.fingerprints import (
@@ -233,7 +236,10 @@ class RegionProof:
         `function` is bound to the module, or a `partial` whose first argument is the module.
         """
         proof = self.proof
-        if proof.prove == "off" or not torch.is_grad_enabled() or is_in_backward():
+        if proof.prove == "off" or not torch.is_grad_enabled() or is_extra_run():
+            return None
+        # A forward that a user runs in a hook is trained, and proven, like any other.
+        if runs_again():
             return None
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if proof.is_open is None and number and proof.is_due(number):
@@ -500,7 +506,7 @@ class CallProof:
     def _run_once_more(self, function: Function, tensors: Sequence[Any], random: RandomState) -> list[Fingerprint]:
         with random.kept(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack):
             random.restore()
-            with torch.enable_grad():
+            with torch.enable_grad(), extra_run():
                 returned = function(*tensors)
         return self.fingerprints(plain_tensors(returned), has_sketch=True)
 

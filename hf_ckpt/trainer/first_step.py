@@ -1,26 +1,40 @@
 """What really ran in the first step, held against the plan.
 
-Hooks on the modules inside each layer count forward entries, those of backward (recomputation) apart; hooks on
-outputs note whether a gradient came by at all. Nothing here relies on the regions reporting on themselves.
+Hooks on the modules inside each layer count forward entries by kind of run; hooks on the graph behind outputs note what
+a backward came to. Of the regions it is only believed that they say when they run again.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from functools import partial
-from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.errors import PlanMismatchError
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward, tensors_in
+from hf_ckpt.regions.execution_state import (
+    is_compiled,
+    is_extra_run,
+    is_recomputed,
+    is_repeated_by_others,
+    is_transformed,
+    tensors_in,
+)
 from hf_ckpt.structure.layers import Layer, Stack
+
+logger = logging.getLogger(__name__)
 
 _TILES = "tiles"
 """The region of what runs in tiles besides the ffn: norms and linear projections, with adapters in them."""
@@ -28,49 +42,99 @@ _REGIONS = ("layer", "attention", "ffn", _TILES)
 _SHOWN = 4
 """Parameters that a message names; more would bury the sentence."""
 
+_Key = tuple[int, str]
+"""A layer, by its place among all of them, and a region of it."""
+
+
+class _Run(Enum):
+    """Why a forward runs."""
+
+    FORWARD = "the model is called, in a backward too where a hook of the user's calls it"
+    RECOMPUTATION = "a region of the plan is recomputed"
+    BY_OTHERS = "another library's checkpointing runs it again"
+
+
+class _Backward:
+    """The regions that one backward has entered, by an output, and left, by an input or by a weight.
+
+    Each with whether its module was in training mode.
+    """
+
+    def __init__(self) -> None:
+        self.entered: set[tuple[_Key, bool]] = set()
+        self.left: set[tuple[_Key, bool]] = set()
+
 
 class FirstStep:
-    """Watches one optimizer step of a model, from `start` to `finish`, and holds it against the plan."""
+    """Watches the first step of a model under a plan, and holds it against the plan.
+
+    A Trainer's step is all from `start` to `finish`. In a loop of one's own nobody says where a step ends: there
+    `start_with_forward` watches from the next forward until a backward that has come to a region has ended.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, stacks: Sequence[Stack]) -> None:
+        self._model = model
         self._layers = [
             (stack, layer, entry)
             for stack, planned in zip(stacks, plan.stacks, strict=True)
             for layer, entry in zip(stack.layers, planned.layers, strict=True)
         ]
-        self._modules = {
-            (number, region): _modules_of(layer, region, entry)
-            for number, (_, layer, entry) in enumerate(self._layers)
-            for region in _REGIONS
-        }
-        self._owners = _owners_of_trainable(model)
-        self._in_tiles = {
-            module
-            for _, layer, entry in self._layers
-            if entry.tiles is not None
-            for name in tiled_modules(layer)
-            for module in layer.submodule(name).modules()
-        }
+        self._owners = list(dict.fromkeys(stack.owner for stack in stacks))
         self._hooks: list[RemovableHandle] = []
-        self._entries: Counter[tuple[int, str, bool]] = Counter()
-        self._has_gradient: set[nn.Module] = set()
+        self._ends_with_backward = False
+        self._start_counts()
+
+    def _start_counts(self) -> None:
+        self._entries: Counter[tuple[_Key, _Run]] = Counter()
+        self._reached: set[tuple[_Key, bool]] = set()
         self._buffers: dict[int, list[tuple[str, Tensor, int]]] = {}
-        self._is_cut_off: set[nn.Module] = set()
         self._accumulated: set[nn.Parameter] = set()
+        # By number, as long as they run: of one that ends in an exception, autograd drops what holds it.
+        self._backwards: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has run nothing yet.
+        counts = ("_entries", "_reached", "_buffers", "_accumulated", "_backwards")
+        return {name: value for name, value in vars(self).items() if name not in counts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_counts()
 
     def start(self) -> None:
         """Place the hooks."""
-        for key, modules in self._modules.items():
-            # The children, not the part: a part that is recomputed is entered once, its children twice.
-            for child in chain.from_iterable(map(_called_children, modules)):
-                self._hooks.append(child.register_forward_pre_hook(partial(self._count, key)))
-        for number, (_, layer, entry) in enumerate(self._layers):
-            if entry.recomputes and any(True for _ in layer.module.buffers()):
-                self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
-        for module in {*chain.from_iterable(self._modules.values()), *self._owners}:
-            self._hooks.append(module.register_forward_hook(self._watch_output))
-        for parameter in {parameter for named in self._owners.values() for parameter in named.values()}:
+        for parameter in {p for _, p in self._trainable() if not self._ends_with_backward}:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated.add))  # type: ignore[no-untyped-call]
+        for number, (_, layer, entry) in enumerate(self._layers):
+            # A compiled graph runs no hooks: nothing is counted there, and so nothing is held against the plan.
+            if is_compiled(layer.module):
+                continue
+            for region in _REGIONS:
+                for module in _modules_of(layer, region, entry):
+                    if is_compiled(module):
+                        continue
+                    # The children, not the part: a part that is recomputed is entered once, its children twice.
+                    for child in _called_children(module):
+                        self._hooks.append(child.register_forward_pre_hook(partial(self._count, (number, region))))
+                    watch = partial(self._watch_output, (number, region))
+                    self._hooks.append(module.register_forward_hook(watch, with_kwargs=True))
+            # In a loop of one's own others may write to buffers before the backward, and regions allow for it.
+            is_noted = entry.recomputes and not self._ends_with_backward
+            if is_noted and any(True for _ in layer.module.buffers()):
+                self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
+
+    def start_with_forward(self) -> None:
+        """Place the hooks when the model is next called with gradients.
+
+        The backward that ends the watch raises `PlanMismatchError` where something is not as planned.
+        """
+        self._ends_with_backward = True
+        self._hooks += [owner.register_forward_pre_hook(self._start_now) for owner in self._owners]
+
+    def _start_now(self, owner: nn.Module, args: Any) -> None:
+        if _is_seen():
+            self.stop()
+            self.start()
 
     def stop(self) -> None:
         """Take the hooks off."""
@@ -79,28 +143,74 @@ class FirstStep:
         self._hooks.clear()
 
     def finish(self) -> list[str]:
-        """Take the hooks off and return a message for each thing that is not as planned."""
+        """Take the hooks off, warn of what only costs, and return a message for each thing that is not as planned."""
         self.stop()
-        return [*self._recomputation_faults(), *self._buffer_faults(), *self._gradient_faults()]
+        self._log_resting()
+        self._log_without_gradient()
+        faults = [*self._lost_recomputations(), *self._buffer_faults()]
+        others = self._repeated_by_others(is_planned=False)
+        if not self._ends_with_backward:
+            faults += others
+            others = []
+        # Gradients are right, and the plan is in force. In a loop of one's own nothing would let the run go on.
+        for fault in others or self._repeated_by_others(is_planned=True) * (not faults):
+            warnings.warn(fault, stacklevel=2)
+        return faults
 
-    def _count(self, key: tuple[int, str], module: nn.Module, args: Any) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is watched, or not any more."""
+        return not self._hooks
+
+    # --- Hooks. ---
+
+    def _count(self, key: _Key, module: nn.Module, args: Any) -> None:
         if _is_seen():
-            self._entries[*key, is_in_backward()] += 1
+            self._entries[key, _kind_of_run()] += 1
 
-    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        # What ran in tiles runs again in a graph of its own, and only that one has a backward.
-        if not _is_seen() or (is_in_backward() and module not in self._in_tiles):
+    def _watch_output(self, key: _Key, module: nn.Module, args: Any, *rest: Any) -> None:
+        if not _is_seen() or is_recomputed():
             return
-        floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-        for tensor in floating:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._has_gradient.add(module))  # type: ignore[no-untyped-call]
-        if floating and not any(tensor.requires_grad for tensor in floating):
-            self._is_cut_off.add(module)
+        # torch leaves the keywords out for a hook that another hook of the same call has just removed.
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[-1])
+        inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value) if tensor.requires_grad]
+        enters = partial(self._reach, key, module.training, is_entered=True)
+        leaves = partial(self._reach, key, module.training, is_entered=False)
+        # On the graph, not on tensors: who asks for the gradient of one gets it without a backward of the region. A
+        # region that is entered need not be left: the gradient of a bias at its end needs nothing that was saved.
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(enters)
+                if not inputs and _trains_weights(module):
+                    tensor.grad_fn.register_prehook(leaves)
+        for tensor in inputs:
+            get_gradient_edge(tensor).node.register_prehook(leaves)
+
+    def _reach(self, key: _Key, is_training: bool, gradients: Any, *, is_entered: bool) -> None:
+        if self.is_over:
+            return
+        number = torch._C._current_graph_task_id()
+        backward = self._backwards.get(number)
+        if backward is None:
+            backward = self._backwards[number] = _Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, number, backward))
+        (backward.entered if is_entered else backward.left).add((key, is_training))
+
+    def _end_backward(self, number: int, backward: _Backward) -> None:
+        """Count what a backward came to: it has ended, and by now has recomputed all that it needs."""
+        self._reached |= backward.entered & backward.left
+        self._backwards.pop(number, None)
+        # One inside of another, or in another thread, may have come to a region that it has not recomputed yet.
+        if self._ends_with_backward and not self._backwards and not self.is_over:
+            faults = self.finish()
+            if faults:
+                raise PlanMismatchError("\n".join(faults))
 
     def _note_buffers(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_in_backward():
+        if not is_recomputed() and not is_extra_run():
             self._buffers[number] = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+
+    # --- What is not as planned. ---
 
     def _buffer_faults(self) -> Iterator[str]:
         for number, noted in self._buffers.items():
@@ -115,50 +225,83 @@ class FirstStep:
                     f"to {_listed(changed[:_SHOWN])} a second time. Leave the layer out of the policy."
                 )
 
-    def _recomputation_faults(self) -> Iterator[str]:
-        seen: dict[tuple[str, str], list[int]] = {}
-        for number, (stack, layer, entry) in enumerate(self._layers):
-            for fault in self._faults_of(number, layer, entry):
-                seen.setdefault((stack.path, fault), []).append(layer.layer_idx)
-        for (path, fault), indices in seen.items():
-            several = len(indices) > 1
-            yield f"Layer{'s' * several} {_listed(indices)} of {path} {'are' if several else 'is'} {fault}"
-
-    def _faults_of(self, number: int, layer: Layer, entry: LayerPlan) -> Iterator[str]:
-        for region, is_planned in _planned(layer, entry):
-            forward, backward = (self._entries[number, region, in_backward] for in_backward in (False, True))
-            what = "a forward" if region == "layer" else f"the forward of {region}"
-            if backward and not is_planned:
-                yield (
-                    f'set to "{_shown(entry)}", but {what} ran again in the backward of step 1. Another library\'s '
-                    "activation checkpointing is on too. Turn it off."
-                )
-                return
+    def _lost_recomputations(self) -> list[str]:
+        def lost(key: _Key, what: str, is_planned: bool) -> str | None:
             # Without a gradient at its output a region has no backward, and so no reason to be recomputed.
-            reached = not self._has_gradient.isdisjoint(self._modules[number, region])
-            if is_planned and forward and not backward and reached:
-                yield (
-                    f'set to "{_shown(entry)}", but {what} ran once in step 1 (twice expected). Its checkpoint '
-                    "function was replaced after the policy was applied. Apply the policy after that call."
-                )
-
-    def _gradient_faults(self) -> Iterator[str]:
-        lost: dict[str, nn.Parameter] = {}
-        for module in self._owners.keys() & (self._has_gradient | self._is_cut_off):
-            lost.update((name, p) for name, p in self._owners[module].items() if not self._got_gradient(p))
-        if lost:
-            names = sorted(lost)
-            yield (
-                f"{len(lost)} trainable parameter{'s' * (len(lost) > 1)} got no gradient in step 1 although the module "
-                f"ran: {_listed(names[:_SHOWN])}{' ...' * (len(lost) > _SHOWN)}. Its output does not depend on "
-                f"{'them' if len(lost) > 1 else 'it'}: is an adapter disabled, or something detached?"
+            if not is_planned or not self._has_kept(key) or (key, True) not in self._reached:
+                return None
+            return (
+                f"but {what} ran once in step 1 (twice expected). Its checkpoint function was replaced after the "
+                "policy was applied. Apply the policy after that call."
             )
+
+        return self._by_layer(lost)
+
+    def _repeated_by_others(self, *, is_planned: bool) -> list[str]:
+        def repeated(key: _Key, what: str, is_region_planned: bool) -> str | None:
+            number, region = key
+            # A whole layer that is recomputed has parts that somebody else may recompute again.
+            regions = _REGIONS if region == "layer" and is_planned else (region,)
+            # Nobody, this plan included, should run again what is to be kept.
+            kinds = (_Run.BY_OTHERS,) if is_planned else (_Run.BY_OTHERS, _Run.RECOMPUTATION)
+            if is_region_planned is not is_planned or not any(
+                self._entries[(number, each), kind] for each in regions for kind in kinds
+            ):
+                return None
+            return (
+                f"but {what} ran again in the backward of step 1{' for somebody else too' * is_planned}. Another "
+                "library's activation checkpointing is on too. Turn it off."
+            )
+
+        return self._by_layer(repeated)
+
+    def _log_resting(self) -> None:
+        def resting(key: _Key, what: str, is_planned: bool) -> str | None:
+            if not is_planned or not self._has_kept(key) or (key, False) not in self._reached:
+                return None
+            return f"but {what} was not recomputed in step 1: it was in eval mode, in which a plan rests. Call train()."
+
+        for sentence in self._by_layer(resting):
+            logger.warning(sentence)
+
+    def _log_without_gradient(self) -> None:
+        # The model's own affair: what gets a gradient without the plan, and none with it, is for `prove` to find.
+        names = sorted(name for name, parameter in self._trainable() if not self._got_gradient(parameter))
+        if names and self._accumulated:
+            logger.info(
+                "%d trainable parameter%s got no gradient in step 1: %s%s. If they are to train, is an adapter "
+                "disabled, or something detached?",
+                *(len(names), "s" * (len(names) > 1), _listed(names[:_SHOWN]), " ..." * (len(names) > _SHOWN)),
+            )
+
+    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, p) for name, p in self._model.named_parameters() if p.requires_grad and p.is_leaf)
 
     def _got_gradient(self, parameter: nn.Parameter) -> bool:
         # Some engines have taken the gradient away by now; of what FSDP1 leaves to other ranks, none comes here. What
         # ZeRO-3 has emptied is whole in backward, on every rank.
         is_elsewhere = not parameter.numel() and not hasattr(parameter, "ds_id")
         return parameter.grad is not None or parameter in self._accumulated or is_elsewhere
+
+    def _has_kept(self, key: _Key) -> bool:
+        return bool(self._entries[key, _Run.FORWARD]) and not self._entries[key, _Run.RECOMPUTATION]
+
+    def _by_layer(self, fault_of: Any) -> list[str]:
+        """Return sentences on the layers for which a function of region and plan returns one."""
+        seen: dict[tuple[str, str, str], list[int]] = {}
+        for number, (stack, layer, entry) in enumerate(self._layers):
+            for region, is_planned in _planned(layer, entry):
+                what = "a forward" if region == "layer" else f"the forward of {region}"
+                fault = fault_of((number, region), what, is_planned)
+                if fault is not None:
+                    indices = seen.setdefault((stack.path, _shown(entry), fault), [])
+                    indices.append(layer.layer_idx)
+                    break
+        return [
+            f"{'Layers' if len(indices) > 1 else 'Layer'} {_listed(indices)} of {path} "
+            f'{"are" if len(indices) > 1 else "is"} set to "{mode}", {fault}'
+            for (path, mode, fault), indices in seen.items()
+        ]
 
 
 def _called_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -181,6 +324,12 @@ def _shown(entry: LayerPlan) -> str:
     return f"{entry.mode}" if entry.tiles is None else f"{entry.mode}, tiles {entry.tiles}"
 
 
+def _trains_weights(module: nn.Module) -> bool:
+    """Whether a module has weights that train, and whose gradient needs what the forward saved: no mere biases."""
+    # ZeRO-3 keeps the shape of what it has emptied.
+    return any(p.requires_grad and len(getattr(p, "ds_shape", p.shape)) > 1 for p in module.parameters())
+
+
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
     """Return which regions of a layer should run again in backward, and which should not."""
     if hasattr(layer.module, "backward_pass"):
@@ -201,30 +350,18 @@ def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
             return [("attention", entry.mode is Mode.ATTENTION), ("ffn", is_ffn), *in_tiles]
 
 
-def _owners_of_trainable(model: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
-    """Return the modules whose output depends on trainable parameters whenever they run, with those parameters.
-
-    These are modules without children, and modules around a frozen one of their own (PEFT's `base_layer`). Of other
-    modules with children it is not known: a mixture has idle experts.
-    """
-    owners: dict[nn.Module, dict[str, nn.Parameter]] = {}
-    for path, module in model.named_modules():
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
-            names = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
-        elif not any(True for _ in module.children()):
-            names = [name for name, _ in module.named_parameters(recurse=False)]
-        else:
-            continue
-        named = {f"{path}.{name}".lstrip("."): module.get_parameter(name) for name in names}
-        if trainable := {name: p for name, p in named.items() if p.requires_grad and p.is_leaf}:
-            owners[module] = trainable
-    return owners
-
-
 def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
 def _is_seen() -> bool:
-    # A compiled graph runs no hooks: there nothing is counted, and so nothing is held against the plan.
-    return torch.is_grad_enabled() and not is_extra_run() and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    # Inside of a transform of torch.func there is no backward to be held against a plan.
+    return torch.is_grad_enabled() and not is_extra_run() and not is_transformed()
+
+
+def _kind_of_run() -> _Run:
+    if is_recomputed():
+        return _Run.RECOMPUTATION
+    return _Run.BY_OTHERS if is_repeated_by_others() else _Run.FORWARD

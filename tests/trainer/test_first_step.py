@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
+import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,14 +16,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback, PlanMismatchError, find_layers
+from hf_ckpt.patch import apply as patch
 from hf_ckpt.policy.policy import Mode
+from hf_ckpt.regions import execution_state
 from hf_ckpt.trainer.first_step import FirstStep
-from tests import plain_models, zoo
+from tests import exactness, plain_models, traces, zoo
 from tests.exactness import POLICIES, every_core_model
-from tests.training import During, llama, lora, losses, rows, trainer
+from tests.training import During, arguments, callback, changed, llama, lora, losses, rows, trainer, weights
 
 pytestmark = pytest.mark.core
 
@@ -41,7 +47,8 @@ def faults(
     """Apply a policy, run a step of a model in train mode under watch, and return what is found."""
     model.train()
     model.zero_grad(set_to_none=True)
-    with hf_ckpt.apply(model, policy, **options) as applied:
+    # Not `hf_ckpt.apply`, which watches by itself.
+    with patch.apply(model, policy, **options) as applied:
         watch = FirstStep(model, applied.plan, find_layers(model))
         watch.start()
         step(model)
@@ -54,7 +61,6 @@ def faults(
 
 SWITCHED_OFF = "Its checkpoint function was replaced after the policy was applied. Apply the policy after that call."
 SWITCHED_ON = "Another library's activation checkpointing is on too. Turn it off."
-NOT_USED = "Its output does not depend on them: is an adapter disabled, or something detached?"
 
 
 def not_checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -117,44 +123,6 @@ def test_checkpointing_of_another_library_on_the_other_part_is_named() -> None:
     ]
 
 
-def test_disabled_adapter_is_named() -> None:
-    model = lora(target_modules=["q_proj", "v_proj"])
-    model.base_model.model.model.layers[2].self_attn.q_proj._disable_adapters = True
-    (fault,) = faults(model, "full")
-    assert fault == (
-        "2 trainable parameters got no gradient in step 1 although the module ran: "
-        "base_model.model.model.layers.2.self_attn.q_proj.lora_A.default.weight, "
-        f"base_model.model.model.layers.2.self_attn.q_proj.lora_B.default.weight. {NOT_USED}"
-    )
-
-
-def without_weight(module: nn.Linear, hidden: Tensor) -> Tensor:
-    return nn.functional.linear(hidden, module.weight.detach())
-
-
-def test_detached_parameters_are_named() -> None:
-    model = llama()
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "o_proj")):
-            module.forward = partial(without_weight, module)
-    (fault,) = faults(model, "full")
-    assert fault.startswith(
-        "8 trainable parameters got no gradient in step 1 although the module ran: "
-        "model.layers.0.self_attn.o_proj.weight, model.layers.0.self_attn.q_proj.weight, "
-        "model.layers.1.self_attn.o_proj.weight, model.layers.1.self_attn.q_proj.weight .... Its output"
-    )
-
-
-def test_detached_parameter_of_the_first_module_is_named() -> None:
-    model = llama()
-    embedding = model.model.embed_tokens
-    embedding.forward = lambda tokens: nn.functional.embedding(tokens, embedding.weight.detach())
-    assert faults(model, "full") == [
-        "1 trainable parameter got no gradient in step 1 although the module ran: model.embed_tokens.weight. Its "
-        "output does not depend on it: is an adapter disabled, or something detached?"
-    ]
-
-
 def plant(model: nn.Module) -> None:
     layer = model.model.layers[1]
     layer.forward = partial(checkpointed, layer.forward, False)
@@ -197,7 +165,7 @@ class CountingBlock(plain_models.Block):
 def test_buffer_that_recomputation_writes_to_is_named(policy: str, is_fault: bool) -> None:
     case = plain_models.case(plain_models.Decoder([plain_models.Block(), CountingBlock()]))
     stacks = find_layers(case.model)
-    with hf_ckpt.apply(case.model, policy) as applied:
+    with patch.apply(case.model, policy) as applied:
         watch = FirstStep(case.model, applied.plan, stacks)
         watch.start()
         zoo.loss(case.model, case.inputs).backward()
@@ -207,6 +175,475 @@ def test_buffer_that_recomputation_writes_to_is_named(policy: str, is_fault: boo
         "layer out of the policy."
     )
     assert faults == ([expected] if is_fault else [])
+
+
+# --- Parameters without a gradient are the model's own affair, and are said. ---
+
+QUESTION = "If they are to train, is an adapter disabled, or something detached?"
+
+
+def said(model: nn.Module, policy: object, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+    """Return what a step without faults says of its parameters."""
+    with caplog.at_level(logging.INFO, logger="hf_ckpt.trainer.first_step"):
+        assert faults(model, policy, **options) == []
+    return [record.getMessage() for record in caplog.records if record.name == "hf_ckpt.trainer.first_step"]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_disabled_adapter_is_said(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = lora(target_modules=["q_proj", "v_proj"])
+    model.base_model.model.model.layers[2].self_attn.q_proj._disable_adapters = True
+    assert said(model, policy, caplog) == [
+        "2 trainable parameters got no gradient in step 1: "
+        "base_model.model.model.layers.2.self_attn.q_proj.lora_A.default.weight, "
+        f"base_model.model.model.layers.2.self_attn.q_proj.lora_B.default.weight. {QUESTION}"
+    ]
+
+
+def without_weight(module: nn.Linear, hidden: Tensor) -> Tensor:
+    return nn.functional.linear(hidden, module.weight.detach())
+
+
+def test_detached_parameters_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "o_proj")):
+            module.forward = partial(without_weight, module)
+    assert said(model, "full", caplog) == [
+        "8 trainable parameters got no gradient in step 1: "
+        "model.layers.0.self_attn.o_proj.weight, model.layers.0.self_attn.q_proj.weight, "
+        f"model.layers.1.self_attn.o_proj.weight, model.layers.1.self_attn.q_proj.weight .... {QUESTION}"
+    ]
+
+
+def test_detached_parameter_of_the_first_module_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    embedding = model.model.embed_tokens
+    embedding.forward = lambda tokens: nn.functional.embedding(tokens, embedding.weight.detach())
+    assert said(model, "full", caplog) == [
+        f"1 trainable parameter got no gradient in step 1: model.embed_tokens.weight. {QUESTION}"
+    ]
+
+
+class Biased(plain_models.Mlp):
+    """Its bias chooses, and is not computed with, as that of a router without an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(plain_models.WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        chosen = (hidden + self.bias).argmax(-1, keepdim=True)
+        return super().forward(hidden) * hidden.gather(-1, chosen)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn"])
+def test_bias_that_only_chooses_is_said(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = plain_models.Decoder()
+    model.blocks[1].mlp = Biased()
+    case = plain_models.case(model)
+    step = partial(backward, **case.inputs)
+    assert said(case.model, policy, caplog, step=step) == [
+        f"1 trainable parameter got no gradient in step 1: blocks.1.mlp.bias. {QUESTION}"
+    ]
+
+
+def test_step_without_any_gradient_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def grad(model: nn.Module) -> None:
+        torch.autograd.grad(zoo.loss(model, batch()), list(model.parameters()))
+
+    assert said(llama(), "full", caplog, step=grad) == []
+
+
+def freeze(model: nn.Module, *, is_frozen: bool = True) -> None:
+    for part in (model.model.embed_tokens, *model.model.layers[:3]):
+        part.requires_grad_(not is_frozen)
+
+
+def freeze_none_but_one(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [freeze, partial(freeze, is_frozen=False), freeze_none_but_one])
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn", "segments_2"])
+def test_callback_that_freezes_after_ours_is_no_fault(
+    policy: str, change: Callable[[nn.Module], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(*callbacks: HFCkptCallback) -> dict[str, Tensor]:
+        model = llama()
+        freeze(model, is_frozen=isinstance(change, partial))
+        trainer(model, tmp_path, *callbacks, During("on_step_begin", change)).train()
+        return weights(model)
+
+    expected = train()
+    with caplog.at_level(logging.INFO, logger="hf_ckpt.trainer.first_step"):
+        assert changed(expected, train(callback(policy))) == []
+    assert [record.getMessage() for record in caplog.records if "gradient" in record.getMessage()] == []
+
+
+# --- A forward that the user runs in a backward is no recomputation. ---
+
+
+@torch.no_grad()
+def embed(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    return model.model(input_ids=part["input_ids"]).last_hidden_state[:, -1]
+
+
+def again(model: nn.Module, part: dict[str, Tensor], gradient: Tensor) -> None:
+    with torch.enable_grad():
+        found = model.model(input_ids=part["input_ids"]).last_hidden_state[:, -1]
+        (found * gradient).sum().backward()
+
+
+def parts_of_batch() -> list[dict[str, Tensor]]:
+    return [{name: tensor[row : row + 1] for name, tensor in batch().items()} for row in range(2)]
+
+
+def cached_gradients(model: nn.Module) -> tuple[list[dict[str, Tensor]], Tensor, list[Tensor]]:
+    """Run the parts of a batch without a graph; return them, the loss and the gradients of what they gave."""
+    parts = parts_of_batch()
+    found = [embed(model, part).requires_grad_() for part in parts]
+    whole = torch.cat(found)
+    loss = (whole @ whole.T).logsumexp(-1).sum()
+    loss.backward()
+    return parts, loss.detach().requires_grad_(), [each.grad for each in found]
+
+
+def in_a_tensor_hook(model: nn.Module) -> None:
+    parts, loss, gradients = cached_gradients(model)
+
+    def hook(_: Tensor) -> None:
+        for part, gradient in zip(parts, gradients, strict=True):
+            again(model, part, gradient)
+
+    loss.register_hook(hook)
+    (2 * loss).backward()
+
+
+def in_a_backward_hook_of_a_module(model: nn.Module) -> None:
+    parts, _, gradients = cached_gradients(model)
+    scale = nn.Linear(1, 1, bias=False)
+
+    def hook(module: nn.Module, *_: object) -> None:
+        for part, gradient in zip(parts, gradients, strict=True):
+            again(model, part, gradient)
+
+    scale.register_full_backward_hook(hook)
+    scale(torch.ones(1, 1, requires_grad=True)).sum().backward()
+
+
+class Again(torch.autograd.Function):
+    """Runs the model in forward without a graph, and in backward with one."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        ctx.given = model, part
+        return embed(model, part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        again(*ctx.given, gradient)
+        return None, None, None
+
+
+def in_an_autograd_function(model: nn.Module) -> None:
+    token = torch.zeros((), requires_grad=True)
+    whole = torch.cat([Again.apply(token, model, part) for part in parts_of_batch()])
+    (whole @ whole.T).logsumexp(-1).sum().backward()
+
+
+def in_the_middle_of_its_own_backward(model: nn.Module) -> None:
+    """Another forward and backward of the model while one of its layers waits for its own."""
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if not kept:
+            kept.append(output)
+            output.register_hook(lambda gradient: again(model, parts_of_batch()[0], gradient[:1, -1]))
+
+    hook = model.model.layers[1].register_forward_hook(keep)
+    try:
+        backward(model)
+    finally:
+        hook.remove()
+    assert kept
+
+
+def with_grad_in_a_hook(model: nn.Module) -> None:
+    """A penalty on gradients that are asked for in a hook."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = zoo.loss(model, parts_of_batch()[0])
+            found = torch.autograd.grad(loss, model.model.embed_tokens.weight)
+        return gradient * (1 + found[0].norm())
+
+    loss = zoo.loss(model, parts_of_batch()[1])
+    loss.register_hook(hook)
+    loss.backward()
+
+
+def with_a_reference_in_a_hook(model: nn.Module) -> None:
+    """A forward without gradients in a hook, and generation before the step."""
+    prompt = parts_of_batch()[0]["input_ids"][:, :3]
+    model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
+    loss = zoo.loss(model, batch())
+    loss.register_hook(lambda gradient: gradient * (1 + embed(model, parts_of_batch()[0]).norm()))
+    loss.backward()
+
+
+def with_a_second_model_in_a_hook(model: nn.Module) -> None:
+    other = llama(num_hidden_layers=2).train()
+    with hf_ckpt.apply(other, "attention"):
+        loss = zoo.loss(model, batch())
+        loss.register_hook(lambda _: again(other, parts_of_batch()[0], torch.ones(1)))
+        loss.backward()
+
+
+FLOWS = [
+    in_a_tensor_hook,
+    in_a_backward_hook_of_a_module,
+    in_an_autograd_function,
+    in_the_middle_of_its_own_backward,
+    with_grad_in_a_hook,
+    with_a_reference_in_a_hook,
+    with_a_second_model_in_a_hook,
+]
+KINDS: dict[str, tuple[object, dict[str, object]]] = {
+    **{name: POLICIES[name] for name in ("none", "full", "attention", "ffn", "segments_2", "nested")},
+    "selective": ("selective", {}),
+    "tiles": ("none", {"tiles": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flow", FLOWS)
+def test_forward_of_the_user_in_a_backward_is_no_fault(flow: Callable[[nn.Module], None], kind: str) -> None:
+    # Without dropout: how often the user's own forwards draw is no matter here.
+    policy, options = KINDS[kind]
+    model = llama(attention_dropout=0.0, use_cache=False).train()
+    flow(model)
+    expected = exactness.gradients(model)
+    assert faults(model, policy, flow, **options) == []
+    if kind != "tiles":
+        assert exactness.differences((torch.ones(()), expected), (torch.ones(()), exactness.gradients(model))) == []
+    # And under `hf_ckpt.apply`, which watches until a backward through a region has ended.
+    model.zero_grad()
+    with hf_ckpt.apply(model, policy, **options):
+        flow(model)
+        assert hooked(model) == []
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn", "selective"])
+def test_forward_in_a_hook_of_a_trainers_loss_is_no_fault(policy: str, tmp_path: Path) -> None:
+    class Cached(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], **_: Any) -> Tensor:
+            parts, loss, gradients = cached_gradients(model)
+            loss.register_hook(lambda _: [again(model, *each) for each in zip(parts, gradients, strict=True)] and None)
+            return loss
+
+    def train(*callbacks: HFCkptCallback) -> dict[str, Tensor]:
+        model = llama()
+        args = TrainingArguments(**arguments(tmp_path))
+        Cached(model, args, train_dataset=rows(), callbacks=list(callbacks)).train()
+        return weights(model)
+
+    assert changed(train(), train(HFCkptCallback(policy))) == []
+
+
+@pytest.mark.parametrize("prove", ["first_step", 2])
+def test_forward_in_a_hook_is_proven(prove: Any) -> None:
+    model = llama()
+    model.model.layers[1].mlp.act_fn.register_forward_hook(
+        lambda module, args, output: output * (1.5 if execution_state.is_recomputed() else 1)
+    )
+    with hf_ckpt.apply(model, "full", prove=prove), pytest.raises(PlanMismatchError, match="returns something else"):
+        in_a_tensor_hook(model)
+
+
+# --- In a loop of one's own. ---
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """Name the modules inside of layers that are watched."""
+    inside = ((name, module) for name, module in model.named_modules() if ".layers." in name)
+    return [
+        name
+        for name, module in inside
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), FirstStep)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "ffn", "segments_2"])
+def test_apply_names_a_plan_without_effect_and_leaves_no_hook(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_ckpt.regions.recompute.checkpoint", not_checkpointed)
+    monkeypatch.setattr("hf_ckpt.regions.segments.saved_tensors_hooks", lambda *hooks: contextlib.nullcontext())
+    model = llama().train()
+    mode, options = POLICIES[policy]
+    found = traces.snapshot(model)
+    with hf_ckpt.apply(model, mode, **options):
+        loss = zoo.loss(model, batch())
+        with pytest.raises(PlanMismatchError, match=rf"^Layers 0, 1, 2, 3 of model.layers .* {SWITCHED_OFF}$"):
+            loss.backward()
+        assert hooked(model) == []
+        # Said once: who goes on knows.
+        backward(model)
+    model.zero_grad()
+    assert traces.differences(found, traces.snapshot(model)) == []
+
+
+def test_apply_looks_at_one_backward_that_comes_to_a_region() -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        assert hooked(model) == []
+        with torch.no_grad():
+            zoo.loss(model, batch())
+        assert hooked(model) == []
+        loss = zoo.loss(model, batch())
+        assert hooked(model)
+        # This one comes to no region.
+        torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+        assert hooked(model)
+        loss.backward()
+        assert hooked(model) == []
+        backward(model)
+
+
+def test_gradient_of_what_a_layer_returns_is_no_backward_of_the_layer() -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        hidden = model.model(input_ids=batch()["input_ids"], output_hidden_states=True).hidden_states
+        torch.autograd.grad(hidden[-1].sum(), hidden[2])
+        assert hooked(model) == []
+
+
+def last_bias(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    linear = model.model.layers[2].mlp.down_proj
+    linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+
+
+def all_biases(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.bias = nn.Parameter(torch.zeros(module.out_features))
+
+
+def last_norm(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.model.norm.requires_grad_(True)
+
+
+@pytest.mark.parametrize("train_only", [last_bias, all_biases, last_norm])
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn", "segments_2", "nested"])
+def test_backward_that_needs_no_recomputation_is_no_fault(policy: str, train_only: Callable[[nn.Module], None]) -> None:
+    model = llama()
+    train_only(model)
+    mode, options = POLICIES[policy]
+    assert faults(model, mode, **options) == []
+    with hf_ckpt.apply(model, mode, **options):
+        backward(model)
+
+
+def test_apply_forgets_a_backward_that_fails() -> None:
+    def fail(gradient: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        # It comes to the last layer, and ends before that is recomputed.
+        hidden = model.model(input_ids=batch()["input_ids"]).last_hidden_state
+        hook = model.model.layers[3].mlp.down_proj.register_full_backward_hook(lambda *_: fail(hidden))
+        with pytest.raises(ArithmeticError):
+            backward(model)
+        hook.remove()
+        backward(model)
+        assert hooked(model) == []
+
+
+def test_removal_before_the_first_step_leaves_no_trace() -> None:
+    for begin in (lambda model: None, lambda model: zoo.loss(model, batch())):
+        model = llama().train()
+        found = traces.snapshot(model)
+        applied = hf_ckpt.apply(model, "full")
+        begin(model)
+        applied.remove()
+        assert traces.differences(found, traces.snapshot(model)) == []
+        hf_ckpt.apply(model, "full")
+        begin(model)
+        assert hf_ckpt.remove(model)
+        assert traces.differences(found, traces.snapshot(model)) == []
+
+
+def test_copy_made_in_the_first_step_is_watched_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().train()
+    with hf_ckpt.apply(model, "full"):
+        loss = zoo.loss(model, batch())
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        loss.backward()
+        for each in copies:
+            backward(each)
+            assert hooked(each) == []
+            assert hf_ckpt.remove(each)
+
+
+def test_apply_warns_of_other_checkpointing() -> None:
+    model = llama(use_cache=False).train()
+    layer = model.model.layers[3]
+    layer.mlp.forward = partial(checkpointed, layer.mlp.forward, False)
+    for policy, what in {
+        "attention": "the forward of ffn ran again in the backward of step 1",
+        "full": "a forward ran again in the backward of step 1 for somebody else too",
+    }.items():
+        with hf_ckpt.apply(model, policy), pytest.warns(UserWarning, match=re.escape(what)) as caught:
+            backward(model)
+        assert [str(each.message) for each in caught] == [
+            f'Layer 3 of model.layers is set to "{policy}", but {what}. {SWITCHED_ON}'
+        ]
+
+
+class Stack(nn.Module):
+    """Calls a model under torch's own checkpointing."""
+
+    def __init__(self, model: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.model, self.use_reentrant = model, use_reentrant
+
+    def forward(self, **inputs: Tensor) -> Any:
+        embedded = self.model.get_input_embeddings()(inputs["input_ids"])
+        run = partial(self.model, labels=inputs["labels"])
+        return checkpoint(lambda hidden: run(inputs_embeds=hidden)["loss"], embedded, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(("policy", "is_fault"), [("none", True), ("attention", True), ("full", False)])
+def test_other_checkpointing_around_the_model_is_named(policy: str, is_fault: bool, use_reentrant: bool) -> None:
+    model = Stack(llama(use_cache=False), use_reentrant)
+
+    def step(model: nn.Module) -> None:
+        model(**batch()).backward()
+
+    if is_fault:
+        (fault,) = faults(model, policy, step)
+        assert fault.startswith("Layers 0, 1, 2, 3 of model.model.layers are set to")
+        assert fault.endswith(SWITCHED_ON)
+    else:
+        with pytest.warns(UserWarning, match="for somebody else too"):
+            assert faults(model, policy, step) == []
+
+
+def test_plan_that_rests_in_eval_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().eval()
+    with hf_ckpt.apply(model, "attention"):
+        backward(model)
+        assert hooked(model) == []
+    assert caplog.messages == [
+        'Layers 0, 1, 2, 3 of model.layers are set to "attention", but the forward of attention was not recomputed in '
+        "step 1: it was in eval mode, in which a plan rests. Call train()."
+    ]
 
 
 # --- No false alarm. ---
