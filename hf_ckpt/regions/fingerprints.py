@@ -490,8 +490,7 @@ def is_read_late(tensor: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> bytes | None:
     """Return bytes from the middle of a tensor on the CPU; None where they cannot be read."""
-    # Written out, as this runs for each of them in each step.
-    if not tensor.is_cpu or type(tensor) not in _PLAIN or not tensor.is_contiguous():
+    if is_read_late(tensor) or type(tensor) not in _PLAIN or not tensor.is_contiguous():
         return None
     try:
         address = tensor.data_ptr()
