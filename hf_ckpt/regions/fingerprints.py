@@ -455,6 +455,7 @@ def _numpy_state() -> object:
 
 _NUM_BYTES = 64
 """Of a sample on the CPU."""
+_Bytes = ctypes.c_char * _NUM_BYTES
 _NUM_ELEMENTS = 256
 """Of a sample on a device."""
 _PLAIN = (Tensor, nn.Parameter)
@@ -467,7 +468,7 @@ class Samples:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._on_host = [_bytes_of(tensor) for tensor in tensors]
-        self._on_device = _elements_of(tensors)
+        self._on_device = _elements_of(tensors) if None in self._on_host else None
 
     def differ(self, tensors: Sequence[Tensor]) -> bool | Tensor:
         """Whether the values of these tensors differ from the samples; a tensor on the device if not known yet."""
@@ -502,7 +503,8 @@ def _bytes_of(tensor: Tensor) -> bytes | None:
         return None
     if size <= _NUM_BYTES:
         return ctypes.string_at(address, size)
-    return ctypes.string_at(address + (size - _NUM_BYTES >> 1), _NUM_BYTES)
+    # A quarter of the time of `string_at`.
+    return _Bytes.from_address(address + (size - _NUM_BYTES >> 1)).raw
 
 
 def _elements_of(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -1,8 +1,9 @@
-"""The state of the modules that a region runs: weights, buffers, training flags, active adapters.
+"""The state of the modules that a region runs: weights, buffers, and attributes that are plain values.
 
 It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. Flags are restored to what the forward found, for the recomputation alone; any other change
-raises an error.
+state without a word. Attributes (training flags, active adapters, a dropout rate, a scale) are restored to what the
+forward found, for the recomputation alone; any other change raises an error. What a region writes itself is no change:
+it does so in each of its runs.
 
 Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
 values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
@@ -14,11 +15,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from numbers import Number
+from operator import attrgetter, getitem
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from hf_ckpt.errors import UnsupportedError
@@ -32,8 +37,9 @@ STATE = "_hf_ckpt_module_state"
 Values = Callable[[], Tensor]
 """Returns the shard that an engine keeps of weights that it gathers for each use."""
 
-# Of peft's layers; `scaling` is an attribute of many attention modules too.
-_FLAGS = ("_active_adapter", "_disable_adapters", "scaling")
+# Where an engine shards weights, changes of these are refused. The latter are of peft's layers; `scaling` is an
+# attribute of many attention modules too.
+_FLAGS = frozenset({"training", "_active_adapter", "_disable_adapters", "scaling"})
 _MERGED = "merged_adapters"
 _MAIN_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS = (*_MAIN_HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -44,7 +50,6 @@ _NUM_SHARDS = 4
 
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
-_training = itemgetter("training")
 
 
 class ModuleState:
@@ -82,23 +87,24 @@ class ModuleState:
         if self._layout is None or not self._layout.is_current(root):
             self._layout = _Layout(root, self._shards)
             self._fingerprints.clear()
+        self._layout.attributes = self._layout.attributes.renewed()
         return self._layout
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the region run in this thread; refused while another thread has changed its flags."""
+    def enter(self) -> int:
+        """Let the region run in this thread, which is returned; refused while another has changed its attributes."""
         me = threading.get_ident()
         with self._lock:
             if self._changed_by not in (None, me):
                 self._refuse_thread()
             self._inside[me] = self._inside.get(me, 0) + 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside[me] -= 1
-                if not self._inside[me]:
-                    del self._inside[me]
+        return me
+
+    def leave(self, me: int) -> None:
+        """End a run of the region in this thread."""
+        with self._lock:
+            self._inside[me] -= 1
+            if not self._inside[me]:
+                del self._inside[me]
 
     @contextmanager
     def set_for_this_thread(self, changes: Sequence[_Change]) -> Iterator[None]:
@@ -122,6 +128,16 @@ class ModuleState:
         if known is None or known[0] != identity:
             known = self._fingerprints[position] = identity, fingerprints.fingerprint_of(buffer)
         return known[1]
+
+    def after_run(self, attributes: _Attributes) -> None:
+        """Note what a run wrote; `attributes` are those that its forward found, and there may be others by now."""
+        attributes.after_run()
+        if self._layout is not None and self._layout.attributes is not attributes:
+            self._layout.attributes.after_run()
+
+    def runs_elsewhere(self) -> bool:
+        """Whether the region runs in another thread as well."""
+        return len(self._inside) > 1
 
     def refuse(self, what: str, names: Sequence[str], todo: str) -> NoReturn:
         """Raise: a recomputation would give other values."""
@@ -174,26 +190,32 @@ class CallState:
         if state is None:
             yield
             return
-        with state.running():
+        me = state.enter()
+        try:
             if self._note is None:
                 layout = state.layout(self._module)
-                before = layout.identities()
+                before = layout.identities(), layout.attributes, layout.attributes.now()
                 yield
                 # At the end, as the region's own writes (running statistics, counters) are no change by others.
-                self._note = _Note(state, layout, before)
+                self._note = _Note(state, layout, *before)
             elif changes := self._note.compare(state):
                 with state.set_for_this_thread(changes):
                     yield
             else:
                 yield
+        finally:
+            # Also where torch stops a recomputation once it has what backward needs, by an exception.
+            if self._note is not None:
+                state.after_run(self._note.attributes)
+            state.leave(me)
 
 
 class _Layout:
-    """The modules below a region, and where in them tensors and flags are."""
+    """The modules below a region, and where in them tensors and attributes are."""
 
     def __init__(self, root: nn.Module, shards: Sequence[Values]) -> None:
         self.modules = list(root.modules())
-        self.attributes = list(map(vars, self.modules))
+        self.attributes = _Attributes(self.modules, set())
         self._lists = [module._modules for module in self.modules if module._modules]
         self._children = self._children_now()
         self.is_sharded = is_managed(root)
@@ -201,17 +223,11 @@ class _Layout:
         self._places: list[tuple[dict[str, Any], str]] = []
         self.names: list[str] = []
         self._num_parameters = 0
+        self._trainable: tuple[list[bool], list[int]] = [], []
         self._find_tensors(root)
         # Hooks may change what a forward computes; engines and users place and remove them.
         self._hooks = list(chain.from_iterable(map(attrgetter(*_MAIN_HOOKS), self.modules)))
         self._copied_hooks: tuple[list[int], _Hooks] = [], {}
-        self._copied_flags: list[tuple[nn.Module, str, Any]] = []
-        self._flags = [
-            (module, name)
-            for module in self.modules
-            for name in (*_FLAGS, _MERGED)
-            if getattr(type(module), name, None) is not None or name in vars(module)
-        ]
 
     def _find_tensors(self, root: nn.Module) -> None:
         paths = dict(zip(self.modules, (path for path, _ in root.named_modules()), strict=True))
@@ -262,12 +278,14 @@ class _Layout:
     def is_buffer(self, position: int) -> bool:
         return position >= self._num_parameters
 
-    def trainable(self, requires_grad: Sequence[bool]) -> list[int]:
+    def trainable(self, requires_grad: list[bool]) -> list[int]:
         """Return the positions of trainable parameters, or of some that are spread over them."""
-        found = [position for position in range(self._num_parameters) if requires_grad[position]]
-        if len(found) <= _NUM_SAMPLED:
-            return found
-        return [found[(len(found) - 1) * number // (_NUM_SAMPLED - 1)] for number in range(_NUM_SAMPLED)]
+        if requires_grad != self._trainable[0]:
+            found = [position for position in range(self._num_parameters) if requires_grad[position]]
+            if len(found) > _NUM_SAMPLED:
+                found = [found[(len(found) - 1) * number // (_NUM_SAMPLED - 1)] for number in range(_NUM_SAMPLED)]
+            self._trainable = requires_grad, found
+        return self._trainable[1]
 
     def hooks_now(self) -> list[int]:
         """Return the numbers of the hooks, which are unique in a process. This package's own come and go."""
@@ -281,45 +299,159 @@ class _Layout:
             self._copied_hooks = now, {at: _copied_hooks(hooks) for at, hooks in found if any(hooks)}
         return self._copied_hooks
 
-    def flags_now(self) -> list[Any]:
-        """Return the values of the flags."""
-        return [getattr(module, name) for module, name in self._flags]
 
-    def flags_copied(self) -> list[tuple[nn.Module, str, Any]]:
-        """Return the flags with their places; copied again only if one has changed."""
-        now = self.flags_now()
-        if now != [value for _, _, value in self._copied_flags]:
-            copies = map(_copied, now)
-            self._copied_flags = [(*place, value) for place, value in zip(self._flags, copies, strict=True)]
-        return self._copied_flags
+class _Attributes:
+    """Where attributes of modules are plain values: numbers, strings, flags, and containers of such.
+
+    Of each change it is known whether the region made it, in one of its runs, or somebody else between them. What only
+    the region changes is left as it is: a layer keeps the length beside the mask that it has made for it, and one
+    without the other would be wrong.
+
+    `left_out` are places, as `_place` has them, that have held something else since: tensors for instance, which are
+    too many to compare, and which a note must not keep alive.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], left_out: set[_Place], *, are_written: bool = False) -> None:
+        self.num_changes = 0
+        self.are_written = are_written
+        self._modules = modules
+        self._left_out = left_out
+        self._all = [vars(module) for module in modules if type(module) not in _HOLDERS]
+        self._sizes = list(map(len, self._all))
+        found = [(owner, name) for owner in self._all for name in owner if self._is_compared(owner, name)]
+        self._owners = [owner for owner, _ in found]
+        self.names = [name for _, name in found]
+        self._values = [deepcopy(owner[name]) for owner, name in found]
+        self._changed_by_others: dict[int, int] = {}
+        self._created: set[_Place] = set()
+        self._is_outdated = False
+
+    def _is_compared(self, owner: dict[str, Any], name: str) -> bool:
+        return (
+            name not in _OTHERS_NAMES
+            and not name.startswith(_OTHERS_PREFIXES)
+            and _is_plain(owner[name])
+            and _place(owner, name) not in self._left_out
+        )
+
+    def renewed(self) -> _Attributes:
+        """Return these, or others if an attribute has come, gone, or become something else."""
+        if not self._is_outdated and self._have_same_sizes():
+            return self
+        return _Attributes(self._modules, self._left_out, are_written=self.are_written)
+
+    def _have_same_sizes(self) -> bool:
+        return list(map(len, self._all)) == self._sizes
+
+    def now(self) -> list[Any]:
+        """Return the values; `_MISSING` for what is gone."""
+        try:
+            return list(map(getitem, self._owners, self.names))
+        except KeyError:
+            return [owner.get(name, _MISSING) for owner, name in zip(self._owners, self.names, strict=True)]
+
+    def after_forward(self, before: list[Any]) -> list[Any]:
+        """Return copies of the values; `before` are those before it."""
+        now = self.now()
+        if not _are_same(now, self._values):
+            # Containers are those that they were, whoever changed their items.
+            self._note(now, set(_changed(before, now)))
+        if not self._have_same_sizes():
+            self._created |= self._added()
+        return self._values
+
+    def before_recomputation(self, runs_elsewhere: bool) -> None:
+        """Note what has changed since the region ran, by others unless it runs elsewhere."""
+        now = self.now()
+        if not _are_same(now, self._values):
+            self._note(now, set(range(len(now))) if runs_elsewhere else set())
+
+    def after_run(self) -> None:
+        """Note what a run wrote, if the region ever writes."""
+        if self.are_written and not _are_same(now := self.now(), self._values):
+            self._note(now, set(range(len(now))))
+
+    def _note(self, now: list[Any], written: set[int]) -> None:
+        """Note values that have changed, of which the region wrote some. The list of copies is a new one."""
+        changed = _changed(self._values, now)
+        self._values = list(self._values)
+        for number in changed:
+            self._values[number] = self._copy(number, now[number])
+        self.are_written |= not written.isdisjoint(changed)
+        if by_others := set(changed) - written:
+            self.num_changes += 1
+            self._changed_by_others |= dict.fromkeys(by_others, self.num_changes)
+
+    def _copy(self, number: int, value: Any) -> Any:
+        if _is_plain(value):
+            return deepcopy(value)
+        self._left_out.add(_place(self._owners[number], self.names[number]))
+        self._is_outdated = True
+        return _NOT_PLAIN
+
+    def _added(self) -> set[_Place]:
+        known = set(map(_place, self._owners, self.names))
+        found = ((owner, name) for owner in self._all for name in owner if self._is_compared(owner, name))
+        return {_place(*each) for each in found} - known
+
+    def are_as(self, values: list[Any]) -> bool:
+        """Whether the values are these."""
+        return _are_same(self.now(), values) and self._have_same_sizes()
+
+    def changed_since(self, values: list[Any], num_changes: int) -> list[int]:
+        """Return the numbers of values that differ from these, and that somebody else has changed since then."""
+        changed = _changed(values, self.now())
+        return [number for number in changed if self._changed_by_others.get(number, 0) > num_changes]
+
+    def setting(self, number: int, value: Any) -> _Change:
+        """Return what sets a value."""
+        return partial(_put, self._owners[number], self.names[number], deepcopy(value))
+
+    def removing(self) -> list[_Change]:
+        """Return what takes away the attributes that somebody else has added."""
+        places = self._added() - self._created
+        found = ((owner, name) for owner in self._all for name in owner if _place(owner, name) in places)
+        return [partial(_put, owner, name, _MISSING) for owner, name in found]
 
 
 class _Note:
-    """The state when the forward of a call ended; `before` are the `identities` when it began."""
+    """The state when the forward of a call ended.
+
+    `before` are the `identities` when it began, and `values` the values of `attributes`.
+    """
 
     __slots__ = (
         "_fingerprints",
-        "_flags",
         "_hook_numbers",
         "_hooks",
         "_ids",
         "_layout",
+        "_num_changes",
         "_num_steps",
         "_requires_grad",
         "_sampled",
         "_samples",
-        "_training",
+        "_values",
         "_versions",
+        "attributes",
     )
 
-    def __init__(self, state: ModuleState, layout: _Layout, before: tuple[list[int], list[int]]) -> None:
+    def __init__(
+        self,
+        state: ModuleState,
+        layout: _Layout,
+        before: tuple[list[int], list[int]],
+        attributes: _Attributes,
+        values: list[Any],
+    ) -> None:
         tensors = layout.tensors()
         self._layout = layout
         self._ids: list[int | None] = list(map(id, tensors))
         self._versions = versions_of(tensors)
         self._requires_grad = _all_require_grad(tensors)
-        self._training = list(map(_training, layout.attributes))
-        self._flags = layout.flags_copied()
+        self.attributes = attributes
+        self._values = attributes.after_forward(values)
+        self._num_changes = attributes.num_changes
         self._hook_numbers, self._hooks = layout.hooks_copied()
         if before != (self._ids, self._versions):
             # What the region writes itself changes in each of its runs, and cannot be compared.
@@ -367,20 +499,20 @@ class _Note:
         changes: list[_Change] = []
         if _all_require_grad(tensors) != self._requires_grad:
             changes += self._changes_of_requires_grad(tensors)
-        if list(map(_training, layout.attributes)) != self._training:
-            pairs = zip(layout.modules, self._training, strict=True)
-            changes += [partial(_set, module, "training", was) for module, was in pairs if module.training is not was]
-        if layout.flags_now() != [value for _, _, value in self._flags]:
-            changes += self._changes_of_flags(state)
-        if changes and layout.is_sharded:
-            state.refuse(
-                "training flags, adapters or requires_grad were changed",
-                (),
-                "Under FSDP and ZeRO they are not brought back for a recomputation: call backward before they change.",
-            )
+            if changes and layout.is_sharded:
+                self._refuse_sharded(state)
+        if self.attributes.are_written or not self.attributes.are_as(self._values):
+            changes += self._changes_of_attributes(state)
         if layout.hooks_now() != self._hook_numbers:
             changes += self._changes_of_hooks()
         return changes
+
+    def _refuse_sharded(self, state: ModuleState) -> NoReturn:
+        state.refuse(
+            "training flags, adapters or requires_grad were changed",
+            (),
+            "Under FSDP and ZeRO they are not brought back for a recomputation: call backward before they change.",
+        )
 
     def _compare_tensors(self, state: ModuleState, tensors: Sequence[Any]) -> None:
         replaced, written, other_buffers = [], [], []
@@ -417,7 +549,7 @@ class _Note:
 
     def _changes_of_requires_grad(self, tensors: Sequence[Any]) -> list[_Change]:
         return [
-            partial(_set, tensor, "requires_grad", was)
+            partial(_set_requires_grad, tensor, was)
             for tensor, was in zip(tensors, self._requires_grad, strict=True)
             if tensor is not None and tensor.requires_grad is not was and tensor.is_leaf
         ]
@@ -432,15 +564,18 @@ class _Note:
                 changes.append(partial(_set_hooks, self._layout.modules[position], was))
         return changes
 
-    def _changes_of_flags(self, state: ModuleState) -> list[_Change]:
-        changes: list[_Change] = []
-        for module, name, was in self._flags:
-            if getattr(module, name) == was:
-                continue
-            if name == _MERGED:
-                state.refuse("adapters were merged or unmerged", (), "Call backward before that.")
-            changes.append(partial(_set, module, name, was))
-        return changes
+    def _changes_of_attributes(self, state: ModuleState) -> list[_Change]:
+        attributes = self.attributes
+        # What another thread changes meanwhile, in a run of its own, is no change by others.
+        attributes.before_recomputation(state.runs_elsewhere())
+        found = attributes.changed_since(self._values, self._num_changes)
+        changed = [n for n in found if self._values[n] is not _NOT_PLAIN]
+        names = {attributes.names[number] for number in changed}
+        if _MERGED in names:
+            state.refuse("adapters were merged or unmerged", (), "Call backward before that.")
+        if self._layout.is_sharded and not names.isdisjoint(_FLAGS):
+            self._refuse_sharded(state)
+        return [attributes.setting(number, self._values[number]) for number in changed] + attributes.removing()
 
 
 _WRITTEN = "weights were written to"
@@ -449,11 +584,25 @@ _OTHER_BUFFERS = "buffers have got other values"
 _BEFORE_THAT = "Call backward before that, or leave it out of the policy."
 
 
-def _set(owner: nn.Module | Tensor, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute, and return a function that undoes it."""
-    found = vars(owner).get(name, _MISSING) if isinstance(owner, nn.Module) else getattr(owner, name)
-    setattr(owner, name, value)
-    return partial(delattr, owner, name) if found is _MISSING else partial(setattr, owner, name, found)
+def _set_requires_grad(tensor: Tensor, value: bool) -> Callable[[], None]:
+    """Set whether a tensor requires a gradient, and return a function that undoes it."""
+    found = tensor.requires_grad
+    tensor.requires_grad = value
+    return partial(setattr, tensor, "requires_grad", found)
+
+
+def _put(owner: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute, or delete it for `_MISSING`, and return a function that undoes it."""
+    found = owner.get(name, _MISSING)
+    _assign(owner, name, value)
+    return partial(_assign, owner, name, found)
+
+
+def _assign(owner: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        owner.pop(name, None)
+    else:
+        owner[name] = value
 
 
 def _set_hooks(module: nn.Module, was: Sequence[dict[int, Any]]) -> Callable[[], None]:
@@ -498,7 +647,63 @@ def is_ours(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] == "hf_ckpt"
 
 
-_MISSING = object()
+def _changed(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
+    """Return the numbers of the values that differ."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return [number for number, (was, now) in pairs if was is not now and not _are_same([was], [now])]
+
+
+class _Sign(Enum):
+    """Stands for a value; a copy is the same one."""
+
+    MISSING = 0
+    NOT_PLAIN = 1
+
+
+_MISSING, _NOT_PLAIN = _Sign
+
+_Place = tuple[int, str]
+
+_IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
+_PLAIN: tuple[Any, ...] = (*_IMMUTABLE, torch.layout, torch.memory_format, Number, Enum, range)
+_MAX_ITEMS = 1000
+"""A longer container is no setting but a record, and would take long to compare."""
+_HOLDERS = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity})
+"""Exactly these modules read no attribute when they run."""
+_OTHERS_NAMES = frozenset(vars(nn.Module())) - {"training"} | {
+    # Of whoever checkpoints; the plan looks after that.
+    "gradient_checkpointing",
+    # Of FSDP1's state (2.13), and of transformers' loading (5.23).
+    "training_state",
+    "_is_hf_initialized",
+    # Sizes of weights.
+    "in_features",
+    "out_features",
+}
+# This package's own, and what DeepSpeed counts on modules (0.19).
+_OTHERS_PREFIXES = ("_hf_ckpt", "ds_", "applied_pre_backward")
+
+
+def _place(owner: dict[str, Any], name: str) -> _Place:
+    return id(owner), name
+
+
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    if type(value) in _IMMUTABLE:
+        return True
+    if isinstance(value, dict) and depth and len(value) <= _MAX_ITEMS:
+        return all(_is_plain(item, depth - 1) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set | frozenset) and depth and len(value) <= _MAX_ITEMS:
+        return all(_is_plain(item, depth - 1) for item in value)
+    return isinstance(value, _PLAIN)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    """Whether values are equal; those that cannot be compared, as tensors where numbers were, are not."""
+    try:
+        return one == other
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
@@ -515,10 +720,6 @@ def _all_require_grad(tensors: Sequence[Any]) -> list[bool]:
         return list(map(_requires_grad, tensors))
     except AttributeError:
         return [tensor is not None and tensor.requires_grad for tensor in tensors]
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | list) else value
 
 
 def is_managed(module: nn.Module) -> bool:

@@ -326,6 +326,16 @@ def test_the_first_module_that_differs_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "The first module inside that returns something else is mlp.act_fn." in message
 
 
+@pytest.mark.parametrize("policy", ["full", "selective", "selective_attention"])
+def test_parts_of_an_adapted_layer_are_not_named_for_what_differs_behind_them(policy: str) -> None:
+    model = lora().train()
+    mlp = model.get_submodule("base_model.model.model.layers.1.mlp")
+    mlp.register_forward_hook(lambda module, args, output: output * float(1 + np.random.rand()))
+    with hf_ckpt.apply(model, policy), pytest.raises(PlanMismatchError) as raised:
+        backward(model)
+    assert "The first module inside that returns something else is mlp." in str(raised.value)
+
+
 @pytest.mark.parametrize("is_hooked", [False, True])
 def test_an_identity_is_looked_at_only_where_a_hook_changes_what_it_returns(is_hooked: bool) -> None:
     model = lora(lora_dropout=0.0).train()

@@ -137,8 +137,10 @@ def operator_kind(function: Any) -> OperatorKind:
         function=function,
         written=written,
         returns_new=not is_alias and packet not in _UNDECLARED_VIEWS and _returns_tensors(schema),
-        # Other libraries do not tag their operators; to bring back a state that nobody touched is harmless.
-        is_random=torch.Tag.nondeterministic_seeded in function.tags or (is_foreign and role is OperatorRole.ATTENTION),
+        # Other libraries do not tag their operators; to bring back a state that nobody touched is harmless. Their
+        # products, of which a layer has many, draw nothing.
+        is_random=torch.Tag.nondeterministic_seeded in function.tags
+        or (is_foreign and role is not OperatorRole.PRODUCT),
         dropout=tuple((index, argument.name) for index, argument in arguments if argument.name in _DROPOUT),
     )
 
