@@ -95,8 +95,9 @@ class AppliedInLoop(Applied):
     def step(self, closure: Callable[[], Returned], batch: object = None, *, undo: Sequence[object] = ()) -> Returned:
         """Run the forwards and backwards of a step; if memory runs out, again, under a leaner plan, to the same result.
 
-        Random states, buffers and what `undo` names are brought back, and new gradients dropped, before the closure is
-        called again. Nothing else is undone. In one process, for a model that is neither sharded nor compiled;
+        Random states, buffers, attributes of the model's modules and what `undo` names are brought back, and new
+        gradients dropped, before the closure is called again. Nothing else is undone. What the closure runs then is
+        held, bit by bit, against what it ran before. In one process, for a model that is neither sharded nor compiled;
         elsewhere the closure is called once, and its error raised.
 
         Args:
@@ -105,14 +106,14 @@ class AppliedInLoop(Applied):
             batch: what the closure trains on: a tensor, or mappings and sequences of them. Leaner plans are then kept
                 for batches as large as the one that failed; without it, for all that follow.
             undo: what else the closure changes: objects whose attributes are brought back, such as a gradient scaler,
-                and containers.
+                containers, generators, and modules that are not the model's.
 
         Returns:
             What the closure returns.
 
         Raises:
             OutOfMemoryError: there is no leaner plan, or the closure cannot be undone: says why.
-            PlanMismatchError: the plan was removed.
+            PlanMismatchError: the plan was removed; or what ran again was not the same computation: says what differs.
 
         Example:
             ```python

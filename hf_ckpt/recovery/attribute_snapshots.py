@@ -54,8 +54,8 @@ _OF_MANY = ("torch", "peft")
 """Packages of whose modules there may be thousands: what they get as new attributes is seen only now and then."""
 _LOOKS = 16
 """So many steps are between two looks at which modules there are. How many there are is looked at in each."""
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
-_IS_ATOM = frozenset(_ATOMS)
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, np.generic)
+_IS_ATOM = frozenset((*_ATOMS, *np.sctypeDict.values()))
 _OPAQUE = frozenset(
     "torch transformers accelerate peft datasets tokenizers hf_ckpt logging threading concurrent multiprocessing "
     "wandb mlflow comet_ml tensorboardX neptune clearml aim swanlab trackio tqdm ray".split()
@@ -404,6 +404,9 @@ class _Tensor(_Holder):
             return -1, None
         if value.nbytes > _SMALL_BYTES:
             return value._version, None
+        before: tuple[int, Tensor | bytes | None] | None = vars(self).get("note")
+        if before is not None and before[0] == value._version and isinstance(before[1], Tensor):
+            return before
         # Bytes show a write past the versions too.
         return value._version, bytes_of(value, _SMALL_BYTES) or value.detach().clone()
 

@@ -52,13 +52,23 @@ class ReplayProof:
         micro_batch: what they call a part of it.
         parameters: whose precision says how far off rounding may be; see Note [Rounding].
         to_do: what a user can do about a difference.
+        is_mixed: whether forwards run under autocast, where that is not seen when they begin.
     """
 
-    def __init__(self, step: str, micro_batch: str, parameters: Callable[[], Iterable[Tensor]], to_do: str) -> None:
+    def __init__(
+        self,
+        step: str,
+        micro_batch: str,
+        parameters: Callable[[], Iterable[Tensor]],
+        to_do: str,
+        *,
+        is_mixed: bool = False,
+    ) -> None:
         self._step = step
         self._micro_batch = micro_batch
         self._parameters = parameters
         self._to_do = to_do
+        self._is_mixed = is_mixed
         self._noted: list[_Noted] = []
         self._num_begun = self._num_losses = 0
         self._allowed = 0.0
@@ -88,6 +98,7 @@ class ReplayProof:
         if number == len(self._noted):
             self._noted.append(_Noted(found, plan))
             return
+        self._is_mixed |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         noted = self._noted[number]
         if changed := _other_inputs(noted.inputs, found):
             self._refuse(f"has other inputs in {self._micro_batch} {number + 1} ({', '.join(changed[:4])})")
@@ -130,7 +141,11 @@ class ReplayProof:
         if is_repeated and _sums(before) == _sums(now):
             return 0.0
         dtypes = {each.dtype for each in parameters}
-        is_float32 = dtypes <= {torch.float32, torch.float64} and torch.get_float32_matmul_precision() == "highest"
+        is_float32 = (
+            not self._is_mixed
+            and dtypes <= {torch.float32, torch.float64}
+            and torch.get_float32_matmul_precision() == "highest"
+        )
         return _ROUNDINGS * torch.finfo(torch.float32).eps if is_float32 else torch.finfo(torch.bfloat16).eps
 
     def _refuse(self, what: str) -> NoReturn:

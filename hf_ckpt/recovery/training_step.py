@@ -1,7 +1,8 @@
 """Training steps of a Trainer that go on after their forward or backward has run out of memory.
 
 The window of micro-batches is undone, a leaner plan put in force, and the window run again from its first micro-batch,
-with the same inputs and the same random numbers: to the bit what that plan would have given at once.
+with the same inputs and the same random numbers: to the bit what that plan would have given at once. `ReplayProof`
+holds it against the attempt that failed.
 """
 
 from __future__ import annotations
@@ -72,13 +73,16 @@ class TrainingSteps:
         self._parameters = StepParameters(model, getattr(trainer.optimizer, "param_groups", ()))
         self._on_devices = one_of_each_device(model)
         self._window: Window | None = None
+        self._is_running = False
 
     def begin_step(self) -> None:
         """A window of micro-batches begins."""
         self._escalation.begin_step()
         if not self._goes_on():
             step = f"Step {int(self._trainer.state.global_step) + 1}"
-            self._window = Window(ReplayProof(step, "micro-batch", self._model.parameters, _TO_DO))
+            is_mixed = self._trainer.accelerator.mixed_precision != "no"
+            proof = ReplayProof(step, "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed)
+            self._window = Window(proof)
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
 
@@ -110,6 +114,7 @@ class TrainingSteps:
 
         Raises:
             OutOfMemoryError: there is none, or the window cannot be undone.
+            PlanMismatchError: what ran again was not the same computation.
         """
         window, escalation = self._window, self._escalation
         if window is None:
@@ -135,7 +140,8 @@ class TrainingSteps:
 
     def note_loss(self, loss: Any) -> None:
         """The forward of the micro-batch that runs has ended: its backward begins."""
-        if self._window is not None:
+        # Somebody may run a backward by hand, between micro-batches.
+        if self._window is not None and self._is_running:
             self._window.proof.note_loss(loss)
 
     def _attempt(self, window: Window, call: TrainerCall) -> tuple[Any, Failure | None]:
@@ -143,7 +149,11 @@ class TrainingSteps:
 
     def _proven(self, proof: ReplayProof, call: TrainerCall) -> Any:
         proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
-        returned = call()
+        self._is_running = True
+        try:
+            returned = call()
+        finally:
+            self._is_running = False
         proof.end_micro_batch(returned)
         return returned
 
