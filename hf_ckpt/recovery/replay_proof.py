@@ -75,7 +75,9 @@ class ReplayProof:
 
     def begin_replay(self, first: int = 0) -> None:
         """The window runs again, from this micro-batch on."""
-        self._num_begun, self._num_losses = first, 0
+        self._num_begun = first
+        # Those before it stay as they are.
+        self._num_losses = len(self._noted[first - 1].losses) if first else 0
 
     def check_start(self, generators: Sequence[str], gradients: Sequence[str] = ()) -> None:
         """Raise where what runs again begins in another state than before.

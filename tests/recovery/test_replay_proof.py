@@ -6,6 +6,7 @@ import random
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from transformers import Trainer, TrainingArguments
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError, PlanMismatchError
+from hf_ckpt.policy.options import HeadMode
+from hf_ckpt.policy.plan import Plan
 from hf_ckpt.recovery.accumulation_window import Gradients, Randomness, Window
 from hf_ckpt.recovery.escalation import Escalation
-from hf_ckpt.recovery.out_of_memory import attempt
+from hf_ckpt.recovery.replay_proof import ReplayProof
 from tests.training import During, arguments, changed, llama, losses, rows, weights
 
 NUM_STEPS = 4
@@ -479,10 +482,6 @@ def test_a_closure_that_differs_is_stopped() -> None:
 
 
 def test_a_plan_that_adds_in_another_order_may_round_otherwise() -> None:
-    from hf_ckpt.policy.options import HeadMode
-    from hf_ckpt.policy.plan import Plan
-    from hf_ckpt.recovery.replay_proof import ReplayProof
-
     def replayed(head: HeadMode, loss: float) -> None:
         proof = ReplayProof("Step 1", "micro-batch", lambda: [torch.zeros(1)], "")
         proof.begin_micro_batch([], Plan("Llama", ()))
@@ -499,5 +498,16 @@ def test_a_plan_that_adds_in_another_order_may_round_otherwise() -> None:
             replayed(head, loss)
 
 
-def test_an_attempt_keeps_what_it_returns() -> None:
-    assert attempt(lambda: 1) == (1, None)
+def test_a_replay_of_the_last_micro_batch_alone_holds_that_one() -> None:
+    """As one process of several runs it again: the gradients of those before it are sums already."""
+    proof, plan = ReplayProof("Step 1", "micro-batch", lambda: [torch.zeros(1)], ""), Plan("Llama", ())
+    for loss in (1.0, 2.0):
+        proof.begin_micro_batch([], plan)
+        proof.note_loss(torch.tensor(loss))
+    for loss, raises in ((2.0, False), (1.0, True)):
+        proof.begin_replay(1)
+        proof.begin_micro_batch([], plan)
+        with pytest.raises(PlanMismatchError, match="micro-batch 2") if raises else nullcontext():
+            proof.note_loss(torch.tensor(loss))
+            proof.end_micro_batch(None)
+            proof.end_replay()
