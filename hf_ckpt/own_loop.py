@@ -7,7 +7,9 @@ undone as a whole and runs again as a whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
@@ -37,16 +39,19 @@ from hf_ckpt.policy.policy import AUTO
 from hf_ckpt.recovery.accumulation_window import (
     Buffers,
     Gradients,
+    GradientsOfOthers,
     Randomness,
     SavedBuffers,
+    StepParameters,
     describe_tensors,
     nested_named_tensors,
     one_of_each_device,
 )
-from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.attribute_snapshots import Attributes, AttributeSnapshots
 from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
@@ -97,8 +102,9 @@ class AppliedInLoop(Applied):
     def step(self, closure: Callable[[], Returned], batch: object = None, *, undo: Sequence[object] = ()) -> Returned:
         """Run the forwards and backwards of a step; if memory runs out, again, under a leaner plan, to the same result.
 
-        Random states, buffers and what `undo` names are brought back, and new gradients dropped, before the closure is
-        called again. Nothing else is undone. In one process, for a model that is neither sharded nor compiled;
+        Random states, buffers, attributes of the model's modules and what `undo` names are brought back, and new
+        gradients dropped, before the closure is called again. Nothing else is undone. What the closure runs then is
+        held, bit by bit, against what it ran before. In one process, for a model that is neither sharded nor compiled;
         elsewhere the closure is called once, and its error raised.
 
         Args:
@@ -107,14 +113,14 @@ class AppliedInLoop(Applied):
             batch: what the closure trains on: a tensor, or mappings and sequences of them. Leaner plans are then kept
                 for batches as large as the one that failed; without it, for all that follow.
             undo: what else the closure changes: objects whose attributes are brought back, such as a gradient scaler,
-                and containers.
+                containers, generators, and modules that are not the model's.
 
         Returns:
             What the closure returns.
 
         Raises:
             OutOfMemoryError: there is no leaner plan, or the closure cannot be undone: says why.
-            PlanMismatchError: the plan was removed.
+            PlanMismatchError: the plan was removed; or what ran again was not the same computation: says what differs.
 
         Example:
             ```python
@@ -283,6 +289,11 @@ def _why_not(model: nn.Module) -> str | None:
 
 # --- Steps that go on after they have run out of memory. ---
 
+_TO_DO = (
+    "Keep it as an attribute of a module of the model, or name its owner in `undo`; draw batches before the closure."
+)
+_version = attrgetter("_version")
+
 
 class _ClosureSteps:
     """Runs the steps of one loop.
@@ -298,7 +309,10 @@ class _ClosureSteps:
         self._is_undone = is_undone
         self._model = model
         self._num_steps = 0
-        self._buffers = Buffers(model)
+        self._buffers = Buffers()
+        self._undo: Sequence[object] = ()
+        self._snapshots = AttributeSnapshots(("", model))
+        self._parameters = StepParameters(model)
         self._on_devices = one_of_each_device(model)
 
     def run(self, closure: Callable[[], Any], batch: Any, undo: Sequence[object]) -> Any:
@@ -306,6 +320,7 @@ class _ClosureSteps:
 
         Raises:
             OutOfMemoryError: there is no leaner plan, or the closure cannot be undone.
+            PlanMismatchError: what ran again was not the same computation.
         """
         if not self._is_undone:
             return closure()
@@ -317,17 +332,32 @@ class _ClosureSteps:
         shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
         # The planner of a loop sees no forward.
         planned = batch_of((), batch) if isinstance(batch, Mapping) else None
-        window = _ClosureWindow(self._model, inputs, undo, Randomness.now(self._on_devices), self._buffers.now())
+        if len(undo) != len(self._undo) or not all(map(is_, undo, self._undo)):
+            self._undo = list(undo)
+            named = [(f"undo[{number}]", each) for number, each in enumerate(undo)]
+            self._snapshots = AttributeSnapshots(("", self._model), *named)
         if inputs:
             escalation.stand_on(ladder.level_for(size))
+        attributes, modules = self._snapshots.now(), self._snapshots.modules
+        parameters = self._parameters.of(modules, self._snapshots.parameters)
+        proof = ReplayProof(f"Step {self._num_steps}", "forward", self._model.parameters, _TO_DO)
+        noted = attributes, self._buffers.of(modules), Randomness.now(self._on_devices)
+        window = _ClosureWindow(*parameters, inputs, noted)
 
         def attempt() -> tuple[Any, Failed | None]:
-            returned, failure = escalation.attempt(closure)
+            with _forwards_noted(self._model, proof, ladder):
+                returned, failure = escalation.attempt(closure)
             return returned, None if failure is None else Failed(failure, self._num_steps, size, shapes, planned)
 
         def run_again() -> tuple[Any, Failed | None]:
             window.undo()
-            return attempt()
+            generators = Randomness.now(self._on_devices).others_than(window.randomness)
+            proof.check_start(generators, names_of(window.new_gradients(), self._model))
+            proof.begin_replay()
+            returned, failed = attempt()
+            if failed is None:
+                proof.end_replay()
+            return returned, failed
 
         returned, failed = attempt()
         if failed is not None:
@@ -338,45 +368,69 @@ class _ClosureSteps:
         return returned
 
 
+@contextmanager
+def _forwards_noted(model: nn.Module, proof: ReplayProof, ladder: Ladder) -> Iterator[None]:
+    """Let a proof see the forwards of a model while the block runs: a closure shows nothing else of its losses."""
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            proof.begin_micro_batch(nested_named_tensors([args, kwargs]), ladder.rung.plan)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            proof.note_loss(output)
+
+    hooks = model.register_forward_pre_hook(begin, with_kwargs=True), model.register_forward_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class _ClosureWindow:
     """What things were like before a closure, and what brings that back."""
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
         inputs: Sequence[tuple[str, Tensor]],
-        undo: Sequence[object],
-        randomness: Randomness,
-        buffers: SavedBuffers,
+        noted: tuple[Attributes, SavedBuffers, Randomness],
     ) -> None:
-        self.buffers = buffers
-        self._parameters = list(model.parameters())
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._gradients = Gradients(self._parameters)
+        self._attributes, self.buffers, self.randomness = noted
+        self._parameters = [*parameters, *others]
+        self._versions = list(map(_version, self._parameters))
+        self._gradients = Gradients(parameters)
+        self._gradients_of_others = GradientsOfOthers(others)
         self._inputs = [(name, tensor, tensor._version) for name, tensor in inputs]
-        self._randomness = randomness
-        self._attributes = Attributes(*undo)
 
     def fault(self) -> str | None:
         """Return why the closure cannot be undone; None if it can."""
-        if [parameter._version for parameter in self._parameters] != self._versions:
+        if list(map(_version, self._parameters)) != self._versions:
             return "weights have changed since it began: the optimizer's step belongs behind applied.step()"
         if self._gradients.are_written():
             return (
                 "it has added to gradients that were there before, or set them to zero in place. Let it begin with "
                 "optimizer.zero_grad(), which sets them to None"
             )
+        if fault := self._gradients_of_others.fault():
+            return fault
         if written := [name for name, tensor, version in self._inputs if tensor._version != version]:
             return f"it has written to its batch: {', '.join(written)}"
-        if changed := self._attributes.lost():
-            return f"it has written to large tensors among what it is to undo: {', '.join(changed)}"
-        return self.buffers.describe_lost()
+        large = "it has written to large tensors among what it is to undo"
+        return self._attributes.describe_lost(large) or self.buffers.describe_lost()
 
     def undo(self) -> None:
         """Bring everything back; gradients that are new are dropped."""
         self._gradients.drop_new()
+        self._gradients_of_others.restore()
         # Casts of weights that the failed forward has left hold its graph.
         torch.clear_autocast_cache()
         self._attributes.restore()
         self.buffers.restore()
-        self._randomness.restore()
+        self.randomness.restore()
+
+    def new_gradients(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient which was not there."""
+        return [*self._gradients.new(), *self._gradients_of_others.new()]

@@ -11,6 +11,8 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.replay_proof import ReplayProof
 from hf_ckpt.regions.execution_state import RandomState
 
 _LARGE_BYTES = 2**26
 """Of a buffer that is not copied to find out whether forwards change it, such as packed weights."""
+_COPIED_BYTES = 2**20
+"""Of a gradient that nobody has set to None before the window, up to which it is copied."""
+
+
+_version, _gradient = attrgetter("_version"), attrgetter("grad")
 
 
 # --- Random numbers. ---
@@ -46,6 +54,17 @@ class Randomness:
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
 
+    def others_than(self, other: Randomness) -> list[str]:
+        """Name the generators that are in another state than they were."""
+        (kind, keys, *rest), (other_kind, other_keys, *other_rest) = self.of_numpy, other.of_numpy
+        is_same_numpy = (kind, *rest) == (other_kind, *other_rest) and np.array_equal(keys, other_keys)
+        same = {
+            "torch's": self.of_torch.is_same(other.of_torch),
+            "Python's": self.of_python == other.of_python,
+            "numpy's": is_same_numpy,
+        }
+        return [name for name, is_same in same.items() if not is_same]
+
 
 def one_of_each_device(model: nn.Module) -> list[Tensor]:
     """Return a parameter on each device of a model: they tell which generators there are."""
@@ -59,39 +78,38 @@ _Key = tuple[int, str]
 
 
 class Buffers:
-    """The buffers of a model, and which of them its forwards change.
+    """The buffers of modules, and which of them forwards change.
 
     Before the first micro-batch all of them but very large ones are copied to the host. What has changed after it is
     known to change: that is cloned before each micro-batch from then on, and the rest is held by reference.
 
     Args:
-        model: whose buffers.
         are_sent: DistributedDataParallel writes to them, with the values that they have: only values tell, then, and
             the first copies stay.
     """
 
-    def __init__(self, model: nn.Module, *, are_sent: bool = False) -> None:
+    def __init__(self, *, are_sent: bool = False) -> None:
         self._are_sent = are_sent
         self._first: SavedBuffers | None = None
-        # Walking all modules in each micro-batch would take longer than all else.
-        holders = [module for module in model.modules() if module._buffers]
-        self._holders = [module._buffers for module in holders]
-        # A rotary embedding knows the length that its frequencies are for. Modules of torch know nothing of the kind.
-        self._attributes = [vars(module) for module in holders if not type(module).__module__.startswith("torch.nn.")]
+        self._modules: Sequence[nn.Module] = ()
+        self._holders: list[dict[str, Tensor | None]] = []
         self._changing: set[_Key] | None = None
 
-    def now(self) -> SavedBuffers:
-        """Return the buffers as they are."""
+    def of(self, modules: Sequence[nn.Module]) -> SavedBuffers:
+        """Return the buffers of some modules as they are."""
         if self._first is not None:
-            # But not the numbers that belong to them.
-            return SavedBuffers(self._first.saved, self._attributes)
+            return self._first
+        if modules is not self._modules:
+            # Walking all modules in each micro-batch would take longer than all else.
+            self._modules, self._holders = modules, [module._buffers for module in modules if module._buffers]
         saved = {
             (id(holder), name): _SavedBuffer(holder, name, buffer, buffer._version, self._copied(holder, name, buffer))
             for holder in self._holders
             for name, buffer in holder.items()
             if buffer is not None
         }
-        return SavedBuffers(saved, self._attributes)
+        empty = {(id(holder), name) for holder in self._holders for name, buffer in holder.items() if buffer is None}
+        return SavedBuffers(saved, empty, modules)
 
     def _copied(self, holder: dict[str, Tensor | None], name: str, buffer: Tensor) -> Tensor | None:
         """Return what brings a buffer back after it was written to."""
@@ -129,16 +147,12 @@ class _SavedBuffer:
 
 
 class SavedBuffers:
-    """The buffers of a model at one moment.
+    """The buffers of modules at one moment."""
 
-    Args:
-        saved: the buffers.
-        of_holders: attributes of modules that have buffers; the numbers in them belong to these.
-    """
-
-    def __init__(self, saved: dict[_Key, _SavedBuffer], of_holders: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, saved: dict[_Key, _SavedBuffer], empty: set[_Key], modules: Sequence[nn.Module]) -> None:
         self.saved = saved
-        self._numbers = [(attributes, _numbers(attributes)) for attributes in of_holders]
+        self._empty = empty
+        self._modules = modules
 
     def of_changed_modules(self) -> set[_Key]:
         """Return the keys of all buffers of the modules of which any buffer has changed since."""
@@ -158,11 +172,14 @@ class SavedBuffers:
         return f"a forward has written to buffers that earlier ones left alone: {', '.join(lost[:4])}"
 
     def restore(self) -> None:
-        """Bring them back."""
-        for attributes, numbers in self._numbers:
-            for name in _numbers(attributes).keys() - numbers.keys():
-                del attributes[name]
-            attributes.update(numbers)
+        """Bring them back, and take those away that were not there."""
+        for module in self._modules:
+            for name, buffer in list(module._buffers.items()):
+                key = id(module._buffers), name
+                if key in self._empty:
+                    module._buffers[name] = None
+                elif buffer is not None and key not in self.saved:
+                    delattr(module, name)
         for each in self.saved.values():
             each.holder[each.name] = each.tensor
             # To later micro-batches, which have no copy of it, a write would be one of a forward's.
@@ -170,18 +187,6 @@ class SavedBuffers:
                 with torch.no_grad():
                     each.tensor.copy_(each.copy)
                 each.version = each.tensor._version
-
-
-_OF_A_PLAN = ("training", "gradient_checkpointing")
-"""Attributes that are not the forward's to change."""
-
-
-def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, int | float | Tensor) and not name.startswith("_") and name not in _OF_A_PLAN
-    }
 
 
 # --- Gradients. ---
@@ -207,6 +212,15 @@ class Gradients:
         now = list(self._now())
         return len(now) != num_before or any(not same or version != each._version for each, same, version in now)
 
+    def new(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient which was not there, or has been written to."""
+        return [
+            parameter
+            for seen, parameter in zip(self._seen, self._parameters, strict=True)
+            if parameter.grad is not None
+            and (seen is None or seen[0]() is not parameter.grad or seen[1] != parameter.grad._version)
+        ]
+
     def drop_new(self) -> None:
         """Let go of those that were not there."""
         for seen, parameter in zip(self._seen, self._parameters, strict=True):
@@ -218,6 +232,70 @@ class Gradients:
         for seen, parameter in zip(self._seen, self._parameters, strict=True):
             if parameter.grad is not None:
                 yield parameter.grad, seen is not None and seen[0]() is parameter.grad, seen[1] if seen else -1
+
+
+class GradientsOfOthers:
+    """Those of parameters that are not the model's, as of a loss: nobody need have set them to None before the window.
+
+    Where they are there small ones are copied.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        found = ((parameter, parameter.grad) for parameter in parameters)
+        small = [(each, grad) for each, grad in found if grad is not None and grad.nbytes <= _COPIED_BYTES]
+        self._copies = [(parameter, gradient, gradient.detach().clone()) for parameter, gradient in small]
+        copied = {id(parameter) for parameter, _ in small}
+        self._rest = Gradients([parameter for parameter in parameters if id(parameter) not in copied])
+
+    def fault(self) -> str | None:
+        """Return why they cannot be brought back; None if they can."""
+        if self._rest.are_written():
+            return "it has added to large gradients that were there before, of weights that are not the model's"
+        return None
+
+    def restore(self) -> None:
+        """Bring them back."""
+        self._rest.drop_new()
+        for parameter, gradient, copied in self._copies:
+            parameter.grad = gradient.copy_(copied)
+
+    def new(self) -> list[nn.Parameter]:
+        """Return the parameters that have another gradient than they had."""
+        others = [
+            p for p, gradient, copied in self._copies if p.grad is not gradient or not torch.equal(gradient, copied)
+        ]
+        return [*self._rest.new(), *others]
+
+
+class StepParameters:
+    """The parameters that a step may use: frozen ones too, which may be trained later, or written to by a forward.
+
+    Args:
+        model: that is trained.
+        groups: of its optimizer, where they are known.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]] = ()) -> None:
+        self._model = model
+        self._groups = groups
+        self._found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        self._modules: Sequence[nn.Module] = ()
+        self._sizes: list[int] = []
+
+    def of(
+        self, modules: Sequence[nn.Module], loose: Sequence[nn.Parameter]
+    ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return those of the model, and the others: of its optimizer, of these modules or of none."""
+        sizes = [len(group["params"]) for group in self._groups]
+        if modules is not self._modules or sizes != self._sizes:
+            self._modules, self._sizes = modules, sizes
+            stepped = chain.from_iterable(group["params"] for group in self._groups)
+            own = dict.fromkeys(self._model.parameters())
+            held = chain.from_iterable(module._parameters.values() for module in modules)
+            found = chain(stepped, held, loose)
+            others = dict.fromkeys(each for each in found if each is not None and each not in own)
+            self._found = list(own), list(others)
+        return self._found
 
 
 # --- The window. ---
@@ -305,29 +383,48 @@ def describe_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
 
 
+_LARGE_TENSORS = "the step has written to large tensors that the Trainer holds"
+
+
 class Window:
     """The micro-batches of one optimizer step that have begun, and what parameters were like before the first.
 
     Raises nothing: `fault` says why the window cannot be undone, if so.
+
+    Attributes:
+        proof: whether its replay computes the same.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, proof: ReplayProof) -> None:
         self.micro_batches: list[MicroBatch] = []
-        self._parameters = parameters
-        self._versions = [parameter._version for parameter in parameters]
-        self._zeros = [parameter for parameter in parameters if parameter.grad is not None]
+        self.proof = proof
+
+    def begin(self, parameters: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> None:
+        """Its first micro-batch begins.
+
+        Args:
+            parameters: of the model, whose gradients the Trainer has set to None, or to zeros.
+            others: that the step may use; their gradients may be there.
+        """
+        self._parameters, self._others = parameters, others
+        self._versions = list(map(_version, chain(parameters, others)))
+        has_gradient = (gradient is not None for gradient in map(_gradient, parameters))
+        self._zeros = list(compress(parameters, has_gradient))
         # Waits for the device, which the Trainer's own zero_grad(), to None, makes needless.
         self._has_gradients = any(bool(p.grad.any()) for p in self._zeros if p.grad is not None)
+        self._gradients_of_others = GradientsOfOthers(others)
 
     @property
     def has_written_weights(self) -> bool:
         """Whether weights have changed since its first micro-batch."""
-        return [parameter._version for parameter in self._parameters] != self._versions
+        return list(map(_version, chain(self._parameters, self._others))) != self._versions
 
     def fault(self) -> str | None:
         """Return why the window cannot be undone; None if it can."""
         if self._has_gradients:
             return "there were gradients before its first micro-batch, which nothing keeps"
+        if fault := self._gradients_of_others.fault():
+            return fault
         if self.has_written_weights:
             return (
                 "weights have changed since its first micro-batch (an optimizer that steps in backward, or an average "
@@ -336,9 +433,7 @@ class Window:
         for micro_batch in self.micro_batches:
             if written := micro_batch.changed_inputs:
                 return f"the step has written to its inputs: {', '.join(written)}"
-            if changed := micro_batch.attributes.lost():
-                return f"the step has written to large tensors that the Trainer holds: {', '.join(changed)}"
-            if lost := micro_batch.buffers.describe_lost():
+            if lost := micro_batch.attributes.describe_lost(_LARGE_TENSORS) or micro_batch.buffers.describe_lost():
                 return lost
         return None
 
@@ -348,5 +443,12 @@ class Window:
             parameter.grad = None
         for parameter in self._zeros:
             parameter.grad = torch.zeros_like(parameter)
+        self._gradients_of_others.restore()
         if self.micro_batches:
             self.micro_batches[0].buffers.restore()
+
+    def kept_gradients(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient that the first micro-batch did not begin with."""
+        zeros = set(map(id, self._zeros))
+        kept = [p for p in self._parameters if p.grad is not None and (id(p) not in zeros or bool(p.grad.any()))]
+        return [*kept, *self._gradients_of_others.new()]

@@ -20,7 +20,7 @@ from hf_ckpt.recovery.accumulation_window import (
     named_tensors,
     one_of_each_device,
 )
-from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class EvaluationRecovery:
         self.num_recovered = 0
         self._trainer = trainer
         self._has_said = False
+        self._snapshots = AttributeSnapshots(("", trainer))
         self._on_devices = one_of_each_device(trainer.model)
         self._gathered = Gathered(trainer.accelerator)
 
@@ -113,7 +114,7 @@ class EvaluationRecovery:
         return self._in_halves(call, failure)
 
     def _try(self, call: TrainerCall) -> tuple[Any, Failure | None]:
-        noted, randomness = Attributes(self._trainer), Randomness.now(self._on_devices)
+        noted, randomness = self._snapshots.now(), Randomness.now(self._on_devices)
         # A step may take entries out of what it is given.
         call = call.with_inputs(copy.copy(call.inputs))
         with self._gathered.once():
@@ -122,9 +123,8 @@ class EvaluationRecovery:
             return returned, None
         if self._gathered.is_lost:
             self._give_up(failure, call.inputs, "It was sending to the other processes.")
-        if lost := noted.lost():
-            written = ", ".join(lost)
-            self._give_up(failure, call.inputs, f"The step has written to the Trainer's tensors: {written}.")
+        if lost := noted.describe_lost("The step has written to the Trainer's tensors"):
+            self._give_up(failure, call.inputs, f"{lost}.")
         noted.restore()
         randomness.restore()
         return None, failure

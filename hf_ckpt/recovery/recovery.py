@@ -37,6 +37,8 @@ RUNGS_FILE = "hf_ckpt_rungs.json"
 """In a checkpoint: the plans that the run has gone down to, and for which sizes."""
 
 _BEFORE_WEIGHTS_CHANGE = ("training_step", "clip_grad_norm_")
+_BEGINS_BACKWARD = "backward"
+"""Accelerate's method, which gets the loss once a forward has ended."""
 _BETWEEN_STEPS = "_maybe_log_save_evaluate"
 """The Trainer's method for all that comes after a step."""
 
@@ -136,10 +138,15 @@ class Recovery:
             self._parts["step"] = EndingPart(trainer, half, "optimizer step")
         if why := why_not or (data_parallel and why_not_evaluated_alone(trainer)):
             self._parts["prediction_step"] = EndingPart(trainer, f"It is not run again: {why}.", "evaluation")
-        owners = {"clip_grad_norm_": trainer.accelerator, "step": trainer.optimizer}
+        owners = {
+            "clip_grad_norm_": trainer.accelerator,
+            "step": trainer.optimizer,
+            _BEGINS_BACKWARD: trainer.accelerator,
+        }
         # The removal of the plan, by whomever and after whatever error, takes these off too.
         run.applied.on_remove(self.stop)
-        self._undos = [_set_method(self, owners.get(name, trainer), name) for name in self._parts]
+        names = [*self._parts, *([_BEGINS_BACKWARD] if why_not is None else [])]
+        self._undos = [_set_method(self, owners.get(name, trainer), name) for name in names]
         if data_parallel is not None:
             self._undos.append(data_parallel.remove)
 
@@ -162,6 +169,9 @@ class Recovery:
 
     def run(self, name: str, call: TrainerCall) -> Any:
         """Run a method of the Trainer, and return what it returns."""
+        if name == _BEGINS_BACKWARD:
+            self._steps.note_loss(call.args[0] if call.args else call.kwargs.get("loss"))
+            return call()
         try:
             return self._parts[name].run(call)
         except BaseException as error:

@@ -1,7 +1,8 @@
 """Training steps of a Trainer that go on after their forward or backward has run out of memory.
 
 The window of micro-batches is undone, a leaner plan put in force, and the window run again from its first micro-batch,
-with the same inputs and the same random numbers: to the bit what that plan would have given at once.
+with the same inputs and the same random numbers: to the bit what that plan would have given at once. `ReplayProof`
+holds it against the attempt that failed.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ from hf_ckpt.recovery.accumulation_window import (
     Buffers,
     MicroBatch,
     Randomness,
+    StepParameters,
     TrainerCall,
     Window,
     describe_inputs,
+    nested_named_tensors,
     one_of_each_device,
 )
-from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.data_parallel import DataParallel
 from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.out_of_memory import Failure
+from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
+
+_TO_DO = (
+    "Keep it as an attribute of the Trainer, of an object on it or of a module, and not in a global, a closure or a "
+    'class; or set on_oom="error".'
+)
 
 
 class TrainingSteps:
@@ -56,26 +65,31 @@ class TrainingSteps:
         self._trainer = trainer
         self._escalation = escalation
         self._planning = planning
-        self._counters = counters
         self._data_parallel = data_parallel
-        self._buffers = Buffers(model, are_sent=data_parallel is not None)
-        # Those that are frozen too: they may be trained later, and a forward may write to them.
-        self._parameters = list(model.parameters())
+        self._model = model
+        self._buffers = Buffers(are_sent=data_parallel is not None)
+        named = [(type(counter).__name__, counter) for counter in counters]
+        self._snapshots = AttributeSnapshots(("", trainer), ("state", trainer.state), ("model", model), *named)
+        self._parameters = StepParameters(model, getattr(trainer.optimizer, "param_groups", ()))
         self._on_devices = one_of_each_device(model)
         self._window: Window | None = None
+        self._is_running = False
 
     def begin_step(self) -> None:
         """A window of micro-batches begins."""
         self._escalation.begin_step()
         if not self._goes_on():
-            self._window = Window(self._parameters)
+            step = f"Step {int(self._trainer.state.global_step) + 1}"
+            is_mixed = self._trainer.accelerator.mixed_precision != "no"
+            proof = ReplayProof(step, "micro-batch", self._model.parameters, _TO_DO, is_mixed=is_mixed)
+            self._window = Window(proof)
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
 
     def _goes_on(self) -> bool:
         """Whether a window that no optimizer step has ended goes on: the end of a stream may have cut it short."""
         has_begun = self._window is not None and bool(self._window.micro_batches) and self._data_parallel is None
-        return has_begun and any(parameter.grad is not None for parameter in self._parameters)
+        return has_begun and any(parameter.grad is not None for parameter in self._model.parameters())
 
     def undo(self) -> bool:
         """Bring back what the step began with, for it to be saved. Returns whether that is so."""
@@ -100,6 +114,7 @@ class TrainingSteps:
 
         Raises:
             OutOfMemoryError: there is none, or the window cannot be undone.
+            PlanMismatchError: what ran again was not the same computation.
         """
         window, escalation = self._window, self._escalation
         if window is None:
@@ -107,7 +122,7 @@ class TrainingSteps:
             return call()
         micro_batch = self._begin(window, call)
         escalation.stand_on(escalation.ladder.level_for(micro_batch.size))
-        returned, failure = escalation.attempt(call)
+        returned, failure = self._attempt(window, call)
         if failure is not None:
             failed = self._failed(window, len(window.micro_batches) - 1, failure)
             returned = escalation.recover(failed, partial(self._fault, window), partial(self._replay, window))
@@ -123,6 +138,25 @@ class TrainingSteps:
             self._buffers.learn(micro_batch.buffers)
         return returned
 
+    def note_loss(self, loss: Any) -> None:
+        """The forward of the micro-batch that runs has ended: its backward begins."""
+        # Somebody may run a backward by hand, between micro-batches.
+        if self._window is not None and self._is_running:
+            self._window.proof.note_loss(loss)
+
+    def _attempt(self, window: Window, call: TrainerCall) -> tuple[Any, Failure | None]:
+        return self._escalation.attempt(partial(self._proven, window.proof, call))
+
+    def _proven(self, proof: ReplayProof, call: TrainerCall) -> Any:
+        proof.begin_micro_batch(nested_named_tensors(call.inputs), self._escalation.ladder.rung.plan)
+        self._is_running = True
+        try:
+            returned = call()
+        finally:
+            self._is_running = False
+        proof.end_micro_batch(returned)
+        return returned
+
     @property
     def _batch(self) -> Batch | None:
         return None if self._planning is None else self._planning.seen
@@ -135,11 +169,18 @@ class TrainingSteps:
         trainer, others = self._trainer, self._data_parallel
         if others is not None:
             others.begin_micro_batch()
+        attributes = self._snapshots.now(is_later=bool(window.micro_batches))
+        modules = self._snapshots.modules
+        if not window.micro_batches:
+            window.begin(*self._parameters.of(modules, self._snapshots.parameters))
+        elif others is None:
+            # The replay of those before it gives them.
+            attributes = attributes.without_large_tensors()
         micro_batch = MicroBatch(
             call,
             Randomness.now(self._on_devices),
-            Attributes(trainer, trainer.state, *self._counters),
-            self._buffers.now(),
+            attributes,
+            self._buffers.of(modules),
             trainer.accelerator.gradient_state.sync_gradients,
             others is not None and others.syncs,
         )
@@ -162,18 +203,23 @@ class TrainingSteps:
         else:
             window.micro_batches[first].buffers.restore()
         returned: Any = None
+        window.proof.begin_replay(first)
         try:
             for number, micro_batch in enumerate(window.micro_batches[first:], first):
                 micro_batch.attributes.restore()
                 micro_batch.randomness.restore()
+                generators = Randomness.now(self._on_devices).others_than(micro_batch.randomness)
+                kept = names_of(window.kept_gradients(), self._model) if number == 0 else []
+                window.proof.check_start(generators, kept)
                 gradient_state._set_sync_gradients(micro_batch.syncs_gradients)
                 if others is not None:
                     others.begin_again(syncs=micro_batch.sends_gradients)
                 if self._planning is not None:
                     self._planning.start_micro_batch_again()
-                returned, failure = self._escalation.attempt(micro_batch.again())
+                returned, failure = self._attempt(window, micro_batch.again())
                 if failure is not None:
                     return None, self._failed(window, number, failure)
         finally:
             gradient_state._set_sync_gradients(syncs)
+        window.proof.end_replay()
         return returned, None

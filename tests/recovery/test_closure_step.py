@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hf_ckpt
 from hf_ckpt.errors import OutOfMemoryError, PlanMismatchError, PolicyError, UnsupportedError
 from hf_ckpt.policy.policy import Mode
-from hf_ckpt.recovery.attribute_snapshots import Attributes
+from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.simulation.devices import CPU
 from tests import traces
 from tests.recovery.limits import FailingOperators
@@ -241,7 +241,7 @@ def test_containers_and_counters_are_brought_back() -> None:
 
     metric, many = Metric(), {number: number for number in range(20_000)}
     metric.total = torch.ones(())
-    noted = Attributes(metric, many)
+    noted = AttributeSnapshots(("metric", metric), ("many", many)).now()
     metric.total += 1
     many[0] = 7
     noted.restore()

@@ -203,11 +203,11 @@ def test_what_a_module_notes_beside_its_buffers_is_brought_back(tmp_path: Path) 
 
 def test_under_ddp_a_buffer_that_is_another_one_is_seen() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
-    buffers = Buffers(model, are_sent=True)
-    buffers.learn(buffers.now())
-    assert buffers.now().with_other_values() == []
+    buffers, modules = Buffers(are_sent=True), list(model.modules())
+    buffers.learn(buffers.of(modules))
+    assert buffers.of(modules).with_other_values() == []
     model[0].register_buffer("running_mean", torch.zeros(2))
-    assert buffers.now().with_other_values() == ["running_mean"]
+    assert buffers.of(modules).with_other_values() == ["running_mean"]
 
 
 class InOrder(PhasedTrainer):
