@@ -26,7 +26,7 @@ from hf_ckpt.errors import (
 )
 from hf_ckpt.patch import use_cache
 from hf_ckpt.patch.apply import offloaders_of, remove, train_call_of
-from hf_ckpt.patch.checks import check_compiler, check_engine
+from hf_ckpt.patch.checks import check_engine
 from hf_ckpt.patch.interrupted_run import running_trainer
 from hf_ckpt.patch.stack_patch import LEFTOVER
 from hf_ckpt.policy.allowances import allowed_by, check_no_rule
@@ -192,7 +192,6 @@ class HFCkptCallback(TrainerCallback):
         """Record the user's `use_cache`: the Trainer overwrites it right after this event."""
         self._check_alone(state, kwargs.get("model"))
         check_engine(args)
-        check_compiler(args)
         check_asked(self._options["on_oom"], args)
         if args.save_strategy != "no":
             check_can_be_saved(args.device)
@@ -223,7 +222,6 @@ class HFCkptCallback(TrainerCallback):
         self._check_alone(state, kwargs["model"])
         # Asked again: a callback that is added to a Trainer later has not seen on_init_end.
         check_engine(args)
-        check_compiler(args)
         model: nn.Module = kwargs["model"]
         _check_not_trained_now(model)
         _remove_earlier_plan(model)
@@ -231,7 +229,9 @@ class HFCkptCallback(TrainerCallback):
         say_who_governs(args)
         with watchdog.watched_training() as watch:
             planning, policy, input_gradients = self._planned(args, state, kwargs)
-            run = self._run = TrainingRun(model, policy, self._structure, self._prove, input_gradients, watch)
+            run = self._run = TrainingRun(
+                model, policy, self._structure, self._prove, input_gradients, watch, use_cache=args.use_cache
+            )
         try:
             self._recovery = self._begin_recovery(run, args, state)
             self._begin(run, args, state)

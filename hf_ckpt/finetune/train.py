@@ -52,7 +52,7 @@ from hf_ckpt.loading.sources import load_splits
 from hf_ckpt.loading.tokenizer import load_tokenizer
 from hf_ckpt.loading.trainer import build_trained_model, make_trainer, use_one_thread_if_tiny
 from hf_ckpt.loading.training_args import check_can_be_written, training_arguments
-from hf_ckpt.patch.checks import check_compiler, check_engine
+from hf_ckpt.patch.checks import check_engine
 from hf_ckpt.recipe.checkpointing import NO_CHECKPOINTING
 from hf_ckpt.recipe.recipe import Recipe, Values, load_recipe
 from hf_ckpt.recipe.schema import DEFAULT_MAX_LENGTH
@@ -161,7 +161,6 @@ def _checked_arguments(recipe: Recipe, *, is_merged: bool) -> TrainingArguments:
     if recipe.checkpointing is not None:
         # The callback asks too, but only once the Trainer has made its folder.
         check_engine(args)
-        check_compiler(args)
         check_auto(recipe, args)
     return args
 

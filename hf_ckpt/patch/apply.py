@@ -22,9 +22,9 @@ from hf_ckpt.errors import AlreadyAppliedError, PolicyError
 from hf_ckpt.patch import interrupted_run
 from hf_ckpt.patch.checks import check_exact, check_model, check_offload_paths
 from hf_ckpt.patch.interrupted_run import TrainCall
-from hf_ckpt.patch.layer_settings import offloaded_layers, set_forward, set_on_stack
+from hf_ckpt.patch.layer_settings import offloaded_layers, set_on_stack
 from hf_ckpt.patch.stack_patch import FLAG, HANDLE, StackPatch
-from hf_ckpt.patch.use_cache import skip_in_training_forwards
+from hf_ckpt.patch.use_cache import SharedIndexCheck, skip_in_training_forwards
 from hf_ckpt.policy.options import (
     ApplyOptions,
     HeadMode,
@@ -100,6 +100,11 @@ class Applied:
         """
         for patch in self._patches:
             patch.assert_in_force()
+
+    def note_use_cache(self, values: Mapping[int, object]) -> None:
+        """Say what `use_cache` would be without the plan, by the id of the config, where configs are changed for it."""
+        if self._patches and (check := self._patches[0].cache_check) is not None:
+            check.values = values
 
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the plan is removed, through this handle or through `hf_ckpt.remove`."""
@@ -225,7 +230,10 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         for patch, stack in zip(patches, stacks, strict=True):
             patch.attach(stack.home, stack.owner)
         # A key/value cache serves nobody in a training step.
-        patches[0].hooks.extend(skip_in_training_forwards(model))
+        check = SharedIndexCheck(stacks, drops_cache=any(patch.drops_cache for patch in patches))
+        patches[0].hooks.extend(skip_in_training_forwards(model, check))
+        patches[0].on_remove(check.remove)
+        patches[0].cache_check = check
     except BaseException:
         for patch in reversed(patches):
             patch.remove()
@@ -410,7 +418,7 @@ def _chunk_head(model: nn.Module, patch: StackPatch, proof: ValueProof) -> None:
     # FSDP1's wrapper around the head gathers its weight.
     outer = None if head.outer is head.module else head.outer
     chunking = Chunking(outer=outer, proof=proof.region(head.path))
-    set_forward(patch, head.path, head.module, partial(run_head, chunking))
+    patch.set_forward(head.path, head.module, partial(run_head, chunking))
     patch.hooks.append(head.owner.register_forward_hook(partial(check_reached, chunking), with_kwargs=True))
 
 

@@ -59,15 +59,6 @@ def check_offload_paths(plan: Plan, model: nn.Module) -> None:
         check_path(path)
 
 
-def check_compiler(args: TrainingArguments) -> None:
-    """Refuse torch's backend `eager`, under which recomputation is not exact."""
-    if args.torch_compile and args.torch_compile_backend == "eager":
-        raise UnsupportedError(
-            'torch_compile_backend is "eager", under which torch draws other random numbers when it recomputes: with '
-            'dropout, gradients would be wrong. Leave it out, or use "aot_eager" to look for errors.'
-        )
-
-
 def check_engine(args: TrainingArguments) -> None:
     """Refuse several GPUs in one process, and engines together with checkpointing of their own or a reentrant one."""
     if args.n_gpu > 1:

@@ -6,20 +6,19 @@ Nothing is wrapped and no name changes; every value set here is a module-level f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial, update_wrapper
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.distributed import fsdp
-from hf_ckpt.patch.stack_patch import FLAG, FORWARD, FUNCTION, SegmentHooks, StackPatch
+from hf_ckpt.patch.stack_patch import Region, SegmentHooks, StackPatch
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.policy.options import Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import SELECTIVE_MODES, WHOLE_LAYER_MODES, Mode
-from hf_ckpt.regions.module_state import STATE, ModuleState
+from hf_ckpt.regions.module_state import STATE
 from hf_ckpt.regions.offload.offloader import Offloader, OffloadKeeper, run_offloaded, run_with_prefetch_hook
 from hf_ckpt.regions.original_proof import run_region_proven
 from hf_ckpt.regions.recompute import KeptModules, recompute, recompute_around, run_kept, run_region
@@ -29,9 +28,6 @@ from hf_ckpt.regions.selective.selective_recompute import SelectiveStack, recomp
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Layer, Stack
-
-Region = Callable[..., Any]
-"""Runs a function so that its activations are handled: `region(function, *args)`."""
 
 Setting = tuple[nn.Module, Callable[[], None]]
 """A module, and what makes it carry its part of the plan."""
@@ -171,30 +167,7 @@ class _StackSettings:
         return partial(run_region_proven, proof, makes_aliases, region)
 
     def _region(self, path: str, module: nn.Module, region: Region) -> Setting:
-        return module, partial(_make_region, self._patch, path, module, region)
+        return module, partial(self._patch.make_region, path, module, region)
 
     def _forward(self, path: str, module: nn.Module, run: partial[Any]) -> Setting:
-        return module, partial(set_forward, self._patch, path, module, run)
-
-
-def _make_region(patch: StackPatch, path: str, module: nn.Module, region: Region) -> None:
-    """Make a whole layer a region, through the seam if it has one."""
-    patch.drops_cache = True
-    if isinstance(module, GradientCheckpointingLayer):
-        patch.set(path, module, STATE, ModuleState(path, patch.pending_errors))
-        patch.set(path, module, FUNCTION, region)
-        patch.set(path, module, FLAG, True)
-    else:
-        set_forward(patch, path, module, partial(run_region, region))
-
-
-def set_forward(patch: StackPatch, path: str, module: nn.Module, run: partial[Any]) -> None:
-    """Set `run` as instance forward. It gets the module, the instance's former forward or None, and the inputs."""
-    found = module.__dict__.get(FORWARD)
-    if isinstance(found, partial) and found.func is run.func:
-        # A module that two layers share: the first of them has reached it already.
-        return
-    forward = partial(run.func, *run.args, module, found)
-    patch.set(path, module, STATE, ModuleState(path, patch.pending_errors))
-    # Tools that look at the signature see the original's.
-    patch.set(path, module, FORWARD, update_wrapper(forward, found or module.forward))
+        return module, partial(self._patch.set_forward, path, module, run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_ckpt.distributed import deepspeed, fsdp
 from hf_ckpt.errors import PlanMismatchError, UnsupportedError
 from hf_ckpt.patch.interrupted_run import TrainCall
+from hf_ckpt.patch.use_cache import SharedIndexCheck
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.regions.arguments import READS_CACHE_ONLY, is_cache
+from hf_ckpt.regions.module_state import STATE, ModuleState
 from hf_ckpt.regions.offload.offloader import Offloader
 from hf_ckpt.regions.pending_errors import PendingErrors
-from hf_ckpt.regions.recompute import is_cache
+from hf_ckpt.regions.recompute import run_region
 from hf_ckpt.regions.segments import SegmentRunner, enter, leave
 from hf_ckpt.regions.tiling import Tiling
 from hf_ckpt.structure.layers import members
@@ -37,6 +40,21 @@ HANDLE = "_hf_ckpt_applied"
 FLAG = "gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
 FORWARD = "forward"
+
+Region = Callable[..., Any]
+"""Runs a function so that its activations are handled: `region(function, *args)`."""
+
+
+class _ProbeLayer(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
+    """Gets the wrapper that every layer class gets when it is made."""
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+# transformers wraps `__call__` until 5.17, in the base class, and `forward` in 5.23, of each class.
+_WRAPPED = "__call__" if "__call__" in vars(GradientCheckpointingLayer) else FORWARD
+_WRAPPER = getattr(_ProbeLayer, _WRAPPED).__code__
 
 
 class _Missing:
@@ -90,6 +108,7 @@ class StackPatch:
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None
         self.drops_cache = False
+        self.cache_check: SharedIndexCheck | None = None
         self._is_paused = False
         self._is_logged = False
 
@@ -102,6 +121,27 @@ class StackPatch:
             return
         self._changes.append(Change(path, module, name, module.__dict__.get(name, _Missing), ours))
         setattr(module, name, ours)
+
+    def make_region(self, path: str, module: nn.Module, region: Region) -> None:
+        """Make a whole layer a region, through the seam if that is what runs."""
+        self.drops_cache |= not getattr(module, READS_CACHE_ONLY, False)
+        if runs_seam(module):
+            self.set(path, module, STATE, ModuleState(path, self.pending_errors))
+            self.set(path, module, FUNCTION, region)
+            self.set(path, module, FLAG, True)
+        else:
+            self.set_forward(path, module, partial(run_region, region))
+
+    def set_forward(self, path: str, module: nn.Module, run: partial[Any]) -> None:
+        """Set `run` as instance forward. It gets the module, the instance's former forward or None, and the inputs."""
+        found = module.__dict__.get(FORWARD)
+        if isinstance(found, partial) and found.func is run.func:
+            # A module that two layers share: the first of them has reached it already.
+            return
+        forward = partial(run.func, *run.args, module, found)
+        self.set(path, module, STATE, ModuleState(path, self.pending_errors))
+        # Tools that look at the signature see the original's.
+        self.set(path, module, FORWARD, update_wrapper(forward, found or module.forward))
 
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the patch is removed, by whomever."""
@@ -172,11 +212,21 @@ class StackPatch:
         self._resume()
         if self.segment_hooks is not None and self._home is not None:
             self.segment_hooks.place(self._home)
+        self._replace_lost_seams()
         lost = [change for change in self._changes if not change.is_in_force()]
         if lost:
             self._log_or_raise(lost)
         for change in lost:
             change.assert_again()
+
+    def _replace_lost_seams(self) -> None:
+        """Go on by an instance forward where somebody has put another one in the place of transformers' wrapper."""
+        for flag in [change for change in self._seams() if change.ours and not runs_seam(change.module)]:
+            changes = (each for each in self._changes if each.module is flag.module and each.name == FUNCTION)
+            region: Any = next(changes).ours
+            flag.ours = False
+            flag.assert_again()
+            self.set_forward(flag.path, flag.module, partial(run_region, region))
 
     def _log_or_raise(self, lost: list[Change]) -> None:
         for change in lost:
@@ -262,7 +312,22 @@ class SegmentHooks:
 
 def _holds_its_hooks(outer: nn.Module) -> bool:
     """Whether the region of a layer takes in its own hooks, an engine's among them (transformers before 5.23)."""
-    return isinstance(outer, GradientCheckpointingLayer) and "__call__" in vars(GradientCheckpointingLayer)
+    return _WRAPPED == "__call__" and runs_seam(outer)
+
+
+def runs_seam(module: nn.Module) -> bool:
+    """Whether transformers' wrapper, which hands a layer's forward to its checkpoint function, is what runs.
+
+    It is not where somebody has assigned another `forward` to the class or to the layer.
+    """
+    if not isinstance(module, GradientCheckpointingLayer):
+        return False
+    forward = module.__dict__.get(FORWARD) if _WRAPPED == FORWARD else None
+    if isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks":
+        # It calls the class's. What it moves for each use must be there in the recomputation as well.
+        forward = module.__dict__.get("_old_forward")
+        forward = None if getattr(forward, "__code__", None) is _WRAPPER else forward
+    return forward is None and getattr(getattr(type(module), _WRAPPED), "__code__", None) is _WRAPPER
 
 
 def _before_forward(patch: StackPatch, owner: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_ckpt.structure.layers import modules_of
+from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.regions.execution_state import is_in_backward
+from hf_ckpt.structure.layers import Stack, modules_of
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
+_PACKED = ("position_ids", "attention_mask")
+# What layers and their parts call it, from transformers 5.0 to 5.24.
+_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params", "cache"})
 
 
 class _Missing:
@@ -26,7 +31,7 @@ class UseCache:
     """The `use_cache` values that a model's configs, and those of the models inside it, had when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = getattr(model, "config", None)
+        self._own = own = getattr(model, "config", None)
         found = (getattr(module, "config", None) for module in modules_of(model))
         # Models that are not transformers' may have anything by that name.
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
@@ -36,6 +41,10 @@ class UseCache:
             for config in configs.values()
             if config is own or hasattr(config, _NAME)
         ]
+
+    def without_plan(self, of_trainer: bool) -> dict[int, object]:
+        """Return the values that a Trainer's steps would see, by the id of the config; it sets the model's own one."""
+        return {id(config): of_trainer if config is self._own else value for config, value in self._found}
 
     def off(self) -> None:
         """Set every value to False: a cache would only hold memory in a training step."""
@@ -70,28 +79,136 @@ def restore_recorded(model: nn.Module) -> None:
             recorded.restore()
 
 
-def skip_in_training_forwards(model: nn.Module) -> Iterator[RemovableHandle]:
+def skip_in_training_forwards(model: nn.Module, check: SharedIndexCheck) -> Iterator[RemovableHandle]:
     """Place hooks that make no cache in training forwards unless the caller asks for one; configs stay as they are.
 
     The arguments are set, not the configs: those are what others read and save at any time. All models inside are
     reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
+    `check` stops the first forward if the cache would matter.
     """
     for module in modules_of(model):
         if isinstance(module, PreTrainedModel) and getattr(module.config, _NAME, None) is not None:
             parameters = inspect.signature(module.forward).parameters
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             if _NAME in parameters or takes_any:
-                # Without a place of its own it comes by keyword only.
-                place = list(parameters).index(_NAME) if _NAME in parameters else len(parameters)
-                yield module.register_forward_pre_hook(partial(_without_cache, place), with_kwargs=True)
+                # What has no place of its own comes by keyword only.
+                places = {name: place for place, name in enumerate(parameters) if name in (_NAME, *_PACKED)}
+                hook = partial(_without_cache, check, places)
+                yield module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _without_cache(
-    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    check: SharedIndexCheck,
+    places: Mapping[str, int],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or not module.training or not torch.is_grad_enabled() or kwargs.get(_NAME) is not None:
+    if kwargs is None or not module.training or not torch.is_grad_enabled():
         return None
+
+    def given(name: str) -> Any:
+        place = places.get(name, len(args))
+        return args[place] if place < len(args) else kwargs.get(name)
+
+    asked = given(_NAME)
+    check.enter(module, asked)
+    if asked is not None:
+        return None
+    position_ids, attention_mask = map(given, _PACKED)
+    if position_ids is not None and attention_mask is None and check.is_on_without_plan(module):
+        # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
+        # Without the plan there would be one.
+        return None
+    place = places.get(_NAME, len(args))
     if len(args) <= place:
         return args, {**kwargs, _NAME: False}
-    return (args if args[place] is not None else (*args[:place], False, *args[place + 1 :])), kwargs
+    return (*args[:place], False, *args[place + 1 :]), kwargs
+
+
+class SharedIndexCheck:
+    """Looks, in the first training forward that would make a cache, whether one layer would read what another wrote.
+
+    Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where layers
+    share an index, or one runs several times (looped models), the cache changes the loss: a forward without it, or with
+    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some.
+    """
+
+    def __init__(self, stacks: Sequence[Stack], *, drops_cache: bool) -> None:
+        self._stacks = stacks
+        self._drops_cache = drops_cache
+        self._is_done = False
+        self._handles: list[RemovableHandle] = []
+        # The models that run now, as each makes a cache of its own, and which module of which layer has run, by what
+        # tells its place in that cache.
+        self._running: list[tuple[nn.Module, dict[object, list[tuple[nn.Module, nn.Module]]]]] = []
+        self.values: Mapping[int, object] = {}
+        """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
+
+    def is_on_without_plan(self, module: nn.Module) -> bool:
+        """Whether the model would make a cache if there were no plan, and nobody asks."""
+        config: Any = module.config
+        return bool(self.values.get(id(config), getattr(config, _NAME)))
+
+    def enter(self, module: nn.Module, asked: object) -> None:
+        """A model begins to run in training; the caller asks for a cache, for none, or for nothing (None)."""
+        if self._is_done or torch.compiler.is_compiling():
+            return
+        is_changed = self._drops_cache if asked else asked is None and self.is_on_without_plan(module)
+        if self._running and self._running[0][0] is module:
+            # An exception has ended its last forward.
+            self._running.clear()
+        if not self._running and not is_changed:
+            return
+        if not self._handles:
+            self._place_hooks()
+        self._running.append((module, {}))
+        self._handles.append(module.register_forward_hook(self._leave))
+
+    def _place_hooks(self) -> None:
+        layers = [(stack, layer) for stack in self._stacks for layer in stack.layers]
+        for layer, path in {layer.module: f"{stack.path}.{layer.layer_idx}" for stack, layer in layers}.items():
+            for inner in filter(_writes_cache, layer.modules()):
+                hook = partial(self._note, layer, path)
+                self._handles.append(inner.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+        if not self._running:
+            self._is_done = True
+            self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _note(self, layer: nn.Module, path: str, module: Any, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None or not self._running or is_in_backward():
+            return
+        # Looped models hand a module the number of the round, or its index.
+        numbers = [item for item in (*enumerate(args), *kwargs.items()) if type(item[1]) is int]
+        known = self._running[-1][1].setdefault((module.layer_idx, *numbers), [])
+        # Attention and cross-attention of one layer have a cache each.
+        is_shared = any(other is module or other_layer is not layer for other, other_layer in known)
+        known.append((module, layer))
+        if is_shared:
+            raise UnsupportedError(
+                f"The plan runs layers without a key/value cache in training, but {path} has layer_idx "
+                f"{module.layer_idx} in a forward that has used it before (a layer that runs again, or several with "
+                "one index): with a cache, as without the plan, it would attend to those keys too, and the loss be "
+                "another. Set use_cache=False in the call or the config, which changes the model with and without a "
+                "plan alike, or give each layer a layer_idx of its own."
+            )
+
+
+def _writes_cache(module: nn.Module) -> bool:
+    """Whether a module writes to a cache at an index of its own, rather than one inside of it."""
+    inside = [each for each in module.modules() if type(vars(each).get("layer_idx")) is int and _takes_cache(each)]
+    return inside == [module]
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return not _CACHES.isdisjoint(inspect.signature(module.forward).parameters)

@@ -60,7 +60,7 @@ class ModuleState:
     """
 
     def __init__(self, path: str, errors: PendingErrors) -> None:
-        self._path = path
+        self.path = path
         self.errors = errors
         self.num_steps = 0
         self._shards: Sequence[Values] = ()
@@ -72,7 +72,7 @@ class ModuleState:
 
     def __getstate__(self) -> dict[str, Any]:
         # All else belongs to this model's modules, and to what runs in them; a copy does not share shards either.
-        return {"path": self._path, "errors": self.errors}
+        return {"path": self.path, "errors": self.errors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]  # a copy starts anew
@@ -143,13 +143,13 @@ class ModuleState:
         """Raise: a recomputation would give other values."""
         listed = ", ".join(names[:_MAX_NAMES]) + " ..." * (len(names) > _MAX_NAMES)
         raise UnsupportedError(
-            f"{self._path} is recomputed in backward, but since its forward {what}{': ' * bool(names)}{listed}. "
+            f"{self.path} is recomputed in backward, but since its forward {what}{': ' * bool(names)}{listed}. "
             f"Recomputing it would give other values than those that the loss was made of. {todo}"
         )
 
     def _refuse_thread(self) -> NoReturn:
         raise UnsupportedError(
-            f"{self._path} runs in two threads, and its training flags or adapters were changed between a forward and "
+            f"{self.path} runs in two threads, and its training flags or adapters were changed between a forward and "
             "the backward of one of them. They cannot be brought back while the other one runs. Let one thread after "
             "the other train, or change nothing before backward."
         )
@@ -179,6 +179,11 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The path of the module, for messages; None if it is no region of a plan."""
+        return None if self._state is None else self._state.path
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:

@@ -44,7 +44,7 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
 from hf_ckpt.regions.module_state import CallState, is_managed
-from hf_ckpt.regions.recompute import belongs_to_graph, is_cache
+from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
 from hf_ckpt.regions.value_proof import ALLOWED, MOST_RUNS, CallProof, RegionProof, by_distance, explaining_noise
@@ -80,12 +80,8 @@ class OriginalCall:
 
     def __init__(self, region: RegionProof, function: Function, args: Sequence[Any]) -> None:
         self._region = region
-        keywords: dict[Any, Any] = {}
-        if isinstance(function, partial):
-            args, keywords, function = (*function.args, *args), function.keywords, function.func
-        self._function = function
-        self._arguments: dict[int | str, Any] = {**dict(enumerate(args)), **keywords}
-        self._module = module_of(partial(function, *args))
+        self._function, self._arguments = arguments_of(function, args)
+        self._module = module_of(function) or next((each for each in args if isinstance(each, nn.Module)), None)
         # Its own: what the region does to the modules while it runs is not what they were called with.
         self.state = CallState(function, args)
         # None while it is not known whether this call is proven.
@@ -134,9 +130,9 @@ class OriginalCall:
         self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
         self._autocast = AutocastState.now().without_cache()
         self._versions = [(tensor, tensor._version) for tensor in _held_tensors(module)]
-        # The graph keeps them, and they come back for the recomputation; the caches stay away from it.
+        # The graph keeps them, and they come back for the recomputation.
         self._arguments.update(dict.fromkeys(self._places))
-        self._arguments = {place: None if is_cache(value) else value for place, value in self._arguments.items()}
+        self._arguments = {place: _copied(value) for place, value in self._arguments.items()}
         self._first_node = _num_nodes_made()
         return proof
 

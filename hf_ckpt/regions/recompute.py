@@ -7,7 +7,10 @@ activation, `fc2`), where no module could be recomputed alone.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenState, is_cache
+from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
     Function,
@@ -45,9 +50,11 @@ def recompute(function: Function, *args: Any, proof: RegionProof | None = None) 
     the forward gave.
     """
     if torch.compiler.is_compiling():
-        # A compiler traces into torch's checkpoint, and takes all that its function closes over for an input. It
-        # brings back random numbers by itself, except under its backend "eager" (`patch.checks.check_compiler`).
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
+        return recompute_compiled(partial(_recompute_eagerly, proof), function, *args)
+    return _recompute_eagerly(proof, function, *args)
+
+
+def _recompute_eagerly(proof: RegionProof | None, function: Function, *args: Any) -> Any:
     refuse_transforms()
     call, tensors = split_call(function, args)
     return run_watched(
@@ -244,23 +251,21 @@ class Call:
     """A function and its arguments, without the tensors that belong to the graph, which `run` gets; see `split_call`.
 
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
-    the modules that the function runs.
+    the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
     """
 
-    __slots__ = ("_arguments", "_function", "_lengths", "_places", "_versions", "state")
+    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_places", "has_run", "state")
 
     def __init__(self, function: Function, arguments: dict[int | str, Any], places: list[int | str]) -> None:
         rest = {place: None if place in places else value for place, value in arguments.items()}
         self._function = function
         self._arguments = rest
         self._places = places
-        self._versions = [
-            (tensor, tensor._version)
-            for value in rest.values()
-            for tensor in tensors_in(value)
-            if not tensor.is_inference()
-        ]
-        self._lengths = [(value, len(value)) for value in rest.values() if isinstance(value, list)]
+        # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
+        # forward, and what it writes there reaches nobody.
+        self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
+        self._given = GivenState({**rest, **self._dicts} if self._dicts else rest)
+        self.has_run = False
         self.state = CallState(function, [value for place, value in rest.items() if isinstance(place, int)])
 
     @property
@@ -276,43 +281,72 @@ class Call:
         Raises `UnsupportedError` if an argument has changed since the call was made, whoever changed it, or if the
         state of the modules has changed in a way that cannot be restored.
         """
-        self._check_unchanged()
         given = {**self._arguments, **dict(zip(self._places, tensors, strict=True))}
+        if self.has_run:
+            self._check_unchanged()
+            given.update((place, copy.copy(value)) for place, value in self._dicts.items())
         args = [value for place, value in given.items() if isinstance(place, int)]
         kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
         with self.state.as_in_forward(), untransformed(), ConcurrentRun():
             returned = self._function(*args, **kwargs)
+        if not self.has_run:
+            self.has_run = True
+            self._arguments = {**self._arguments, **self._dicts}
         self._check_unchanged()
         return returned
 
     def _check_unchanged(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
-            change = "writes into a tensor that it is given, or another module does"
-        elif any(len(values) != length for values, length in self._lengths):
-            change = "appends to a list that it is given"
-        else:
+        changed = self._given.find_change()
+        if changed is None:
             return
+        place, change = changed
         raise UnsupportedError(
-            f"A layer that is to be recomputed {change}, so that recomputing it would give other values "
-            f"({self._function!r:.120}). Leave it out of the policy."
+            f"{self.state.path or f'{self._function!r:.120}'} is to be recomputed, but it {change}, or another module "
+            f"does: the argument {self._name_of(place)}. Recomputing it would give other values. Leave it out of the "
+            "policy."
         )
+
+    def _name_of(self, place: int | str) -> str:
+        """Return the name of the parameter that an argument is for."""
+        if isinstance(place, str):
+            return place
+        positional = [value for at, value in self._arguments.items() if isinstance(at, int)]
+        module = _layer_of(self._function, positional)
+        names = [] if module is None else list(inspect.signature(type(module).forward).parameters)[1:]
+        number = place - (module is not None and positional[0] is module)
+        return names[number] if number < len(names) else f"number {number + 1}"
 
 
 def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tensor]]:
     """Split a call into what can be kept by reference and the tensors of the graph, which are handed to autograd.
 
     Autograd frees them with the graph, lets saved-tensor hooks see them, and refuses them when they were changed in
-    place. The arguments of a `partial` count too. Every key/value cache is taken out: recomputation would append to it
-    a second time. The seam of transformers takes it out of keyword arguments only, and GPT-2 passes its cache by
-    position.
+    place. For `function` and `args` see `arguments_of`.
+    """
+    function, arguments = arguments_of(function, args)
+    graph = {place: value for place, value in arguments.items() if belongs_to_graph(place, value)}
+    return Call(function, arguments, list(graph)), list(graph.values())
+
+
+def arguments_of(function: Function, args: Sequence[Any]) -> tuple[Function, dict[int | str, Any]]:
+    """Return a function and its arguments, those of a `partial` too: positional ones by number, others by keyword.
+
+    Every key/value cache is taken out: recomputation would append to it a second time. The seam of transformers takes
+    it out of keyword arguments only, of other names in each version, and GPT-2 passes its cache by position.
     """
     keywords: dict[Any, Any] = {}
     if isinstance(function, partial):
         args, keywords, function = (*function.args, *args), function.keywords, function.func
-    given = {**dict(enumerate(args)), **keywords}
-    arguments: dict[int | str, Any] = {place: None if is_cache(value) else value for place, value in given.items()}
-    graph = {place: value for place, value in arguments.items() if belongs_to_graph(place, value)}
-    return Call(function, arguments, list(graph)), list(graph.values())
+    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **keywords}
+    caches = [place for place, value in arguments.items() if is_cache(value)]
+    if caches and not getattr(_layer_of(function, args), READS_CACHE_ONLY, False):
+        arguments.update(dict.fromkeys(caches))
+    return function, arguments
+
+
+def _layer_of(function: Function, args: Sequence[Any]) -> nn.Module | None:
+    """Return the module that runs: the first argument of its class's function, or what a method is bound to."""
+    return args[0] if args and isinstance(args[0], nn.Module) else module_of(function)
 
 
 def belongs_to_graph(place: int | str, value: Any) -> bool:
@@ -321,13 +355,6 @@ def belongs_to_graph(place: int | str, value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     return value.requires_grad or (isinstance(place, int) and value.is_floating_point())
-
-
-def is_cache(value: object) -> bool:
-    """Whether a value is a key/value cache, or the state of a mamba or linear-attention layer."""
-    # In transformers 5.0 the caches of some hybrids (jamba, zamba, qwen3_next) are no subclass of Cache, as all are in
-    # 5.23: by then `isinstance` does.
-    return any(base.__name__.endswith("Cache") for base in type(value).__mro__)
 
 
 def save_inputs(tensors: Sequence[Tensor]) -> Tensor:

@@ -134,7 +134,7 @@ def run_in_segment(
     outer = None if entered is None else split_call(*entered)
     if outer is not None:
         # The layer's own call runs now, the outer one in the recomputation.
-        outer[0].state = call.state
+        outer[0].state, outer[0].has_run = call.state, True
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1], snapshots)
     module = None if entered is None else module_of(entered[0].func)
     run = partial(segment.run, layer_idx, call, tensors, module, outer, nested)

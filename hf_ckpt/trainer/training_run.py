@@ -40,6 +40,8 @@ class TrainingRun:
         prove: Prove,
         input_require_grads: bool | None,
         watch: watchdog.Watchdog | None = None,
+        *,
+        use_cache: bool = False,
     ) -> None:
         self.model = model
         self._structure = structure
@@ -58,6 +60,7 @@ class TrainingRun:
         self._proven: list[Plan] = []
         self._states: tuple[Applied, list[ModuleState]] | None = None
         self._use_cache = UseCache(model)
+        self._use_cache_of_trainer = use_cache
         self._is_use_cache_ours = True
         self.clock = StepClock(model)
         # The plan's own removal, which needs no handle, undoes all of it.
@@ -124,6 +127,7 @@ class TrainingRun:
             UnsupportedError: as `raise_pending_errors`, where nobody called that in the last step.
         """
         self._use_cache.off()
+        self.applied.note_use_cache(self._use_cache.without_plan(self._use_cache_of_trainer))
         self.applied.assert_in_force()
         self.raise_pending_errors()
         if is_told_before_update:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.use_cache import UseCache
 from tests import exactness, zoo
-from tests.training import During, llama, lora, rows, trainer
+from tests.training import During, llama, lora, losses, rows, trainer
 
 pytestmark = pytest.mark.core
 
@@ -249,3 +254,163 @@ def test_generation_under_an_applied_plan_in_training_mode_has_its_cache() -> No
         model.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
         model.train().generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert lengths == [3, 1, 1]
+
+
+# --- Layers that share an index in the cache. ---
+
+
+def repeated(case: zoo.Case) -> None:
+    """Each layer stands in the list twice."""
+    layers = case.model.model.layers
+    case.model.model.layers = nn.ModuleList([*layers[:2], *layers[:2]])
+
+
+def copied(case: zoo.Case) -> None:
+    """Layers grown from others, with weights of their own and the others' index."""
+    layers = case.model.model.layers
+    case.model.model.layers = nn.ModuleList([*layers[:2], *copy.deepcopy(layers[:2])])
+
+
+class Twice(nn.Module):
+    """Runs a layer two times."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = layer.input_layernorm, layer.self_attn, layer.mlp
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for _ in range(2):
+            hidden = hidden + self.mlp(self.norm(self.self_attn(self.norm(hidden), **kwargs)[0]))
+        return hidden
+
+
+def looped(case: zoo.Case) -> None:
+    case.model.model.layers = nn.ModuleList(map(Twice, case.model.model.layers))
+
+
+class TwoLists(LlamaModel):
+    """Two stacks that count from 0 each, in one cache."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.more = nn.ModuleList(LlamaDecoderLayer(config, layer_idx) for layer_idx in range(2))
+        self.post_init()
+
+    def forward(
+        self, inputs_embeds: torch.Tensor, use_cache: bool | None = None, **kwargs: Any
+    ) -> BaseModelOutputWithPast:
+        cache = DynamicCache() if (self.config.use_cache if use_cache is None else use_cache) else None
+        positions = torch.arange(inputs_embeds.shape[1])[None]
+        tables = self.rotary_emb(inputs_embeds, position_ids=positions)
+        hidden = inputs_embeds
+        for layer in (*self.layers, *self.more):
+            hidden = layer(hidden, past_key_values=cache, position_embeddings=tables, position_ids=positions)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+
+
+def two_lists(case: zoo.Case) -> None:
+    model = TwoLists(case.model.config)
+    case.model.model = model.train()
+
+
+SHARED = {"repeated": repeated, "copied": copied, "looped": looped, "two lists": two_lists}
+
+
+def sharing(kind: str, **call: object) -> zoo.Case:
+    # A mask would not fit the keys of two layers; without dropout `sdpa` needs none.
+    model = llama(attention_dropout=0.0, initializer_range=0.5)
+    ids = torch.arange(12).view(2, 6) + 3
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    case = zoo.Case("llama", model.train(), inputs)
+    SHARED[kind](case)
+    if kind == "two lists":
+        inputs = {"inputs_embeds": torch.randn(2, 6, model.config.hidden_size), "labels": ids}
+    return zoo.Case("llama", model, {**inputs, **call})
+
+
+@pytest.mark.parametrize("policy", ["none", "ffn", "full", "attention", "selective", "segments_2"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_layers_that_share_an_index_are_refused_or_the_loss_is_that_without_a_plan(kind: str, policy: str) -> None:
+    expected = exactness.step(sharing(kind))
+    assert not torch.equal(expected[0], exactness.step(sharing(kind, use_cache=False))[0])
+    for call in ({}, {"use_cache": True}, {"use_cache": False}):
+        case = sharing(kind, **call)
+        if policy == "segments_2" and kind == "repeated":
+            continue
+        mode, options = {"segments_2": ("full", {"segment_size": 2})}.get(policy, (policy, {}))
+        with hf_ckpt.apply(case.model, mode, **options):
+            if call.get("use_cache") is False or (call and policy in ("none", "ffn")):
+                assert exactness.differences(exactness.step(sharing(kind, **call)), exactness.step(case)) == []
+                continue
+            for _ in range(2):
+                with pytest.raises(UnsupportedError, match=r"has layer_idx 0 in a forward that has used it before"):
+                    exactness.step(case)
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in case.model.modules())
+
+
+def test_shared_index_is_named() -> None:
+    case = sharing("copied")
+    with hf_ckpt.apply(case.model, "full"), pytest.raises(UnsupportedError) as raised:
+        exactness.step(case)
+    assert str(raised.value) == (
+        "The plan runs layers without a key/value cache in training, but model.layers.2 has layer_idx 0 in a forward "
+        "that has used it before (a layer that runs again, or several with one index): with a cache, as without the "
+        "plan, it would attend to those keys too, and the loss be another. Set use_cache=False in the call or the "
+        "config, which changes the model with and without a plan alike, or give each layer a layer_idx of its own."
+    )
+
+
+# Attention and cross-attention of one layer; a layer shared under several indices; two attentions in a layer; rounds.
+@pytest.mark.parametrize("model_type", ["t5", "bart", "zamba", "zamba2", "longcat_flash", "hrm_text", "jamba"])
+def test_layers_with_places_of_their_own_are_not_refused(model_type: str) -> None:
+    case = caching(model_type)
+    expected = exactness.step(case)
+    hooks = [len(module._forward_pre_hooks) for module in case.model.modules()]
+    with hf_ckpt.apply(case.model, "none"):
+        placed = [len(module._forward_pre_hooks) for module in case.model.modules()]
+        for _ in range(2):
+            assert exactness.differences(expected, exactness.step(case)) == []
+            # Looked at once: later steps run no hook for it.
+            assert [len(module._forward_pre_hooks) for module in case.model.modules()] == placed
+    assert [len(module._forward_pre_hooks) for module in case.model.modules()] == hooks
+
+
+def test_forward_that_fails_is_looked_at_again() -> None:
+    case = sharing("copied")
+    fail = case.model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with hf_ckpt.apply(case.model, "full"):
+        with pytest.raises(ZeroDivisionError):
+            exactness.step(case)
+        fail.remove()
+        with pytest.raises(UnsupportedError, match="has layer_idx 0"):
+            exactness.step(case)
+
+
+def test_trainer_that_makes_a_cache_is_refused_where_layers_share_an_index(tmp_path: Path) -> None:
+    def shared_llama() -> nn.Module:
+        model = llama()
+        model.model.layers = nn.ModuleList([*model.model.layers[:2]] * 2)
+        return model
+
+    plain = trainer(shared_llama(), tmp_path)
+    plain.train()
+    planned = trainer(shared_llama(), tmp_path, HFCkptCallback("full"))
+    planned.train()
+    # As the Trainer's own switch is off, there is no cache without the plan either.
+    assert losses(planned) == losses(plain)
+    with pytest.raises(UnsupportedError, match="has layer_idx 0"):
+        trainer(shared_llama(), tmp_path, HFCkptCallback("full"), use_cache=True).train()
+
+
+# --- Rows packed one after another, which transformers keeps apart only where there is no cache. ---
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "ffn", "segments_2"])
+def test_packed_rows_have_the_loss_of_a_model_without_a_plan(policy: str, use_cache: bool | None) -> None:
+    case = caching("llama")
+    ids = case.inputs["input_ids"][:1]
+    positions = torch.cat([torch.arange(3), torch.arange(ids.shape[1] - 3)])[None]
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": use_cache}
+    packed = zoo.Case("llama", case.model, inputs)
+    assert exactness.check(packed, policy) == []

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.regions.compiled import recompute_compiled, run_uncompiled
 from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.recompute import run_checkpointed, run_watched, split_call
 from hf_ckpt.regions.selective import dispatch, linears
@@ -114,27 +115,16 @@ def recompute_selectively(
         PlanMismatchError: something that `saves` names occurs in no layer of the stack; in the first backward.
     """
     if torch.compiler.is_compiling():
+        eagerly = partial(_recompute_eagerly, selection, saves, keeper, None)
         if selection.coverage.allows_compiling and keeper is None and not saves.globs:
-            return _recompute_compiled(saves, function, *args)
-        return _recompute_uncompiled(selection, saves, keeper, None, function, *args)
+            # The compiler chooses again what it keeps of the graph, by the operators that `saves` names.
+            contexts = partial(create_selective_checkpoint_contexts, partial(_compiled_policy, saves))
+            return recompute_compiled(eagerly, function, *args, context_fn=contexts)
+        # A stack that was not recomputed yet: it is not known what there is to be kept, nor whether it is written to.
+        # And for good a stack that writes into what it keeps (torch's modes give wrong gradients there, compiled too),
+        # that keeps it elsewhere, or whose modules are named (a graph has operators only).
+        return run_uncompiled(eagerly, function, *args)
     return _recompute_eagerly(selection, saves, keeper, proof, function, *args)
-
-
-def _recompute_compiled(saves: SaveRules, function: Function, *args: Any) -> Any:
-    """Let the compiler choose again what it keeps of the graph, by the operators that `saves` names."""
-    contexts = partial(create_selective_checkpoint_contexts, partial(_compiled_policy, saves))
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
-def _recompute_uncompiled(*args: Any) -> Any:
-    """Run eagerly inside a compiled model.
-
-    This is how a stack runs that was not recomputed yet: it is not known what there is to be kept, nor whether it is
-    written to. It is how a stack runs for good that writes into what it keeps (torch's modes give wrong gradients
-    there, compiled too), that keeps it elsewhere, or whose modules are named (a graph has operators only).
-    """
-    return _recompute_eagerly(*args)
 
 
 def _recompute_eagerly(

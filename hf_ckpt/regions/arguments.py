@@ -1,0 +1,160 @@
+"""What a region is given besides the tensors of its graph: caches, which it does not get, and all else, unchanged.
+
+A recomputation gets the arguments of the forward, so that they must be what they were then. What a layer appends to
+would be appended to a second time.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict, UserList, deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from operator import is_
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+_OTHER_CACHES = frozenset(
+    {
+        "FalconHybridMambaAttentionDynamicCache",
+        "FalconMambaCache",
+        "HybridMambaAttentionDynamicCache",
+        "Lfm2HybridConvCache",
+        "Lfm2MoeHybridConvCache",
+        "Mamba2Cache",
+        "MambaCache",
+        "NemotronHHybridDynamicCache",
+        "OlmoHybridDynamicCache",
+        "Qwen3NextDynamicCache",
+        "Qwen3_5DynamicCache",
+        "Qwen3_5MoeDynamicCache",
+        "ReformerDynamicCache",
+        "Zamba2HybridDynamicCache",
+        "ZambaHybridDynamicCache",
+        "xLSTMCache",
+    }
+)
+"""Caches and recurrent states of transformers that are no subclass of its `Cache`: those of hybrids until 5.4 (OLMo's
+until 5.10), of Reformer and xLSTM in 5.24 still."""
+
+READS_CACHE_ONLY = "_can_checkpoint_with_cache"
+"""Attribute of layers of transformers, from 5.17 on, that read a cache that others filled, and leave it as it is."""
+
+_MAX_READ = 500
+"""Objects that are read of one argument: what is behind them is not looked at."""
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+_OPAQUE = (nn.Module, type, ModuleType, *_VALUES)
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is a key/value cache of transformers, or the state of a mamba or linear-attention layer."""
+    return isinstance(value, Cache) or any(
+        base.__name__ in _OTHER_CACHES and base.__module__.startswith("transformers.") for base in type(value).__mro__
+    )
+
+
+class GivenState:
+    """What arguments of a call are at one moment, to be compared later; `arguments` by their place."""
+
+    __slots__ = ("_others", "_tensors")
+
+    def __init__(self, arguments: Mapping[int | str, Any]) -> None:
+        self._tensors: list[tuple[Tensor, int, int | str]] = []
+        self._others: list[tuple[Any, tuple[list[Any], list[Any]], int | str]] = []
+        for place, value in arguments.items():
+            if isinstance(value, Tensor):
+                self._add_tensor(value, place)
+            elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+                # Rotary tables.
+                for item in value:
+                    self._add_tensor(item, place)
+            elif not isinstance(value, _OPAQUE):
+                self._others.append((value, _read(value), place))
+
+    def _add_tensor(self, tensor: Tensor, place: int | str) -> None:
+        if not tensor.is_inference():
+            self._tensors.append((tensor, tensor._version, place))
+
+    def find_change(self) -> tuple[int | str, str] | None:
+        """Return the place of an argument that has changed and what a layer does that changes it so, or None."""
+        for tensor, version, place in self._tensors:
+            if tensor._version != version:
+                return place, "writes into a tensor that it is given"
+        for value, (objects, values), place in self._others:
+            objects_now, values_now = _read(value)
+            if values != values_now or len(objects) != len(objects_now) or not all(map(is_, objects, objects_now)):
+                if isinstance(value, list):
+                    return place, "appends to a list that it is given, or changes what is in it"
+                return place, f"changes a {type(value).__name__} that it is given"
+        return None
+
+
+def _read(value: Any) -> tuple[list[Any], list[Any]]:
+    """Return the objects that a value consists of, and the plain values in it. No property of an object runs."""
+    objects: list[Any] = []
+    values: list[Any] = []
+    seen: set[int] = set()
+    todo = [value]
+    while todo and len(objects) < _MAX_READ:
+        value = todo.pop()
+        if isinstance(value, _VALUES):
+            values.append(value)
+            continue
+        objects.append(value)
+        if isinstance(value, Tensor):
+            values.append(0 if value.is_inference() else value._version)
+        elif not (isinstance(value, _OPAQUE) or id(value) in seen or type(value).__module__.startswith("hf_ckpt.")):
+            seen.add(id(value))
+            _read_object(value, values, todo)
+    return objects, values
+
+
+def _read_object(value: Any, values: list[Any], todo: list[Any]) -> None:
+    """Add the plain values of an object to `values`, and the objects in it to `todo`."""
+    if isinstance(value, dict | UserDict):
+        values.append(len(value))
+        todo += [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset | deque | UserList):
+        values.append(len(value))
+        todo += value
+    elif isinstance(value, torch.Generator):
+        values.append(value.get_state().numpy().tobytes())
+    elif isinstance(value, Iterator):
+        # What was read of it cannot be asked for. Equal to nothing: it is refused.
+        values.append(object())
+    elif isinstance(value, partial):
+        todo += [value.func, value.args, value.keywords]
+    elif isinstance(value, MethodType | BuiltinMethodType):
+        todo.append(value.__self__)
+    elif isinstance(value, FunctionType):
+        todo += [cell.cell_contents for cell in value.__closure__ or ()]
+    else:
+        with suppress(TypeError, ValueError):
+            # An array's numbers.
+            values.append(memoryview(value).tobytes())
+        todo += _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    found: list[Any] = []
+    for base in type(value).__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            slot = vars(base).get(name)
+            if hasattr(slot, "__get__"):
+                found.append(_read_slot(slot, value))
+    with suppress(AttributeError):
+        found += object.__getattribute__(value, "__dict__").values()
+    return found
+
+
+def _read_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        # Not set.
+        return None
