@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_ckpt.structure.layers import modules_of
+from hf_ckpt.structure.stored import stored
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
@@ -26,8 +27,8 @@ class UseCache:
     """The `use_cache` values that a model's configs, and those of the models inside it, had when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = getattr(model, "config", None)
-        found = (getattr(module, "config", None) for module in modules_of(model))
+        own = stored(model, "config")
+        found = (stored(module, "config") for module in modules_of(model))
         # Models that are not transformers' may have anything by that name.
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         # The Trainer writes the value into the model's own config even where that has none (vision-language models).
@@ -77,7 +78,7 @@ def skip_in_training_forwards(model: nn.Module) -> Iterator[RemovableHandle]:
     reached, for one that reads its config hands what it finds there to the next as if a caller had asked for it.
     """
     for module in modules_of(model):
-        if isinstance(module, PreTrainedModel) and getattr(module.config, _NAME, None) is not None:
+        if isinstance(module, PreTrainedModel) and getattr(stored(module, "config"), _NAME, None) is not None:
             parameters = inspect.signature(module.forward).parameters
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             if _NAME in parameters or takes_any:

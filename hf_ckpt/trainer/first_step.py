@@ -21,6 +21,7 @@ from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.policy.policy import Mode
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.stored import stored
 
 _TILES = "tiles"
 """The region of what runs in tiles besides the ffn: norms and linear projections, with adapters in them."""
@@ -183,7 +184,7 @@ def _shown(entry: LayerPlan) -> str:
 
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
     """Return which regions of a layer should run again in backward, and which should not."""
-    if hasattr(layer.module, "backward_pass"):
+    if stored(layer.module, "backward_pass") is not None:
         # A reversible layer (Reformer's) recomputes by itself, under any plan.
         return []
     is_tiled = entry.tiles is not None
@@ -209,7 +210,7 @@ def _owners_of_trainable(model: nn.Module) -> dict[nn.Module, dict[str, nn.Param
     """
     owners: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
-        if isinstance(getattr(module, "base_layer", None), nn.Module):
+        if isinstance(stored(module, "base_layer"), nn.Module):
             names = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
         elif not any(True for _ in module.children()):
             names = [name for name, _ in module.named_parameters(recurse=False)]
