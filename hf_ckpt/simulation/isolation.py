@@ -55,6 +55,10 @@ class Running(Protocol):
         """Its path."""
 
 
+class RealModelReachedError(UnsupportedError):
+    """The code of a copy has reached the model itself."""
+
+
 class RealTensors:
     """The parameters and buffers of real models, which no operator of a simulation may meet."""
 
@@ -62,7 +66,7 @@ class RealTensors:
         self._names: dict[int | None, tuple[str, ...]] = {_address(tensor): name for name, tensor in tensors}
         self._names.pop(None, None)
         self.is_guarded = bool(self._names)
-        self.error: UnsupportedError | None = None
+        self.error: RealModelReachedError | None = None
         """The first refusal. The model's own code may have caught it."""
 
     def check(self, values: Collection[Any], running: Running) -> None:
@@ -75,7 +79,7 @@ class RealTensors:
             if not isinstance(value, Tensor):
                 self.check(value, running)
             elif (name := self._name_of(value)) is not None:
-                self.error = self.error or UnsupportedError(
+                self.error = self.error or RealModelReachedError(
                     f'The step cannot be simulated: the forward of "{running.module or "the model"}" reaches {name}, '
                     "in a way that a copy of the model does not follow (a global variable, an attribute of another "
                     "object or of a class, C code), and would leave gradients there. Let it reach that through the "
@@ -120,7 +124,7 @@ def isolated(
     Yields what no operator may meet. `code`: what runs besides the models' own code, such as a loss.
 
     Raises:
-        UnsupportedError: the code of a copy has reached a real model. What it changed there is put back.
+        RealModelReachedError: the code of a copy has reached a real model. What it changed there is put back.
     """
     real = list(dict.fromkeys(map(original_of, models)))
     guarded = Snapshot()
@@ -138,7 +142,7 @@ def isolated(
     if tensors.error is not None:
         raise tensors.error
     if changed:
-        raise UnsupportedError(
+        raise RealModelReachedError(
             "The step cannot be simulated: on a copy of the model, its code has changed the real model "
             f"({', '.join(changed[:_MAX_NAMED])}), which was put back. Let forwards and hooks reach it through the "
             'module that they are given, or use a fixed policy, such as "full".'

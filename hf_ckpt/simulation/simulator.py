@@ -26,7 +26,7 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.host_and_link_time import queue_operators
-from hf_ckpt.simulation.isolation import isolated
+from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
@@ -223,7 +223,7 @@ class StepSimulator:
         with no_cycles_collected():
             try:
                 tape, num_bytes = self._evaluated(reuses_layers=step.loss is None)
-            except CannotReuseError:
+            except (CannotReuseError, RealModelReachedError):
                 tape, num_bytes = self._evaluated(reuses_layers=False)
         add_workspaces(tape, device, has_trained=True)
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
@@ -307,6 +307,9 @@ class StepSimulator:
                     if _is_uniform(plan):
                         # It is the model that sets them apart, and not the plan.
                         self._known.unlike |= error.unlike
+                except RealModelReachedError:
+                    # It may be in a layer that is not copied.
+                    return self._trace(plan, reuse=None, explains=explains)
         return self._trace(plan, reuse=None, explains=explains)
 
     def _trace(

@@ -417,6 +417,15 @@ def test_what_hooks_collected_is_taken_out_again(collecting: Any) -> None:
     assert kept() != before
 
 
+def test_module_of_a_layer_that_another_stands_for_is_the_copys() -> None:
+    model: Any = llama(num_hidden_layers=6)
+    other = model.model.layers[2].mlp.up_proj
+    model.model.layers[4].mlp.down_proj.register_forward_hook(lambda module, args, output: output * other.weight.mean())
+    before = state(model)
+    simulate_step(model, "full", STEP, CPU)
+    assert state(model) == before
+
+
 def test_two_functions_go_on_sharing_what_they_share() -> None:
     model = llama(num_hidden_layers=2)
     last: Any = None
