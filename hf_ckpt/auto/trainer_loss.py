@@ -60,6 +60,11 @@ class TrainerLoss:
     others: Mapping[str, nn.Module]
 
     @property
+    def code(self) -> tuple[object, ...]:
+        """What computes it."""
+        return type(self.trainer), vars(self.trainer).get("compute_loss_func")
+
+    @property
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
         return self.batch.rows_per_example

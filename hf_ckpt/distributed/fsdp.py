@@ -21,6 +21,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDat
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import Layer, Stack, class_name, modules_of, path_of
+from hf_ckpt.structure.stored import stored
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def check_prefetch(model: nn.Module) -> None:
     units = (module for module in modules_of(model) if isinstance(module, FullyShardedDataParallel))
     changing = set(filter(_changes_dtype_ahead, units))
     for module in modules_of(model) if changing else ():
-        if hasattr(module, "base_layer") and not changing.isdisjoint(modules_of(module)):
+        if stored(module, "base_layer") is not None and not changing.isdisjoint(modules_of(module)):
             adapted = str(path_of(model, module)).replace("_fsdp_wrapped_module.", "")
             raise UnsupportedError(
                 f"FSDP1 gathers the adapters of {adapted} before their layer is recomputed (BACKWARD_PRE), in "

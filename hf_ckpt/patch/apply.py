@@ -46,6 +46,7 @@ from hf_ckpt.regions.value_proof import ValueProof
 from hf_ckpt.structure.layers import Stack, class_name, clean_path, find_layers, modules_of, uncovered_lists
 from hf_ckpt.structure.lm_head import find_head, governed_by_other
 from hf_ckpt.structure.parts import unwrapped
+from hf_ckpt.structure.stored import adapter_configs, stored
 
 logger = logging.getLogger(__name__)
 
@@ -403,8 +404,8 @@ def _is_same_without_adapter(one: tuple[str, int], other: tuple[str, int]) -> bo
 
 
 def _adapter_of(model: nn.Module) -> str:
-    configs = getattr(unwrapped(model), "peft_config", None)
-    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in (configs or {}).values()}
+    configs = adapter_configs(unwrapped(model))
+    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in configs.values()}
     return f"an adapter ({', '.join(sorted(kinds))})" if kinds else "none"
 
 
@@ -426,8 +427,7 @@ def _switch_off_others(model: nn.Module, patches: list[StackPatch]) -> None:
     """Hold every other seam off: one plan governs, also when a library switches all seams on later."""
     ours = {module for patch in patches for module in patch.seams()}
     for raw_path, module in model.named_modules():
-        # A wrapper shows the attributes of what it wraps.
-        if hasattr(module, FLAG) and module not in ours and unwrapped(module) is module:
+        if stored(module, FLAG) is not None and module not in ours and unwrapped(module) is module:
             path = clean_path(model, raw_path)
             _patch_around(path, patches).set(path, module, FLAG, False)
 

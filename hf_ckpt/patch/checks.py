@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of
 from hf_ckpt.structure.parts import is_at_or_below, unwrapped
+from hf_ckpt.structure.stored import adapter_configs, stored
 
 if TYPE_CHECKING:
     # Importing it brings in the Trainer, and peft and bitsandbytes with it.
@@ -108,7 +109,7 @@ def check_exact(plan: Plan, stacks: Sequence[Stack], model: nn.Module) -> None:
 
 def _check_trained_cache(plan: Plan, model: nn.Module) -> None:
     """Refuse to recompute an attention that reads the keys and values which an adapter of PEFT trains."""
-    configs: Mapping[str, Any] = getattr(unwrapped(model), "peft_config", {})
+    configs = adapter_configs(unwrapped(model))
     kinds = [config.peft_type.value for config in configs.values() if config.peft_type.lower() in TRAINED_CACHES]
     for stack in plan.stacks if kinds else ():
         for layer_idx, entry in enumerate(stack.layers):
@@ -162,7 +163,7 @@ def _offloads(treatment: object) -> bool:
 
 def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:
     where = f"Layer {layer.layer_idx} of {stack.path}"
-    if hasattr(layer.module, "backward_pass"):
+    if stored(layer.module, "backward_pass") is not None:
         raise UnsupportedError(
             f'{where} is set to "{entry.mode}", but {type(layer.module).__name__} computes its own backward (a '
             "reversible layer), which already recomputes. Leave it out of the policy."

@@ -6,7 +6,6 @@ The norms of a layer, its ffn as a whole, and the norms and linear projections i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 from torch.nn.modules import conv, padding, pooling, rnn
@@ -16,6 +15,7 @@ from hf_ckpt.distributed import fsdp
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import Layer
 from hf_ckpt.structure.parts import unwrapped, words_of
+from hf_ckpt.structure.stored import stored
 
 _OTHER_NORMS = frozenset("batch group instance weight spectral".split())
 _DRAWS = frozenset("dropout drop droppath jitter noise".split())
@@ -59,7 +59,7 @@ def _tiled_names(layer: Layer, module: nn.Module, path: str, *, inside_attention
 
 def _check_ffn(layer: Layer) -> None:
     where = f"Layer {layer.layer_idx} ({type(layer.module).__name__}) is to run in tiles, but"
-    if hasattr(layer.module, "backward_pass"):
+    if stored(layer.module, "backward_pass") is not None:
         raise UnsupportedError(f"{where} it computes its own backward (a reversible layer). Leave tiles out for it.")
     if layer.ffn_is_inline:
         raise UnsupportedError(
@@ -112,19 +112,21 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module is one matrix product over the last dimension, adapters and quantisation included."""
-    base: Any = getattr(module, "base_layer", None)
+    base = stored(module, "base_layer")
     if isinstance(base, nn.Module):
         return _is_linear(unwrapped(base))
     words = words_of(type(module).__name__)
     # transformers' own Conv1D is a linear layer, written as one of GPT-2's.
     is_one = isinstance(module, nn.Linear) or type(module).__module__ == "transformers.pytorch_utils"
-    is_alike = "linear" in "".join(words) and hasattr(module, "in_features") and hasattr(module, "out_features")
+    is_alike = "linear" in "".join(words) and None not in (
+        stored(module, "in_features"),
+        stored(module, "out_features"),
+    )
     return (is_one or is_alike) and not _looks_for_outliers(module) and "float8" not in "".join(words)
 
 
 def _looks_for_outliers(module: nn.Module) -> bool:
-    threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
-    return type(module).__name__ == "Linear8bitLt" and bool(threshold)
+    return type(module).__name__ == "Linear8bitLt" and bool(getattr(stored(module, "state"), "threshold", 0.0))
 
 
 def _holds_units(module: nn.Module) -> bool:

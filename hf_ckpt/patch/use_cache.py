@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.structure.layers import Stack, modules_of
+from hf_ckpt.structure.stored import stored
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
@@ -31,8 +32,8 @@ class UseCache:
     """The `use_cache` values that a model's configs, and those of the models inside it, had when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = own = getattr(model, "config", None)
-        found = (getattr(module, "config", None) for module in modules_of(model))
+        self._own = own = stored(model, "config")
+        found = (stored(module, "config") for module in modules_of(model))
         # Models that are not transformers' may have anything by that name.
         configs = {id(config): config for config in found if hasattr(config, "__dict__")}
         # The Trainer writes the value into the model's own config even where that has none (vision-language models).
@@ -87,7 +88,7 @@ def skip_in_training_forwards(model: nn.Module, check: SharedIndexCheck) -> Iter
     `check` stops the first forward if the cache would matter.
     """
     for module in modules_of(model):
-        if isinstance(module, PreTrainedModel) and getattr(module.config, _NAME, None) is not None:
+        if isinstance(module, PreTrainedModel) and getattr(stored(module, "config"), _NAME, None) is not None:
             parameters = inspect.signature(module.forward).parameters
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             if _NAME in parameters or takes_any:

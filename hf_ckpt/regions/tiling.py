@@ -47,6 +47,7 @@ from hf_ckpt.regions.tile_checks import (
     check_position_wise,
     weights_used,
 )
+from hf_ckpt.structure.stored import weight_shape
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import RegionProof
@@ -440,10 +441,10 @@ def _holds_tensors(value: Any) -> bool:
 
 def _works_on_last_dim(module: nn.Module, hidden: Tensor) -> bool:
     """Whether a vector of weights is one for each feature, and not one for each head and feature."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.numel() == 1:
+    shape = weight_shape(module)
+    if shape is None or len(shape) != 1 or shape.numel() == 1:
         return True
-    return hidden.dim() <= 3 or weight.numel() == hidden.shape[-1]
+    return hidden.dim() <= 3 or shape.numel() == hidden.shape[-1]
 
 
 class Joined:

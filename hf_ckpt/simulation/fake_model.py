@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -22,11 +23,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.patch.stack_patch import FLAG
+from hf_ckpt.regions.module_state import is_ours
 from hf_ckpt.simulation import quantized, shared_tensors
+from hf_ckpt.simulation.isolation import note_original
 from hf_ckpt.simulation.operator_memo import fake_empty, fake_mode, fake_parameter
 from hf_ckpt.structure.layers import Layer, Stack, modules_of
+from hf_ckpt.structure.stored import stored
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             setattr(module, FLAG, False)
     # Mixed precision is the step's: it is simulated for a CUDA device too where there is none.
     bare: nn.Module = extract_model_from_parallel(copied, keep_fp32_wrapper=False)
+    note_original(bare, model)
     return bare
 
 
@@ -136,13 +143,40 @@ def _deep_copy(
         if tensor is not None and id(tensor) not in memo:
             made = shared_tensors.like(tensor, empty) if isinstance(tensor, DTensor) else empty(tensor)
             memo[id(tensor)] = _as_parameter(made, tensor) if isinstance(tensor, nn.Parameter) else made
+    for generator in (
+        each for module in modules for each in vars(module).values() if isinstance(each, torch.Generator)
+    ):
+        # A deep copy would make its state of an empty tensor.
+        memo[id(generator)] = generator.clone_state()
     with EmptyCopies(empty):
-        copied: nn.Module = copy.deepcopy(model, memo)
-    _rebind_forwards(modules, memo)
+        try:
+            copied: nn.Module = copy.deepcopy(model, memo)
+        # Whatever an attribute of the user's raises that cannot be copied.
+        except Exception as error:
+            raise _cannot_copy(model, error) from error
+    _Rebinding(memo).run()
     quantized.restore_states(modules, memo, is_cuda=is_cuda)
     for original, like in stand_ins.items():
         _fill_stand_in(memo[id(original)], original, memo[id(like)])
     return copied, memo
+
+
+def _cannot_copy(model: nn.Module, error: Exception) -> Exception:
+    """Return the refusal that names the attribute which cannot be copied; the error itself where none is found."""
+    itself: dict[int, Any] = {id(module): module for module in modules_of(model)}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _HELD:
+                try:
+                    copy.deepcopy(value, dict(itself))
+                except Exception as raised:  # noqa: BLE001  # see where this is called
+                    return UnsupportedError(
+                        "The step cannot be simulated: that runs on a copy of the model, and "
+                        f'"{f"{path}.{name}".lstrip(".")}" ({type(value).__name__}) cannot be copied '
+                        f'({type(raised).__name__} "{raised}"). Keep it outside of the model, or use a fixed policy, '
+                        'such as "full".'
+                    )
+    return error
 
 
 def _as_parameter(made: Tensor, like: nn.Parameter) -> nn.Parameter:
@@ -197,70 +231,131 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _move_scales_to_weight(module: Any) -> None:
     """Put an 8-bit layer's scales where they are before its first forward: another copy looks for them there."""
-    state: Any = getattr(module, "state", None)
+    state: Any = stored(module, "state")
     if type(module).__module__.startswith("bitsandbytes.") and getattr(state, "SCB", None) is not None:
         module.weight.SCB = state.SCB
         state.CB = state.SCB = None
 
 
-# --- Forwards that other libraries put on instances. ---
+# --- Functions that a model holds: forwards on instances, hooks, settings. ---
 
 
-_FORWARDS = frozenset(("forward", "_original_forward"))
-"""Of an instance: its own, and the one that accelerate has replaced."""
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+_SIZED = (tuple, list, dict)
+_MAX_ENTRIES = 500
+"""Of a container that functions close over and that is looked into."""
 
 
-def _rebind_forwards(modules: Sequence[nn.Module], memo: dict[int, Any]) -> None:
-    """Let the forwards of a copy's instances run on the copy.
+class _Rebinding:
+    """Makes the functions that a copy holds anew, over the copied modules and tensors.
 
-    trl replaces a model's forward by a function that closes over the one before. Python does not copy functions: the
-    copy's forward would call that of the model itself, and leave gradients there. So such functions are made anew, over
-    the copied modules. `memo` is that of the deep copy.
+    Python does not copy functions: a forward that closes over the one before it, as those of monkey patches do, and a
+    hook over a module would run the model itself, and leave gradients there.
+
+    Args:
+        memo: of the deep copy.
     """
-    ids = set(map(id, modules))
-    for module in modules:
-        for name in _FORWARDS & vars(module).keys():
-            if id(module) in memo:
-                setattr(memo[id(module)], name, _rebound(vars(module)[name], ids, memo))
 
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._cells: dict[int, types.CellType] = {}
+        # Each copy is looked at by itself, but for what cannot be changed in place; and a container may hold itself.
+        fixed = (types.MethodType, functools.partial, tuple)
+        self._done = {id(made) for made in memo.values() if not isinstance(made, fixed)}
 
-def _rebound(found: Any, modules: set[int], memo: dict[int, Any]) -> Any:
-    """Return a callable that holds copies where `found` holds modules of the model, whose ids are `modules`."""
-    if id(found) in modules:
-        return memo.get(id(found), found)
-    within = functools.partial(_rebound, modules=modules, memo=memo)
-    if isinstance(found, types.MethodType):
-        return types.MethodType(within(found.__func__), within(found.__self__))
-    if isinstance(found, functools.partial):
-        keywords = {name: within(value) for name, value in found.keywords.items()}
-        return functools.partial(within(found.func), *map(within, found.args), **keywords)
-    if isinstance(found, types.FunctionType) and found.__closure__:
-        return _with_closure(found, within, memo)
-    return found
+    def run(self) -> None:
+        """Replace functions wherever the copy holds them: in modules, other objects, and containers of these."""
+        for key, made in list(self._memo.items()):
+            # Under its own address the memo keeps the originals alive.
+            if key == id(self._memo) or isinstance(made, Tensor | type | types.FunctionType):
+                continue
+            self._rebind_items(made)
+            if isinstance(held := getattr(made, "__dict__", None), dict):
+                self._rebind_items(held)
 
+    def _rebind_items(self, container: Any) -> None:
+        if isinstance(container, dict):
+            values = [(key, value) for key, value in container.items() if type(value) not in _ATOMS]
+            for key, value in values:
+                if (made := self._rebound(value)) is not value:
+                    container[key] = made
+        elif isinstance(container, list | deque | set):
+            found = list(map(self._rebound, container))
+            if any(made is not value for made, value in zip(found, container, strict=True)):
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(found)
 
-def _with_closure(function: types.FunctionType, within: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """Return a function whose closure holds copies; the function itself where it holds no module of the model."""
-    if id(function) in memo:
-        return memo[id(function)]
-    olds = function.__closure__ or ()
-    cells = tuple(types.CellType() for _ in olds)
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    functools.update_wrapper(made, function)
-    made.__kwdefaults__ = function.__kwdefaults__
-    # Accelerate follows `__wrapped__` to take its own wrappers off again.
-    made.__dict__ = dict(vars(function))
-    # Before its cells are filled: it may close over itself.
-    memo[id(function)] = made
-    is_new = False
-    for cell, old in zip(cells, olds, strict=True):
-        try:
-            content = old.cell_contents
-        except ValueError:
-            # Not assigned yet.
-            continue
-        cell.cell_contents = within(content)
-        is_new = is_new or cell.cell_contents is not content
-    if not is_new:
-        memo[id(function)] = function
-    return memo[id(function)]
+    def _rebound(self, value: Any) -> Any:
+        """Return a value that holds copies where it holds what was copied; itself where it holds nothing of it."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if id(value) in self._done or (isinstance(value, _SIZED) and len(value) > _MAX_ENTRIES):
+            return value
+        self._done.add(id(value))
+        made = self._container(value)
+        self._done.discard(id(value))
+        return made
+
+    def _container(self, value: Any) -> Any:
+        if type(value) is weakref.ref:
+            made: Any = self._rebound(value())
+            return value if made is value() else weakref.ref(made)
+        if isinstance(value, RemovableHandle):
+            # A hook may take itself off.
+            state: Any = value.__getstate__()  # type: ignore[no-untyped-call]  # upstream
+            made = self._all_rebound(state)
+            if made is not state:
+                value = RemovableHandle.__new__(RemovableHandle)
+                value.__setstate__(tuple(made))
+            return value
+        if isinstance(value, types.MethodType):
+            parts: Sequence[Any] = (value.__func__, value.__self__)
+            made = self._all_rebound(parts)
+            return value if made is parts else types.MethodType(*made)
+        if isinstance(value, functools.partial):
+            parts = (value.func, *value.args, *value.keywords.values())
+            made = self._all_rebound(parts)
+            end = 1 + len(value.args)
+            named = dict(zip(value.keywords, made[end:], strict=True))
+            return value if made is parts else functools.partial(made[0], *made[1:end], **named)
+        if type(value) in (tuple, list):
+            made = self._all_rebound(value)
+            return made if made is value else self._kept(value, type(value)(made))
+        if type(value) in (dict, OrderedDict):
+            held = tuple(value.values())
+            made = self._all_rebound(held)
+            return value if made is held else self._kept(value, type(value)(zip(value, made, strict=True)))
+        return value
+
+    def _all_rebound(self, values: Sequence[Any]) -> Sequence[Any]:
+        made = list(map(self._rebound, values))
+        return values if all(new is old for new, old in zip(made, values, strict=True)) else made
+
+    def _kept(self, original: Any, made: Any) -> Any:
+        # Two functions may close over one container.
+        return self._memo.setdefault(id(original), made)
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        olds = function.__closure__ or ()
+        if is_ours(function) or not (olds or function.__defaults__ or function.__kwdefaults__ or vars(function)):
+            return function
+        # What two functions share, such as a counter, the copies share too.
+        cells = tuple(self._cells.setdefault(id(old), types.CellType()) for old in olds)
+        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        functools.update_wrapper(made, function, updated=())
+        made.__kwdefaults__ = function.__kwdefaults__
+        # Before its cells are filled: it may close over itself.
+        self._memo[id(function)] = made
+        for cell, old in zip(cells, olds, strict=True):
+            try:
+                cell.cell_contents = self._rebound(old.cell_contents)
+            except ValueError:
+                # Not assigned yet.
+                continue
+        made.__defaults__ = self._rebound(function.__defaults__)
+        made.__kwdefaults__ = self._rebound(function.__kwdefaults__)
+        # Accelerate follows `__wrapped__` to take its own wrappers off again.
+        vars(made).update({name: self._rebound(value) for name, value in vars(function).items()})
+        return made

@@ -24,6 +24,7 @@ from hf_ckpt.errors import UnsupportedError, did_you_mean
 from hf_ckpt.simulation.fake_model import EmptyCopies
 from hf_ckpt.simulation.operator_memo import fake_empty
 from hf_ckpt.simulation.step import GivenOptimizer, Step
+from hf_ckpt.structure.stored import stored
 
 _OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 _OF_BITSANDBYTES = (
@@ -247,8 +248,8 @@ def _groups(model: nn.Module, weight_decay: float, fake_of: FakeOf) -> list[dict
 
 def trained_embeddings(model: nn.Module, fake_of: FakeOf) -> list[nn.Parameter]:
     """Return the fake weights of embeddings, which bitsandbytes gives a state of its own."""
-    embeddings = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
-    return [fake_of(cast(nn.Parameter, weight)) for weight in embeddings if weight.requires_grad]
+    embeddings = (stored(module, "weight") for module in model.modules() if isinstance(module, nn.Embedding))
+    return [fake_of(cast(nn.Parameter, weight)) for weight in embeddings if weight is not None and weight.requires_grad]
 
 
 def _make_bitsandbytes(

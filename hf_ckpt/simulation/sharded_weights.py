@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 from hf_ckpt.simulation.step import Step
 from hf_ckpt.simulation.tape import FlatParameter
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.structure.stored import inside_adapters, stored
 
 UnitKey = tuple[int, int] | str | None
 """Number of the stack and `layer_idx`; path of an adapter; `EMBEDDINGS`, `HEAD`; None for the rest of the model."""
@@ -109,7 +110,8 @@ def weights_of(model: nn.Module, stacks: Sequence[Stack], step: Step) -> dict[st
 def _units_at_the_ends(model: nn.Module) -> dict[nn.Parameter, UnitKey]:
     """Return the units of the embeddings and of the head, where they are not tied."""
     embeddings, head = (getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output"))
-    if head is not None and head.weight is getattr(embeddings, "weight", None):
+    weight = None if head is None else stored(inside_adapters(head), "weight")
+    if weight is not None and weight is stored(embeddings, "weight"):
         return {}
     ends = ((embeddings, EMBEDDINGS), (head, HEAD))
     return {parameter: key for module, key in ends if module is not None for parameter in module.parameters()}

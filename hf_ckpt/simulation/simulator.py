@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.host_and_link_time import queue_operators
+from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
@@ -41,6 +43,7 @@ from hf_ckpt.simulation.tape_expansion import CannotReuseError
 from hf_ckpt.simulation.tracker import Tracker, no_costs, parameters_and_buffers
 from hf_ckpt.simulation.zero_tape import ZeroTape
 from hf_ckpt.structure.layers import Stack, find_layers
+from hf_ckpt.structure.stored import stored
 
 Change = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 """Takes a model; what it returns yields the module to call with a batch, and undoes what it did on exit."""
@@ -220,7 +223,7 @@ class StepSimulator:
         with no_cycles_collected():
             try:
                 tape, num_bytes = self._evaluated(reuses_layers=step.loss is None)
-            except CannotReuseError:
+            except (CannotReuseError, RealModelReachedError):
                 tape, num_bytes = self._evaluated(reuses_layers=False)
         add_workspaces(tape, device, has_trained=True)
         memory = read_tape(tape, device=device.name, plan=None, tokens=step.rows * step.seq_length)
@@ -304,6 +307,9 @@ class StepSimulator:
                     if _is_uniform(plan):
                         # It is the model that sets them apart, and not the plan.
                         self._known.unlike |= error.unlike
+                except RealModelReachedError:
+                    # It may be in a layer that is not copied.
+                    return self._trace(plan, reuse=None, explains=explains)
         return self._trace(plan, reuse=None, explains=explains)
 
     def _trace(
@@ -382,7 +388,10 @@ class StepSimulator:
         """
         asked, is_cuda = {} if self.step.loss is None else self.step.loss.others, self.device.is_cuda
         others = {name: fake_copy(other, is_cuda=is_cuda, mode=fake.mode).model for name, other in asked.items()}
+        code = () if self.step.loss is None else self.step.loss.code
         with ExitStack() as entered:
+            models = (self.model, *asked.values()), (fake.model, *others.values())
+            tracker.real = entered.enter_context(isolated(*models, code))
             for context in (random_states_kept(), fake.mode, tracker):
                 entered.enter_context(context)
             entered.enter_context(_explained(tracker, self.step))
@@ -536,8 +545,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def _turn_cache_off(model: nn.Module) -> None:
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
+        config: Any = stored(module, "config")
         if hasattr(config, "use_cache"):
+            if "config" not in vars(module):
+                # The class's own, which the real model reads too.
+                config = module.config = copy.copy(config)
             config.use_cache = False
 
 

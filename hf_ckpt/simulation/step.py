@@ -81,6 +81,10 @@ class OwnLoss(Protocol):
         """The models on the device besides the trained one, on `meta`, by any names."""
 
     @property
+    def code(self) -> tuple[object, ...]:
+        """What computes it: classes and functions, whose lists and counters a simulation leaves as they are."""
+
+    @property
     def rows_per_example(self) -> int:
         """Rows that the model sees of each example."""
 

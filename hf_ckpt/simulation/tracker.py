@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hf_ckpt.regions.execution_state import is_in_backward, tensors_in
 from hf_ckpt.simulation import quantized
+from hf_ckpt.simulation.isolation import RealTensors
 from hf_ckpt.simulation.operator_memo import Outputs, Run, call
 from hf_ckpt.simulation.shared_tensors import is_shared, local_bytes, local_part
 from hf_ckpt.simulation.step_memory import Category, Phase, Place
@@ -57,6 +58,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, rounding: int = 1, costs: CostFunction = no_costs, run: Run = call) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
+        self.real = RealTensors()
+        """What no operator may meet."""
         self.counts_time = True
         """Whether operators that run take time."""
         self.marks_recomputation = False
@@ -264,6 +267,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Left to the class: its operators on what this rank holds come here again.
             return NotImplemented
         kwargs = kwargs or {}
+        if self.real.is_guarded:
+            self.real.check(args, self)
+            if kwargs:
+                self.real.check(kwargs.values(), self)
         held = [self.holds(function, args, kwargs, False)]  # until this returns
         output, known = self._run(function, args, kwargs)
         with torch._C.DisableTorchFunction():

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ckpt.errors import StructureError, did_you_mean
 from hf_ckpt.structure.parts import PARTS, PartFinder, is_at_or_below, parameter_shapes, unwrapped, words_of
+from hf_ckpt.structure.stored import stored
 
 # Engines put one of these around the whole model; a plan names its paths as they are without.
 _WRAPPERS_OF_MODELS = ("DistributedDataParallel", "DeepSpeedEngine")
@@ -297,7 +298,7 @@ def _owner(model: nn.Module, path: str) -> tuple[str, nn.Module]:
 
 def _layer_type(module: nn.Module, config: object, idx: int, num_layers: int) -> str | None:
     for name in ("layer_type", "attention_type", "block_type"):
-        if isinstance(value := getattr(module, name, None), str):
+        if isinstance(value := stored(module, name), str):
             return value
     for name in ("layer_types", "layers_block_type", "attention_layers"):
         values = getattr(config, name, None)
@@ -308,14 +309,14 @@ def _layer_type(module: nn.Module, config: object, idx: int, num_layers: int) ->
 
 def nearest_config(model: nn.Module, path: str) -> Any:
     """Return the config of the module at `path` or of the nearest one around it."""
-    configs = (getattr(module, "config", None) for module in reversed(modules_down_to(model, path)))
+    configs = (stored(module, "config") for module in reversed(modules_down_to(model, path)))
     return next((config for config in configs if config is not None), None)
 
 
 def _roles(path: str, model: nn.Module, owner_path: str) -> frozenset[str]:
     words = {word for name in path.split(".") for word in words_of(name)}
     roles = {role for role, known in _ROLE_WORDS.items() if words & known}
-    main_input = getattr(model.get_submodule(owner_path), "main_input_name", None)
+    main_input = stored(model.get_submodule(owner_path), "main_input_name")
     if not roles & {"vision", "audio"}:
         roles.add(_INPUT_ROLES.get(str(main_input), "language"))
     if "language" in roles and "encoder" not in roles:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.structure.layers import class_name, clean_path, modules_down_to, path_of
 from hf_ckpt.structure.parts import unwrapped
+from hf_ckpt.structure.stored import stored
 
 _FUSING = ("liger_kernel", "trl", "unsloth", "unsloth_zoo", "axolotl", "cut_cross_entropy")
 """Libraries that put a forward with a fused head and loss, or a cross entropy of their own, onto models."""
@@ -122,7 +123,7 @@ def _check_position_wise(head: Head) -> None:
         where = f"{head.path}.{name}" if name else head.path
         module = unwrapped(module)
         if "Dropout" in type(module).__name__:
-            if getattr(module, "p", 0):
+            if stored(module, "p"):
                 raise UnsupportedError(
                     f"head: chunked was asked for, but {where} drops values at random (p={module.p}): its masks would "
                     "be drawn chunk by chunk, and the loss would differ. Set lora_dropout to 0, leave the head out of "

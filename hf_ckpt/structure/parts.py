@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from hf_ckpt.structure.stored import inside_adapters, stored, weight_shape
+
 Shapes = dict[nn.Module, dict[str, torch.Size]]
 
 
@@ -90,7 +92,7 @@ class PartFinder:
         """
         attention, ffn, _ = self.parts(module)
         has_ffn = bool(ffn) or self._has_inline_ffn(list(self.children(module)), ())
-        if hasattr(module, "gradient_checkpointing"):
+        if stored(module, "gradient_checkpointing") is not None:
             return bool(attention) or has_ffn
         return bool(attention) and has_ffn
 
@@ -133,7 +135,7 @@ class PartFinder:
 
     def _is_layer_inside(self, child: nn.Module) -> bool:
         kinds = {self._kind(name, grandchild) for name, grandchild in _named_children(child)}
-        return hasattr(child, "gradient_checkpointing") or kinds >= set(PARTS)
+        return stored(child, "gradient_checkpointing") is not None or kinds >= set(PARTS)
 
     def _kind(self, name: str, child: nn.Module) -> str | None:
         # The halves of BERT's ffn are called so even where they are convolutions.
@@ -155,14 +157,9 @@ class PartFinder:
 
     def _is_linear(self, child: nn.Module) -> bool:
         """Whether the module is one matrix product: nn.Linear, Conv1D, or a quantised or LoRA layer in their place."""
-        # LoRA layers show the weight of the layer below them, so the attribute decides and not the class.
-        weight = getattr(child, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.dim() >= 2:
-            return True
+        child = inside_adapters(child)
         # FSDP1 and ZeRO-3 leave something flat in its place.
-        while isinstance(base := getattr(child, "base_layer", None), nn.Module):
-            child = unwrapped(base)
-        return len(self._shapes.get(child, {}).get("weight", ())) >= 2
+        return len(weight_shape(child) or ()) >= 2 or len(self._shapes.get(child, {}).get("weight", ())) >= 2
 
     def _has_inline_ffn(self, children: list[tuple[str, nn.Module]], ffn: tuple[str, ...]) -> bool:
         """Whether the layer's forward strings the halves of its ffn together (`fc1`/`fc2`, BERT's two modules).
@@ -198,10 +195,11 @@ def _named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
+    for part in name.split("."):
+        found = vars(unwrapped(module))["_modules"].get(part)
+        if found is None:
+            return False
+        module = found
     return True
 
 

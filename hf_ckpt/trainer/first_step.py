@@ -33,6 +33,7 @@ from hf_ckpt.regions.execution_state import (
     tensors_in,
 )
 from hf_ckpt.structure.layers import Layer, Stack
+from hf_ckpt.structure.stored import stored
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +333,7 @@ def _trains_weights(module: nn.Module) -> bool:
 
 def _planned(layer: Layer, entry: LayerPlan) -> list[tuple[str, bool]]:
     """Return which regions of a layer should run again in backward, and which should not."""
-    if hasattr(layer.module, "backward_pass"):
+    if stored(layer.module, "backward_pass") is not None:
         # A reversible layer (Reformer's) recomputes by itself, under any plan.
         return []
     is_tiled = entry.tiles is not None

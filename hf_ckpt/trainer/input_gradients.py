@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_ckpt.structure.layers import Stack
+from hf_ckpt.structure.stored import adapter_configs
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def choose_input_gradients(model: nn.Module, stacks: Sequence[Stack], requested:
     """
     if requested is not None:
         return requested
-    if not any(hasattr(module, "peft_config") for module in model.modules()):
+    if not any(map(adapter_configs, model.modules())):
         return None
     language = next((stack for stack in stacks if "language" in stack.roles), stacks[0])
     first = next((layer.layer_idx for layer in language.layers if layer.needs_gradient), None)

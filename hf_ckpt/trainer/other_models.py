@@ -104,7 +104,7 @@ def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
             if holder is not trainer or name not in _DATA:
                 yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
         for kind in type(holder).__mro__:
-            if not _is_of_library(kind.__module__):
+            if not is_of_library(kind.__module__):
                 for name, value in list(vars(kind).items()):
                     yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
 
@@ -140,8 +140,8 @@ def _leads_to(value: Any) -> Iterable[Any]:
     if isinstance(value, property):
         return (value.fget,)
     if isinstance(value, FunctionType):
-        return () if _is_of_library(value.__module__) else _read_by(value)
-    if isinstance(value, type) or _is_of_library(type(value).__module__):
+        return () if is_of_library(value.__module__) else _read_by(value)
+    if isinstance(value, type) or is_of_library(type(value).__module__):
         return ()
     return list(getattr(value, "__dict__", {}).values())
 
@@ -155,17 +155,18 @@ def _read_by(function: FunctionType) -> list[Any]:
         except ValueError:
             # It is filled later.
             continue
-    globals_ = [function.__globals__.get(name) for name in _names(function.__code__)]
+    globals_ = [function.__globals__.get(name) for name in names_in(function.__code__)]
     return found + [each for each in globals_ if isinstance(each, nn.Module | FunctionType | partial)]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names that code reads, that of functions inside included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
+    """Whether a Python module is of a library whose own objects and functions are not looked into."""
     return (module or "").partition(".")[0] in _LIBRARIES

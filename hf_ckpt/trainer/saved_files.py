@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from hf_ckpt.distributed import deepspeed
 from hf_ckpt.distributed.fsdp import accelerate_plugin
 from hf_ckpt.errors import PlanMismatchError, PolicyError, SavedFilesError, UnsupportedError
 from hf_ckpt.policy.plan import Plan
+from hf_ckpt.structure.stored import adapter_configs, stored
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def check_can_be_saved(device: torch.device) -> None:
 
 
 def _adapters(model: nn.Module) -> Iterator[Contents]:
-    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    configs = adapter_configs(model)
     if not configs or not hasattr(model, "base_model"):
         return
     from peft import get_peft_model_state_dict
@@ -136,7 +137,7 @@ def _adapters(model: nn.Module) -> Iterator[Contents]:
 
 
 def _whole_model(model: nn.Module) -> Contents:
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = stored(model, "_keys_to_ignore_on_save") or ()
     names: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not any(re.search(pattern, name) for pattern in ignored):

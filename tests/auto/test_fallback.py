@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,35 @@ def test_without_a_fallback_the_run_is_refused(tmp_path: Path) -> None:
 def test_fallback_is_a_mode_beside_auto(policy: str, fallback: str) -> None:
     with pytest.raises(PolicyError):
         HFCkptCallback(policy, fallback=fallback)
+
+
+REAL: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("fallback", ["full", None])
+def test_forward_that_reaches_the_real_model_falls_back(
+    fallback: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def patched() -> Any:
+        model = llama(num_hidden_layers=2)
+        REAL["forward"] = model.model.layers[1].mlp.down_proj.forward
+        model.model.layers[1].mlp.down_proj.forward = lambda hidden: REAL["forward"](hidden) * 0.5
+        return model
+
+    def train(*callbacks: HFCkptCallback) -> Trainer:
+        run = Trainer(patched(), TrainingArguments(**arguments(tmp_path)), train_dataset=rows(), callbacks=[*callbacks])
+        run.train()
+        return run
+
+    callback = HFCkptCallback("auto", memory_budget="1GiB", fallback=fallback)
+    message = r'forward of "model.layers.1.mlp.down_proj" reaches model.layers.1.mlp.down_proj.weight of the real'
+    if fallback is None:
+        with pytest.raises(UnsupportedError, match=message):
+            train(callback)
+        return
+    plain, run = train(), train(callback)
+    assert modes(callback) == ["full", "full"]
+    assert re.search(message, caplog.text)
+    assert "fallback is in force" in caplog.text
+    assert losses(run) == losses(plain)
+    assert not changed(weights(plain.model), weights(run.model))

@@ -1,0 +1,68 @@
+"""What modules store, read without running code of the model: no property, no parametrisation, no `__getattr__`.
+
+Reading a parametrised weight computes it: buffers advance (spectral norm) and random numbers are drawn, which makes
+another model of it without a word.
+"""
+
+from __future__ import annotations
+
+from functools import partial, partialmethod
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_AROUND = ("base_layer", "original_module", "_fsdp_wrapped_module")
+_PLAIN = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, partial, partialmethod, type)
+"""What a class may hold as it is; whatever else has a `__get__` computes something."""
+
+
+def stored(owner: object, name: str) -> Any:
+    """Return what an object or its class stores under a name; None where nothing is, or it would be computed.
+
+    A module that a compiler wraps is looked at itself, not its wrapper.
+    """
+    places: tuple[Any, ...] = (getattr(owner, "__dict__", {}),)
+    if isinstance(owner, nn.Module):
+        while (inner := owner._modules.get("_orig_mod")) is not None:
+            owner = inner
+        places = (vars(owner), owner._parameters, owner._buffers, owner._modules)
+    for place in places:
+        if name in place:
+            return place[name]
+    for kind in type(owner).__mro__:
+        if name in vars(kind):
+            found = vars(kind)[name]
+            return found if isinstance(found, _PLAIN) or not hasattr(type(found), "__get__") else None
+    return None
+
+
+def adapter_configs(model: object) -> dict[str, Any]:
+    """Return the configs of a model's adapters of PEFT, by name: what `peft_config` shows."""
+    # `PeftModel.peft_config` is a property over these two.
+    found = stored(model, "peft_config") or stored(model, "_peft_config")
+    return dict(found or stored(stored(model, "base_model"), "peft_config") or {})
+
+
+def inside_adapters(module: nn.Module) -> nn.Module:
+    """Return the layer that adapters of PEFT are around, or that one trains a copy of; any other module as it is."""
+    while inner := [name for name in _AROUND if name in module._modules]:
+        module = module.get_submodule(inner[0])
+    return module
+
+
+def weight_shape(module: nn.Module) -> torch.Size | None:
+    """Return the shape of a module's own weight; None without one.
+
+    Of a parametrised weight it is that of the largest tensor that it is computed from.
+    """
+    if (weight := module._parameters.get("weight")) is not None:
+        return weight.shape
+    parametrised = stored(module._modules.get("parametrizations"), "weight")
+    if isinstance(parametrised, nn.Module):
+        found: list[Any] = list(parametrised.parameters(recurse=False))
+    else:
+        found = [stored(module, name) for name in ("weight", "qweight")]
+    shapes = [each.shape for each in found if isinstance(each, Tensor)]
+    return max(shapes, key=lambda shape: (len(shape), shape.numel()), default=None)
