@@ -341,7 +341,15 @@ class OriginalCall:
         """Return what is wrong with what the region was given for its recomputation, or with what it returned."""
         assert self._proof is not None
         given = self._proof.fingerprints(tensors)
-        if self._proof.is_simulated or all_equal([*self._given, *self._returned], [*given, *outputs]):
+        if self._proof.is_simulated:
+            return None
+        with self._proof.unobserved():
+            return self._difference_of_values(tensors, given, outputs)
+
+    def _difference_of_values(
+        self, tensors: Sequence[Tensor], given: list[Fingerprint], outputs: list[Fingerprint]
+    ) -> str | None:
+        if all_equal([*self._given, *self._returned], [*given, *outputs]):
             return None
         if not all_equal(self._given, given):
             pairs = zip(self._places, self._given, given, strict=False)
@@ -360,12 +368,18 @@ class OriginalCall:
         )
 
     def _compare_gradients(self) -> None:
-        expected, received, proof = self._expected, self._received, self._proof
-        if expected is None or proof is None:
+        if self._expected is None or self._proof is None:
             return
-        if proof.is_simulated:
+        if self._proof.is_simulated:
             self._end(None)
             return
+        with self._proof.unobserved():
+            self._end(self._difference_of_gradients(self._expected, self._received))
+
+    def _difference_of_gradients(
+        self, expected: dict[_Key, list[Fingerprint]], received: dict[_Key, list[Fingerprint]]
+    ) -> str | None:
+        """Return what is wrong with the gradients of the region."""
         lost = [key for key, found in expected.items() if found and key not in self._keys]
         both = [key for key, found in expected.items() if found and received.get(key)]
         if not self._num_nodes_left:
@@ -373,21 +387,16 @@ class OriginalCall:
             both += [key for key, found in received.items() if found and not expected.get(key)]
         lost, both = ([key for key in keys if key not in self._not_asked] for keys in (lost, both))
         if lost:
-            self._end(f"the plan loses the gradient of {self._names(lost)}, which the module's own forward gives.")
-            return
+            return f"the plan loses the gradient of {self._names(lost)}, which the module's own forward gives."
         pairs = {key: (_total(expected.get(key, [])), _total(received[key])) for key in both}
-        if all_equal(
-            [one for pair in pairs.values() for one in pair[0]], [one for pair in pairs.values() for one in pair[1]]
-        ):
-            self._end(None)
-            return
+        if all_equal(*([each for pair in pairs.values() for each in pair[number]] for number in (0, 1))):
+            return None
         differ = {key: pair for key, pair in pairs.items() if not all_equal(*pair)}
         if (noise := self._noise_of(differ)) is not None:
             self._region.proof.note_noise(self._region.path, noise)
-            self._end(None)
-            return
+            return None
         distance = max((_distance(*pair) for pair in differ.values()), default=0.0)
-        self._end(
+        return (
             f"the plan gives {self._names(list(differ))} another gradient than the module's own forward does"
             f"{by_distance(distance)}. If nothing has changed the module or its hooks since its forward, this is a "
             "fault of hf_ckpt: please report it."

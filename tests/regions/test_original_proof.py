@@ -146,7 +146,7 @@ def _on_first(change: Callable[[Tensor], Tensor], returned: Any) -> Any:
 PLANTS: dict[str, tuple[Plant, str]] = {
     "output": (output_is_scaled, "returned something else|returns something else"),
     "input": (input_is_scaled, "is given another|returned something else"),
-    "skipped": (region_is_skipped, "returned something else|does not depend|returns something else"),
+    "skipped": (region_is_skipped, "returned something else|does not depend|returns something else|ran once"),
     "keyword": (keyword_is_dropped, "returned something else"),
     "doubled": (gradient_is_doubled, "another gradient"),
     "tripled": (gradient_of_inputs_is_tripled, "another gradient|loses the gradient|is given another"),
