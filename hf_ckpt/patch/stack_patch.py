@@ -108,6 +108,7 @@ class StackPatch:
         self.siblings: list[StackPatch] = [self]
         self.train_call: TrainCall | None = None
         self.drops_cache = False
+        self.reads_cache = False
         self.cache_check: SharedIndexCheck | None = None
         self._is_paused = False
         self._is_logged = False
@@ -124,7 +125,9 @@ class StackPatch:
 
     def make_region(self, path: str, module: nn.Module, region: Region) -> None:
         """Make a whole layer a region, through the seam if that is what runs."""
-        self.drops_cache |= not getattr(module, READS_CACHE_ONLY, False)
+        reads_only = bool(getattr(module, READS_CACHE_ONLY, False))
+        self.drops_cache |= not reads_only
+        self.reads_cache |= reads_only
         if runs_seam(module):
             self.set(path, module, STATE, ModuleState(path, self.pending_errors))
             self.set(path, module, FUNCTION, region)
@@ -200,7 +203,9 @@ class StackPatch:
 
         A cache that the model makes for itself in training serves nobody, and is left out of recomputed layers.
         """
-        if self.drops_cache and any(map(is_cache, arguments)):
+        # What layers of one stack would read, those of another may have been kept from filling.
+        is_lost = self.drops_cache or (self.reads_cache and any(patch.drops_cache for patch in self.siblings))
+        if is_lost and any(map(is_cache, arguments)):
             raise UnsupportedError(
                 f"The model that runs {self.path} was handed a key/value cache in a training step (prefix tuning, a "
                 "prompt that was encoded before, or use_cache=True). Recomputed layers can neither read nor fill it, "

@@ -19,6 +19,7 @@ import gc
 import logging
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,8 +85,8 @@ class OriginalCall:
         self._module = module_of(function) or next((each for each in args if isinstance(each, nn.Module)), None)
         # Its own: what the region does to the modules while it runs is not what they were called with.
         self.state = CallState(function, args)
-        # None while it is not known whether this call is proven.
-        self._proof: CallProof | None = None
+        # The proof holds this object, as long as the graph does.
+        self._proof_ref: weakref.ref[CallProof] | None = None
         self._places: list[int | str] = []
         self._goals: _Goals = {}
         self._output_numbers: list[int] = []
@@ -101,6 +102,11 @@ class OriginalCall:
         self.fault: str | None = None
         """What is wrong, unless the recomputation shows more."""
 
+    @property
+    def _proof(self) -> CallProof | None:
+        """The proof of the call; None if it is not proven, or all is known."""
+        return None if self._proof_ref is None else self._proof_ref()
+
     # --- While the region runs forward. ---
 
     def check_again(self) -> None:
@@ -113,10 +119,13 @@ class OriginalCall:
         module = self._module
         if proof is None or not proof.runs_to_end or module is None or any(map(is_compiled, module.modules())):
             return proof
-        self._proof = proof
+        self._proof_ref = weakref.ref(proof)
         proof.original = self
         self._region.begin_original(self)
         self._places = [place for place, value in self._arguments.items() if belongs_to_graph(place, value)]
+        # Places of one and the same tensor, as of queries, keys and values: it gets one gradient.
+        firsts: dict[int, int | str] = {}
+        self._firsts = {place: firsts.setdefault(id(self._arguments[place]), place) for place in self._places}
         self._require_grad = [self._arguments[place].requires_grad for place in self._places]
         self._inputs = [self._arguments[place] for place in self._places]
         self._given = proof.fingerprints([self._arguments[place] for place in self._places])
@@ -138,12 +147,13 @@ class OriginalCall:
 
     def end_forward(self, returned: Any, *, makes_aliases: bool) -> Any:
         """Note what the region returned, and watch the gradients that go in and out. Return what is to be passed on."""
-        if self._proof is None:
+        proof = self._proof
+        if proof is None:
             return returned
         self._written = [tensor for tensor, version in self._versions if tensor._version != version]
         del self._versions
         outputs = _tensors_of(returned)
-        self._returned = self._proof.fingerprints(outputs, has_sketch=True)
+        self._returned = proof.fingerprints(outputs, has_sketch=True)
         inputs, self._inputs = self._inputs, ()
         goals, self._goals = self._goals, {}
         passed_on = {node for node, _ in goals}
@@ -153,7 +163,7 @@ class OriginalCall:
             if tensor.grad_fn is not None and tensor.grad_fn not in passed_on
         ]
         if not numbers:
-            self._watch_what_passes_through(inputs, outputs)
+            self._watch_what_passes_through(proof, inputs, outputs)
             return returned
         is_single = len({id(outputs[number]) for number in numbers}) == 1
         if not (is_single or makes_aliases) or _has_tiles(self._module):
@@ -182,15 +192,20 @@ class OriginalCall:
             aliases[id(outputs[number])].register_hook(partial(self._note_output_gradient, number))  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda tensor: aliases.get(id(tensor), tensor), returned)
 
-    def _watch_what_passes_through(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _watch_what_passes_through(self, proof: CallProof, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Run the original when the gradient of an output comes: no recomputation is to be expected.
 
         What the region returns, it was given, or it has no graph. So the inputs are held here.
         """
         inputs = [each.detach() for each in inputs]
+
+        def run_original(_: Tensor, proof: CallProof = proof) -> None:
+            # With the proof, which nothing else may hold here.
+            self.before_recomputation(inputs)
+
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(lambda _: self.before_recomputation(inputs))  # type: ignore[no-untyped-call]
+                output.register_hook(run_original)  # type: ignore[no-untyped-call]
 
     # --- While the backward of the region runs. ---
 
@@ -255,7 +270,7 @@ class OriginalCall:
 
     def _end(self, fault: str | None) -> None:
         """All is known: let go of everything."""
-        self._proof, self._expected = None, None
+        self._proof_ref, self._expected = None, None
         self._arguments, self._output_gradients, self._received, self._inputs = {}, {}, {}, ()
         if fault is not None:
             self._region.add_fault(fault)
@@ -297,8 +312,8 @@ class OriginalCall:
             ]
             given = {place: _copied(value) for place, value in self._arguments.items()}
             # No leaves: they are none in the model, and hooks of others (torch's FLOP counter) do not take them here.
-            views = (tensor.view_as(tensor) for tensor in inputs)
-            given.update(zip(self._places, views, strict=True))
+            views = {place: tensor.view_as(tensor) for place, tensor in zip(self._places, inputs, strict=True)}
+            given.update({place: views[first] for place, first in self._firsts.items()})
             first_node = _num_nodes_made()
             goals: _Goals = {}
             for place, tensor in given.items():
@@ -457,7 +472,9 @@ def _edges_of(outputs: Sequence[Tensor], goals: _Goals, first_node: int) -> tupl
             if (following, number) in goals:
                 targets.append((place, goals[following, number], following))
             elif hasattr(following, "variable"):
-                targets.append((place, ("weight", id(following.variable)), following))
+                # Other leaves may have been made inside, for this run alone.
+                if isinstance(following.variable, nn.Parameter):
+                    targets.append((place, ("weight", id(following.variable)), following))
             elif following not in seen and following._sequence_nr() >= first_node:
                 seen.add(following)
                 nodes.append(following)

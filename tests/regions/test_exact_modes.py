@@ -20,7 +20,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt.patch.layer_settings import set_forward
 from hf_ckpt.patch.stack_patch import StackPatch
 from hf_ckpt.patch.tileable_modules import tiled_modules
 from hf_ckpt.regions.tiling import Tiling, run_tiled
@@ -117,7 +116,7 @@ def sliced(setting: str) -> Result:
     for stack in find_layers(case.model):
         for layer in stack.layers:
             for name in tiled_modules(layer):
-                set_forward(patch, name, layer.submodule(name), partial(run_tiled, Tiling(TILES, recomputes=False)))
+                patch.set_forward(name, layer.submodule(name), partial(run_tiled, Tiling(TILES, recomputes=False)))
     try:
         with exactness.counted_entries(case.model) as (_, backward):
             got = SETTINGS[setting][1](case)
