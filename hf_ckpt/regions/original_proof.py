@@ -25,6 +25,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import isnan
+from types import FrameType
 from typing import Any
 
 import torch
@@ -492,8 +493,8 @@ def _is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     known = set(map(id, outputs))
     young = [each for each in gc.get_objects(generation=0) if type(each) is Tensor]
     inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
-    ours = (young, inside, sys._getframe())
-    return bool(inside) and any(all(holder is not each for each in ours) for holder in gc.get_referrers(*inside))
+    holders = gc.get_referrers(*inside) if inside else []
+    return any(each is not young and each is not inside and not isinstance(each, FrameType) for each in holders)
 
 
 @contextmanager
