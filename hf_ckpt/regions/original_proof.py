@@ -21,7 +21,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import isnan
@@ -181,16 +181,20 @@ class OriginalCall:
         # These nodes are not kept: they keep the hooks, and with them this object.
         for node, targets in edges:
             node.register_hook(partial(self._receive, targets))
+        if goals:
+            # By its turn all of the region has run that runs at all: experts may be idle.
+            oldest = min((node for node, _ in goals), key=lambda node: node._sequence_nr())
+            oldest.register_prehook(self._leave_region)
         self._num_nodes = len(edges)
         self._keys = {key for _, targets in edges for _, key, _ in targets}
         if is_single:
-            _hook_first(outputs[numbers[0]], partial(self._note_output_gradient, numbers[0]))
+            _hook_output(outputs[numbers[0]], partial(self._note_output_gradient, numbers[0]))
             return returned
         # A region is recomputed as soon as the gradient of one of its outputs has come through. Those of aliases have
         # all come by then, as these are the last that the region makes.
         aliases = {id(outputs[number]): outputs[number].view_as(outputs[number]) for number in numbers}
         for number in numbers:
-            aliases[id(outputs[number])].register_hook(partial(self._note_output_gradient, number))  # type: ignore[no-untyped-call]
+            _hook_output(aliases[id(outputs[number])], partial(self._note_output_gradient, number))
         return tree_map_only(Tensor, lambda tensor: aliases.get(id(tensor), tensor), returned)
 
     def _watch_what_passes_through(self, proof: CallProof, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -235,6 +239,10 @@ class OriginalCall:
         if not self._num_nodes_left:
             self._compare_gradients()
 
+    def _leave_region(self, _: object) -> None:
+        if self._proof is not None and self._task == torch._C._current_graph_task_id():
+            self._compare_gradients()
+
     def before_recomputation(self, tensors: Sequence[Tensor]) -> None:
         """Run the original: the region is about to be recomputed from `tensors`."""
         if self._proof is None or is_transformed():
@@ -258,7 +266,8 @@ class OriginalCall:
                 # What passes through is not recomputed, which would show more.
                 self._end(None if self._num_nodes else fault)
                 return
-        self._has_compared_outputs = self._region.has_original = True
+        self._has_compared_outputs = True
+        self._region.end_original()
         if expected is not None:
             self._expected = expected
             # For further runs, if kernels do not repeat themselves.
@@ -491,7 +500,7 @@ def _is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     only the graph holds, as the base of a view, is in Python's list of objects too; nothing of Python refers to it.
     """
     known = set(map(id, outputs))
-    young = [each for each in gc.get_objects(generation=0) if type(each) is Tensor]
+    young = [each for each in gc.get_objects(generation=0) if issubclass(type(each), Tensor)]
     inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
     holders = gc.get_referrers(*inside) if inside else []
     return any(each is not young and each is not inside and not isinstance(each, FrameType) for each in holders)
@@ -517,7 +526,7 @@ def _add_received(
 ) -> None:
     for place, key, _ in targets:
         gradient = gradients[place]
-        if isinstance(gradient, Tensor) and is_plain(gradient):
+        if isinstance(gradient, Tensor) and (proof.is_simulated or is_plain(gradient)):
             received.setdefault(key, []).extend(proof.fingerprints([gradient], has_sketch=True))
 
 
@@ -543,15 +552,24 @@ def _is_asked(node: Node) -> bool:
         return False
 
 
-def _hook_first(tensor: Tensor, hook: Any) -> None:
-    """Place a gradient hook before those that are there: what they do belongs to the region."""
-    found: Any = tensor._backward_hooks
-    before = dict(found or {})
-    if before:
-        found.clear()
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
+def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with the gradient of an output, before the hooks that are on it by now: they belong to the region."""
+    before: dict[Any, Any] = dict(output._backward_hooks or {})
+    if not before:
+        # A hook on the tensor would keep it there as long as the graph.
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(partial(_call_with, hook, output.output_nr))
+        return
+    found: Any = output._backward_hooks
+    found.clear()
+    output.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
     # torch calls them in the order in which they came to be there.
-    (tensor._backward_hooks or {}).update(before)
+    found.update(before)
+
+
+def _call_with(hook: Callable[[Tensor], None], number: int, gradients: Sequence[Any]) -> None:
+    if gradients[number] is not None:
+        hook(gradients[number])
 
 
 @contextmanager

@@ -210,6 +210,7 @@ class RegionProof:
         self._num_forwards = 0
         self._tries = 0
         self.has_original = False
+        self._is_original_due = True
         self._original: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,7 +228,7 @@ class RegionProof:
     def begin_step(self, is_due: bool) -> None:
         """See `ValueProof.begin_step`."""
         if is_due:
-            self.is_awaited, self._tries = True, 0
+            self.is_awaited, self._tries, self._is_original_due = True, 0, True
         self._tries = min(self._tries, _TRIES - 1)
 
     def start_call(self, function: Function, tensors: Sequence[Any]) -> CallProof | None:
@@ -260,7 +261,8 @@ class RegionProof:
         """Whether the call that begins is to be held against the original: one of a forward, if the region is due."""
         proof = self.proof
         return (
-            self.is_awaited
+            self._is_original_due
+            and self.is_awaited
             and proof.prove != "off"
             and proof.is_open is not False
             and proof.represents(self)
@@ -271,6 +273,10 @@ class RegionProof:
         """Note that a call is held against the original: no other one is while its graph lives."""
         self._original = weakref.ref(original)
 
+    def end_original(self) -> None:
+        """Note that a call was held against the original."""
+        self.has_original, self._is_original_due = True, False
+
     def add_fault(self, fault: str) -> None:
         """See `ValueProof.add_fault`."""
         self.proof.add_fault(self.path, fault)
@@ -278,7 +284,7 @@ class RegionProof:
     def check_again(self) -> None:
         """The region runs in another way from now on, which is to be checked too."""
         if self.proof.prove != "off":
-            self.begin_step(is_due=True)
+            self.is_awaited, self._tries = True, 0
 
     def finish_call(self, fault: str | None) -> None:
         """A call that is checked has been recomputed."""
