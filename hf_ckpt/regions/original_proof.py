@@ -88,6 +88,7 @@ class OriginalCall:
         self.state = CallState(function, args)
         # The proof holds this object, as long as the graph does.
         self._proof_ref: weakref.ref[CallProof] | None = None
+        self._held: CallProof | None = None
         self._places: list[int | str] = []
         self._goals: _Goals = {}
         self._output_numbers: list[int] = []
@@ -269,7 +270,8 @@ class OriginalCall:
         self._has_compared_outputs = True
         self._region.end_original()
         if expected is not None:
-            self._expected = expected
+            # The region lets go of its proof once it is recomputed.
+            self._expected, self._held = expected, self._proof
             # For further runs, if kernels do not repeat themselves.
             self._inputs = tensors
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, self._task))
@@ -280,7 +282,7 @@ class OriginalCall:
 
     def _end(self, fault: str | None) -> None:
         """All is known: let go of everything."""
-        self._proof_ref, self._expected = None, None
+        self._proof_ref = self._held = self._expected = None
         self._arguments, self._output_gradients, self._received, self._inputs = {}, {}, {}, ()
         if fault is not None:
             self._region.add_fault(fault)
