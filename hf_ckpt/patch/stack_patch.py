@@ -125,11 +125,14 @@ class StackPatch:
 
     def make_region(self, path: str, module: nn.Module, region: Region) -> None:
         """Make a whole layer a region, through the seam if that is what runs."""
-        reads_only = bool(getattr(module, READS_CACHE_ONLY, False))
+        reads_only = bool(getattr(type(module), READS_CACHE_ONLY, False))
         self.drops_cache |= not reads_only
         self.reads_cache |= reads_only
         if runs_seam(module):
             self.set(path, module, STATE, ModuleState(path, self.pending_errors))
+            if hasattr(module, READS_CACHE_ONLY):
+                # The region takes caches out, and nothing else that has such a name.
+                self.set(path, module, READS_CACHE_ONLY, True)
             self.set(path, module, FUNCTION, region)
             self.set(path, module, FLAG, True)
         else:

@@ -10,13 +10,14 @@ from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 _OTHER_CACHES = frozenset(
     {
@@ -42,7 +43,8 @@ _OTHER_CACHES = frozenset(
 until 5.10), of Reformer and xLSTM in 5.24 still."""
 
 READS_CACHE_ONLY = "_can_checkpoint_with_cache"
-"""Attribute of layers of transformers, from 5.17 on, that read a cache that others filled, and leave it as it is."""
+"""Attribute of layer classes of transformers, from 5.17 on, that read a cache that others filled, and leave it as it
+is. Set on a layer it has the seam take out no argument by its name, whatever is in there."""
 
 _MAX_READ = 500
 """Objects that are read of one argument: what is behind them is not looked at."""
@@ -52,9 +54,27 @@ _OPAQUE = (nn.Module, type, ModuleType, *_VALUES)
 
 def is_cache(value: object) -> bool:
     """Whether a value is a key/value cache of transformers, or the state of a mamba or linear-attention layer."""
-    return isinstance(value, Cache) or any(
-        base.__name__ in _OTHER_CACHES and base.__module__.startswith("transformers.") for base in type(value).__mro__
-    )
+    kind = type(value)
+    # A subclass of somebody else's may hold what a layer reads besides.
+    return kind.__module__.startswith("transformers.") and (issubclass(kind, Cache) or kind.__name__ in _OTHER_CACHES)
+
+
+def is_filled(cache: Any, layer: nn.Module | None) -> bool:
+    """Whether a cache has something for a layer, before that has run: of another model, a prefix, an earlier round."""
+    modules = () if layer is None else layer.modules()
+    indices = {index for module in modules if type(index := vars(module).get("layer_idx")) is int}
+    caches = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        caches = [cache.self_attention_cache, cache.cross_attention_cache]
+    entries = [enumerate(getattr(each, "layers", ())) for each in caches]
+    return any(_has_values(entry) for index, entry in chain(*entries) if not indices or index in indices)
+
+
+def _has_values(entry: Any) -> bool:
+    """Whether a layer has written to its place in a cache; those that hold a state alone count no positions."""
+    length = getattr(entry, "get_seq_length", int)()
+    states = getattr(entry, "has_previous_state", False)
+    return bool(length) or (any(states.values()) if isinstance(states, dict) else bool(states))
 
 
 class GivenState:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache
 
+from hf_ckpt.regions.arguments import READS_CACHE_ONLY, is_cache
 from hf_ckpt.regions.execution_state import Function
 
 _AOT_BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_with_mode", "cudagraphs")
@@ -25,12 +25,13 @@ def recompute_compiled(recompute_eagerly: Function, function: Function, *args: A
     """Let the compiler that traces this recompute `function(*args)`; `recompute_eagerly` does it where it cannot."""
     if not is_exact_when_compiled():
         return run_uncompiled(recompute_eagerly, function, *args)
-    # A compiler traces into torch's checkpoint, and takes all that its function closes over for an input. It cannot
-    # trace `is_cache`.
+    # A compiler traces into torch's checkpoint, and takes all that its function closes over for an input.
     if isinstance(function, partial):
-        keywords = {name: None if isinstance(value, Cache) else value for name, value in function.keywords.items()}
+        if getattr(type(function.args[0]) if function.args else None, READS_CACHE_ONLY, False):
+            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **options)
+        keywords = {name: None if is_cache(value) else value for name, value in function.keywords.items()}
         function = partial(function.func, *function.args, **keywords)
-    args = tuple([None if isinstance(value, Cache) else value for value in args])
+    args = tuple([None if is_cache(value) else value for value in args])
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **options)
 
 

@@ -16,15 +16,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
 from numbers import Number
 from operator import attrgetter, getitem
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions import fingerprints
@@ -322,6 +325,9 @@ class _Attributes:
         self._modules = modules
         self._left_out = left_out
         self._all = [vars(module) for module in modules if type(module) not in _HOLDERS]
+        # Layers read switches of the model's config when they run, as the implementation of attention.
+        configs = (config for owner in self._all if _is_config(config := owner.get("config")))
+        self._all += {id(config): vars(config) for config in configs}.values()
         self._sizes = list(map(len, self._all))
         found = [(owner, name) for owner in self._all for name in owner if self._is_compared(owner, name)]
         self._owners = [owner for owner, _ in found]
@@ -671,6 +677,7 @@ _Place = tuple[int, str]
 
 _IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _PLAIN: tuple[Any, ...] = (*_IMMUTABLE, torch.layout, torch.memory_format, Number, Enum, range)
+_PLAIN += (FunctionType, BuiltinFunctionType, type)
 _MAX_ITEMS = 1000
 """A longer container is no setting but a record, and would take long to compare."""
 _HOLDERS = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity})
@@ -693,7 +700,7 @@ def _place(owner: dict[str, Any], name: str) -> _Place:
     return id(owner), name
 
 
-def _is_plain(value: Any, depth: int = 2) -> bool:
+def _is_plain(value: Any, depth: int = 4) -> bool:
     if type(value) in _IMMUTABLE:
         return True
     if isinstance(value, dict) and depth and len(value) <= _MAX_ITEMS:
@@ -701,6 +708,12 @@ def _is_plain(value: Any, depth: int = 2) -> bool:
     if isinstance(value, list | tuple | set | frozenset) and depth and len(value) <= _MAX_ITEMS:
         return all(_is_plain(item, depth - 1) for item in value)
     return isinstance(value, _PLAIN)
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, (PretrainedConfig, SimpleNamespace)) or (
+        is_dataclass(value) and hasattr(value, "__dict__")
+    )
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:

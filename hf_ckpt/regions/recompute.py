@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenState, is_cache
+from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenState, is_cache, is_filled
 from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
     ConcurrentRun,
@@ -331,15 +331,21 @@ def split_call(function: Function, args: Sequence[Any]) -> tuple[Call, list[Tens
 def arguments_of(function: Function, args: Sequence[Any]) -> tuple[Function, dict[int | str, Any]]:
     """Return a function and its arguments, those of a `partial` too: positional ones by number, others by keyword.
 
-    Every key/value cache is taken out: recomputation would append to it a second time. The seam of transformers takes
-    it out of keyword arguments only, of other names in each version, and GPT-2 passes its cache by position.
+    Every key/value cache is taken out: recomputation would append to it a second time. The seam of transformers goes
+    by the names of keyword arguments, others in each version, and GPT-2 passes its cache by position.
     """
     keywords: dict[Any, Any] = {}
     if isinstance(function, partial):
         args, keywords, function = (*function.args, *args), function.keywords, function.func
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **keywords}
     caches = [place for place, value in arguments.items() if is_cache(value)]
-    if caches and not getattr(_layer_of(function, args), READS_CACHE_ONLY, False):
+    if caches and not getattr(type(layer := _layer_of(function, args)), READS_CACHE_ONLY, False):
+        if any(is_filled(arguments[place], layer) for place in caches):
+            raise UnsupportedError(
+                f"{CallState(function, args).path or type(layer).__name__} is to be recomputed, but it is handed a "
+                "key/value cache that has something for it already (a prefix). A recomputed layer can neither read nor "
+                'fill it, and the loss would change without a word. Use mode "none" or "ffn" there.'
+            )
         arguments.update(dict.fromkeys(caches))
     return function, arguments
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +49,6 @@ from hf_ckpt.regions.fingerprints import (
     rounding_of,
     unobserved,
 )
-
-if TYPE_CHECKING:
-    from hf_ckpt.regions.original_proof import OriginalCall
 
 logger = logging.getLogger(__name__)
 
@@ -303,12 +300,22 @@ class _Run:
     after: StateFingerprint
 
 
+class Original(Protocol):
+    """Holds a call against the forward that its module had before the plan; see `original_proof`."""
+
+    fault: str | None
+    """What is wrong, unless the recomputation shows more."""
+
+    def before_recomputation(self, tensors: Sequence[Tensor]) -> None:
+        """Run the original: the region is about to be recomputed from `tensors`."""
+
+
 class CallProof:
     """Checks the runs of one call: the forward, then its recomputations. `module` is None if it is not known."""
 
     is_simulated = False
     """Whether there are shapes only."""
-    original: OriginalCall | None = None
+    original: Original | None = None
     """What holds the call against the original, if it is held."""
 
     def __init__(self, region: RegionProof, module: nn.Module | None) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_ckpt.errors import UnsupportedError
-from hf_ckpt.regions.arguments import is_cache
+from hf_ckpt.regions.arguments import is_cache, is_filled
 from tests import exactness, plain_models, zoo
 
 pytestmark = pytest.mark.core
@@ -71,6 +71,14 @@ class Tables:
     scale: Tensor = field(default_factory=lambda: SCALE)
 
 
+class UsersCache(DynamicCache):
+    """A subclass of a real one, which holds more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = SCALE
+
+
 DynamicTables = type("HybridMambaAttentionDynamicCache", (Tables,), {"__module__": "transformers_modules.remote"})
 
 
@@ -102,6 +110,7 @@ NO_CACHES: dict[str, Callable[[], Any]] = {
     "a dict": lambda: TableCache(scale=SCALE),
     "a dataclass": Tables,
     "of remote code": DynamicTables,
+    "a subclass of a real one": UsersCache,
     "in a tuple": lambda: (RopeCache(),),
     "in a list": lambda: [RopeCache(), 3],
     "in a dict": lambda: {"rope": RopeCache()},
@@ -117,11 +126,30 @@ def test_object_that_is_no_cache_reaches_recomputed_layers(kind: str, block: typ
         assert exactness.check(case, policy) == []
 
 
+def named_block(name: str) -> type[nn.Module]:
+    """Return a layer behind transformers' seam that calls what it reads `name`."""
+
+    class Named(ScaledBehindSeam):
+        def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+            assert kwargs[name] is not None
+            return super().forward(hidden, kwargs[name])
+
+    return Named
+
+
+@pytest.mark.parametrize("make", [lambda: SCALE, lambda: (SCALE, SCALE), RopeCache, UsersCache])
+@pytest.mark.parametrize("name", ["past_key_values", "layer_past", "cache"])
+def test_argument_that_is_named_like_a_cache_reaches_recomputed_layers(name: str, make: Callable[[], Any]) -> None:
+    # transformers' seam goes by the name, and takes it out.
+    case = plain_models.case(plain_models.Decoder([named_block(name)() for _ in range(4)]))
+    case = zoo.Case("plain", case.model, {**case.inputs, name: make()})
+    before = [dict(vars(block)) for block in case.model.blocks]
+    for policy in exactness.RECOMPUTING:
+        assert exactness.check(case, policy) == []
+    assert [dict(vars(block)) for block in case.model.blocks] == before
+
+
 # --- Caches of transformers do not. ---
-
-
-class UsersCache(DynamicCache):
-    """A subclass of a real one."""
 
 
 def hybrid() -> Any:
@@ -133,7 +161,6 @@ def hybrid() -> Any:
 CACHES: dict[str, Callable[[], Any]] = {
     "dynamic": DynamicCache,
     "encoder and decoder": lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()),
-    "the user's": UsersCache,
     "hybrid": hybrid,
 }
 
@@ -182,6 +209,56 @@ def test_layer_appends_to_no_cache_twice_whatever_it_calls_it(name: str, seam: t
             blocks[0](hidden, **{name: cache}).sum().backward()
         assert cache.get_seq_length() == 0
         assert exactness.differences(expected, exactness.step(case)) == []
+
+
+def growing() -> Cache:
+    return DynamicCache()
+
+
+def of_two() -> Cache:
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def fixed() -> Cache:
+    return StaticCache(zoo.build("llama").model.config, max_cache_len=plain_models.LENGTH + 3)
+
+
+class WithPrefix(plain_models.Decoder):
+    """Makes its cache itself, with keys in it at some indices."""
+
+    def __init__(self, make: Callable[[], Cache], filled: int) -> None:
+        blocks = [caching_block("past", nn.Module)() for _ in range(4)]
+        for index, block in enumerate(blocks):
+            block.attention.layer_idx = index
+        super().__init__(blocks)
+        self.make, self.filled = make, filled
+
+    def forward(self, hidden: Tensor, **kwargs: object) -> Tensor:
+        cache = self.make()
+        states = torch.ones(1, 2, 3, 8)
+        getattr(cache, "self_attention_cache", cache).update(states, states, self.filled)
+        return super().forward(hidden, past=cache)
+
+
+@pytest.mark.parametrize("make", [growing, of_two, fixed])
+@every_policy
+def test_cache_that_a_model_has_filled_for_a_layer_is_refused(make: Callable[[], Cache], policy: str) -> None:
+    for filled in (0, 1):
+        case = plain_models.case(WithPrefix(make, filled))
+        with exactness.apply(case.model, policy), pytest.raises(UnsupportedError) as raised:
+            zoo.loss(case.model, case.inputs)
+        assert str(raised.value).startswith(f"blocks.{filled} is to be recomputed, but it is handed a key/value cache ")
+
+
+def test_state_of_a_linear_layer_counts_as_filled() -> None:
+    config = zoo.build("qwen3_next").model.config
+    cache, layer = DynamicCache(config=config), nn.Module()
+    layer.layer_idx = config.layer_types.index("linear_attention")  # type: ignore[assignment]
+    assert not is_filled(cache, layer)
+    cache.update_conv_state(torch.ones(1, 2, 4), layer.layer_idx)
+    assert is_filled(cache, layer)
+    layer.layer_idx += 1
+    assert not is_filled(cache, layer)
 
 
 # --- What a layer changes. ---

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
@@ -41,6 +43,14 @@ class Inner(nn.Module):
         return hidden * self.gain
 
 
+def flat(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def steep(hidden: Tensor) -> Tensor:
+    return 1.5 * hidden
+
+
 class Tuned(nn.Module):
     """Computes with attributes of every kind, after another module if there is one."""
 
@@ -52,12 +62,14 @@ class Tuned(nn.Module):
         self.scale, self.power, self.flips, self.kind, self.shift = 0.5, 2, False, "tanh", None
         self.bounds, self.gains, self.table, self._slope = (-3.0, 3.0), [1.0, 0.5], {"up": 1.0, "all": [1.0]}, 0.7
         self.dtype, self.curve, self.share, self.size = torch.float32, Curve.FLAT, np.float32(0.5), torch.Size([4])
+        self.function, self.kernel = flat, torch.cos
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.inner(self.first(hidden)) * self.scale * self.gains[0] * self.table["up"] * self.table["all"][0]
         hidden = (torch.tanh if self.kind == "tanh" else torch.sin)(hidden) + hidden.abs() ** self.power
         hidden = hidden.clamp(*self.bounds) * self._slope * self.curve.value * float(self.share) * self.factor
         hidden = hidden.to(self.dtype).exp().to(hidden.dtype) * self.size.numel()
+        hidden = self.function(hidden) + self.kernel(hidden)
         return (-hidden if self.flips else hidden) + (0.0 if self.shift is None else self.shift)
 
 
@@ -78,6 +90,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "number of numpy": lambda tuned: setattr(tuned, "share", np.float32(0.2)),
     "size": lambda tuned: setattr(tuned, "size", torch.Size([2])),
     "of the class, set on the module": lambda tuned: setattr(tuned, "factor", 0.2),
+    "function": lambda tuned: setattr(tuned, "function", steep),
+    "function of torch": lambda tuned: setattr(tuned, "kernel", torch.sin),
     "to a tensor": lambda tuned: setattr(tuned, "shift", torch.tensor(0.25)),
 }
 
@@ -121,6 +135,62 @@ def two_passes(name: str, step: int, case: zoo.Case) -> Tensor:
 @one_of_each_kind
 def test_every_kind_of_attribute_is_brought_back(name: str, way: str) -> None:
     hold(tuned, partial(two_passes, name, 1), way)
+
+
+class Reading(nn.Module):
+    """Reads a switch of its config when it runs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden) * self.config.gain
+
+
+@dataclass
+class Settings:
+    gain: float = 1.0
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "of transformers": lambda: LlamaConfig(gain=1.0),
+    "a dataclass": Settings,
+    "a namespace": lambda: SimpleNamespace(gain=1.0),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@one_of_each_kind
+def test_switches_of_a_config_are_brought_back(kind: str, way: str) -> None:
+    def build(way: str) -> zoo.Case:
+        case, config = modes.llama(), CONFIGS[kind]()
+        for layer in case.model.model.layers:
+            layer.mlp.act_fn = Reading(config)
+        return case
+
+    def flow(case: zoo.Case) -> Tensor:
+        config = case.model.model.layers[0].mlp.act_fn.config
+        first = loss_of(case)
+        config.gain = 0.3
+        loss = first + 2 * loss_of(case)
+        loss.backward()
+        assert config.gain == 0.3
+        return loss
+
+    hold(build, flow, way)
+
+
+@one_of_each_kind
+def test_attention_is_computed_again_as_it_was(way: str) -> None:
+    def flow(case: zoo.Case) -> Tensor:
+        loss = loss_of(case)
+        case.model.set_attn_implementation("eager")
+        loss = loss + 2 * loss_of(case)
+        loss.backward()
+        return loss
+
+    hold(lambda way: modes.llama(), flow, way)
 
 
 @pytest.mark.parametrize("step", [0, 2])

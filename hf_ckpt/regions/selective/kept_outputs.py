@@ -155,6 +155,9 @@ class KeptOutputs:
         self._enter(number, entry, [detached], () if is_copied else (output,))
 
     def _enter(self, number: CallId, entry: _KeptOutput, tensors: list[Tensor], returned: Iterable[Tensor]) -> None:
+        if torch.is_inference_mode_enabled():
+            # Tensors that are made there count no writes. No graph needs them: they are computed again.
+            return
         self._num_kept += 1
         self._entries[number] = self._last = entry
         if self._checks_writes:

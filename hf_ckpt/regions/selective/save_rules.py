@@ -74,7 +74,12 @@ ROUTING = frozenset(
 )
 """Operators that choose. `max` and `min` only where they return indices with the values."""
 
-_UNDECLARED_VIEWS = frozenset({"aten._unsafe_view", "aten._reshape_alias", "aten.lift_fresh", "aten.alias"})
+_UNDECLARED_VIEWS = frozenset(
+    """
+    aten._unsafe_view aten._reshape_alias aten.lift_fresh aten.alias
+    aten.unsafe_split aten.unsafe_split_with_sizes aten.unsafe_chunk
+    """.split()
+)
 NARROW = 128
 """Columns of the output for each term, from which on a product is narrow: see `is_narrow`."""
 _HIGHER_ORDER = "higher_order."

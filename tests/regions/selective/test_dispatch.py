@@ -228,6 +228,32 @@ def test_layers_that_are_not_what_they_seem_are_exact(cls: type[nn.Module], ente
         handle.remove()
 
 
+class Measuring(nn.Module):
+    """Takes numbers in inference mode from what it computes: of its layer, of a product, and of a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode():
+            found = self.first(hidden)
+            scale = float((found @ found.mT).topk(2)[0].mean())
+        return torch.tanh(self.second(torch.tanh(self.first(hidden) * scale)))
+
+
+@pytest.mark.parametrize("save", [(), ("aten.addmm", "aten.topk"), ("aten.mean", "aten.tanh"), ("first",)])
+def test_what_is_computed_in_inference_mode_is_computed_again(save: tuple[str, ...]) -> None:
+    layer, selection, saves = Measuring(), SelectiveStack(), SaveRules.of("selective", save)
+    handles = selection.hooks(layer, saves)
+    expected = gradients(layer)
+    for _ in range(STEPS):
+        got = gradients(layer, partial(recompute_selectively, selection, saves, None))
+        assert all(map(torch.equal, got, expected))
+    for handle in handles:
+        handle.remove()
+
+
 def test_an_output_that_changes_its_size_is_refused() -> None:
     layer, selection, saves = Writing(), SelectiveStack(), SaveRules.of("selective")
     selection.hooks(layer, saves)

@@ -153,6 +153,7 @@ def test_a_preset_that_finds_nothing_is_an_error_in_the_first_step(mode: str) ->
         ("aten.mm.defualt", "no operator that torch knows"),
         ("aten.view", 'save: "aten.view" makes no tensor of its own'),
         ("aten.add_", 'save: "aten.add_" makes no tensor of its own'),
+        ("aten.unsafe_split", 'save: "aten.unsafe_split" makes no tensor of its own'),
     ],
 )
 def test_names_that_nothing_can_have_are_refused_at_once(name: str, told: str) -> None:
