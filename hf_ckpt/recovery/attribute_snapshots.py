@@ -542,7 +542,8 @@ class _ModuleTree:
     def looks_current(self) -> bool:
         """Whether as many modules are there; now and then, whether the same."""
         self._num_looks += 1
-        if self._num_looks % _LOOKS == 0:
+        # Most of what modules get later they get in the first step.
+        if self._num_looks <= 2 or self._num_looks % _LOOKS == 0:
             return self.is_current()
         lists, sizes = self._turns[self._num_looks % _LOOKS]
         return list(map(len, lists)) == sizes

@@ -124,6 +124,26 @@ def test_a_step_that_failed_anywhere_gives_what_the_lean_plan_gives(
         assert losses(run) == logged
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("path", ["mlp.gate_proj", "self_attn", "input_layernorm"])
+def test_what_modules_get_in_the_first_step_is_brought_back_in_the_second(
+    path: str, accumulation: int, tmp_path: Path
+) -> None:
+    class Counting(PhasedTrainer):
+        def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            module: Any = model.get_submodule(f"model.layers.1.{path}")
+            module.num_calls = getattr(module, "num_calls", 0) + 1
+            return super().compute_loss(model, *args, **kwargs) * (1 + module.num_calls / 100)
+
+    size: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "kind": Counting}
+    lean = trained(llama, tmp_path, FailingOperators(), HFCkptCallback("full"), **size)
+    mode = FailingOperators({1: [40], 2: [700]})
+    run = trained(llama, tmp_path, mode, escalating(prove="off"), **size)
+    assert mode.raised == 2
+    assert changed(state(lean.model), state(run.model)) == []
+    assert losses(run) == losses(lean)
+
+
 def test_a_plan_on_which_the_step_failed_in_pieces_is_tried_again(tmp_path: Path) -> None:
     expected = trained(llama, tmp_path, FailingOperators(), HFCkptCallback("attention"))
     mode = FailingOperators({step: [300] for step in range(NUM_STEPS)}, message=FRAGMENTED)
