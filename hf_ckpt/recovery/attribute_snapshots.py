@@ -5,7 +5,7 @@ What it holds is copied one level deep; what is in there and may change too is a
 are is found once, and again only where one of them holds other ones than before.
 
 Not reached: what functions find in closures and globals, attributes of classes, and the insides of objects of torch,
-transformers, accelerate, peft and datasets, and of what reports runs.
+transformers, accelerate, peft and datasets, but for numbers and words, and of what reports runs.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ _OPAQUE = frozenset(
 )
 """Packages into whose objects nobody looks, nor into those of classes derived from theirs: what a step changes of the
 engine's is undone elsewhere, and what a thread works on cannot be."""
+_WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
+"""Of these numbers and words are noted all the same: a loss may anneal one in a config or in the arguments."""
 
 _MOST_NAMES = 4
 
@@ -207,6 +209,10 @@ def _kinds_of(value: object) -> Iterator[type[_Holder]]:
         yield kind
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if packages & _OPAQUE or kind is _Fixed:
+        # A mode or a hook that is derived from torch's watches the step from outside.
+        own = packages - {"torch"} | {cls.__module__.partition(".")[0]}
+        if kind is None and own & _WITH_SETTINGS and hasattr(value, "__dict__"):
+            yield _Settings
         return
     if any(map(_slots, cls.__mro__)):
         yield _Slots
@@ -350,6 +356,21 @@ class _Attributes(_Dict):
     def __init__(self, name: str, value: Any) -> None:
         self._owner = value  # A dictionary does not keep it alive.
         super().__init__(name, vars(value))
+
+
+class _Settings(_Attributes):
+    """Numbers and words that are attributes of an object of a library."""
+
+    def write(self, note: dict[Any, Any]) -> None:
+        for name in [name for name, value in self.value.items() if name not in note and type(value) in _IS_ATOM]:
+            del self.value[name]
+        self.value.update((name, value) for name, value in note.items() if type(value) in _IS_ATOM)
+
+    def changeable(self, note: dict[Any, Any]) -> Iterable[Any]:
+        return ()
+
+    def inside(self, note: dict[Any, Any]) -> Sequence[tuple[object, Any]]:
+        return ()
 
 
 class _Slots(_Holder):
