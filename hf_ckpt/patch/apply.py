@@ -127,7 +127,7 @@ class Applied:
 
         What this plan's removal was to undo, the new one's undoes; where `put` raises, it is undone at once.
         """
-        undos = self._patches[0].take_undos()
+        undos, check = self._patches[0].take_undos(), self._patches[0].cache_check
         self.remove()
         try:
             new = put()
@@ -137,6 +137,9 @@ class Applied:
             raise
         for undo in undos:
             new.on_remove(undo)
+        if check is not None:
+            # The step may go on under the new plan.
+            new.note_use_cache(check.values)
         return new
 
     def adopt(self, other: Applied) -> None:
@@ -233,7 +236,6 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         # A key/value cache serves nobody in a training step.
         check = SharedIndexCheck(stacks, drops_cache=any(patch.drops_cache for patch in patches))
         patches[0].hooks.extend(skip_in_training_forwards(model, check))
-        patches[0].on_remove(check.remove)
         patches[0].cache_check = check
     except BaseException:
         for patch in reversed(patches):

@@ -178,6 +178,9 @@ class StackPatch:
         self._on_remove.clear()
         if self._hook is not None:
             self._hook.remove()
+        if self.cache_check is not None:
+            # Not by `on_remove`: another plan would take that over.
+            self.cache_check.remove()
         if self.segment_hooks is not None:
             self.segment_hooks.remove()
         for hook in self.hooks:

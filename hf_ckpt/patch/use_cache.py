@@ -118,14 +118,13 @@ def _without_cache(
     if asked is not None:
         return None
     position_ids, attention_mask = map(given, _PACKED)
-    if position_ids is not None and attention_mask is None and check.is_on_without_plan(module):
-        # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
-        # Without the plan there would be one.
-        return None
+    # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
+    # Without the plan there would be one.
+    is_on = position_ids is not None and attention_mask is None and check.is_on_without_plan(module)
     place = places.get(_NAME, len(args))
     if len(args) <= place:
-        return args, {**kwargs, _NAME: False}
-    return (*args[:place], False, *args[place + 1 :]), kwargs
+        return args, {**kwargs, _NAME: is_on}
+    return (*args[:place], is_on, *args[place + 1 :]), kwargs
 
 
 class SharedIndexCheck:
@@ -160,6 +159,7 @@ class SharedIndexCheck:
         if self._running and self._running[0][0] is module:
             # An exception has ended its last forward.
             self._running.clear()
+            self.remove()
         if not self._running and not is_changed:
             return
         if not self._handles:

@@ -11,7 +11,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -29,7 +29,7 @@ _COPIED_BYTES = 2**20
 """Of a gradient that nobody has set to None before the window, up to which it is copied."""
 
 
-_version, _gradient = attrgetter("_version"), attrgetter("grad")
+_version = attrgetter("_version")
 
 
 # --- Random numbers. ---
@@ -408,8 +408,7 @@ class Window:
         """
         self._parameters, self._others = parameters, others
         self._versions = list(map(_version, chain(parameters, others)))
-        has_gradient = (gradient is not None for gradient in map(_gradient, parameters))
-        self._zeros = list(compress(parameters, has_gradient))
+        self._zeros = [parameter for parameter in parameters if parameter.grad is not None]
         # Waits for the device, which the Trainer's own zero_grad(), to None, makes needless.
         self._has_gradients = any(bool(p.grad.any()) for p in self._zeros if p.grad is not None)
         self._gradients_of_others = GradientsOfOthers(others)

@@ -5,7 +5,7 @@ What it holds is copied one level deep; what is in there and may change too is a
 are is found once, and again only where one of them holds other ones than before.
 
 Not reached: what functions find in closures and globals, attributes of classes, and the insides of objects of torch,
-transformers, accelerate, peft and datasets, and of what reports runs.
+transformers, accelerate, peft and datasets, but for numbers and words, and of what reports runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import random
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -53,7 +53,7 @@ _OF_PEFT = frozenset(
 _OF_MANY = ("torch", "peft")
 """Packages of whose modules there may be thousands: what they get as new attributes is seen only now and then."""
 _LOOKS = 16
-"""So many steps are between two looks at which modules there are. How many there are is looked at in each."""
+"""So many steps are between two looks at which modules there are. How many there are is looked at more often."""
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size, np.generic)
 _IS_ATOM = frozenset((*_ATOMS, *np.sctypeDict.values()))
 _OPAQUE = frozenset(
@@ -62,6 +62,8 @@ _OPAQUE = frozenset(
 )
 """Packages into whose objects nobody looks, nor into those of classes derived from theirs: what a step changes of the
 engine's is undone elsewhere, and what a thread works on cannot be."""
+_WITH_SETTINGS = frozenset({"torch", "transformers", "accelerate", "peft"})
+"""Of these numbers and words are noted all the same: a loss may anneal one in a config or in the arguments."""
 
 _MOST_NAMES = 4
 
@@ -207,6 +209,10 @@ def _kinds_of(value: object) -> Iterator[type[_Holder]]:
         yield kind
     packages = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if packages & _OPAQUE or kind is _Fixed:
+        # A mode or a hook that is derived from torch's watches the step from outside.
+        own = packages - {"torch"} | {cls.__module__.partition(".")[0]}
+        if kind is None and own & _WITH_SETTINGS and hasattr(value, "__dict__"):
+            yield _Settings
         return
     if any(map(_slots, cls.__mro__)):
         yield _Slots
@@ -350,6 +356,21 @@ class _Attributes(_Dict):
     def __init__(self, name: str, value: Any) -> None:
         self._owner = value  # A dictionary does not keep it alive.
         super().__init__(name, vars(value))
+
+
+class _Settings(_Attributes):
+    """Numbers and words that are attributes of an object of a library."""
+
+    def write(self, note: dict[Any, Any]) -> None:
+        for name in [name for name, value in self.value.items() if name not in note and type(value) in _IS_ATOM]:
+            del self.value[name]
+        self.value.update((name, value) for name, value in note.items() if type(value) in _IS_ATOM)
+
+    def changeable(self, note: dict[Any, Any]) -> Iterable[Any]:
+        return ()
+
+    def inside(self, note: dict[Any, Any]) -> Sequence[tuple[object, Any]]:
+        return ()
 
 
 class _Slots(_Holder):
@@ -517,9 +538,13 @@ class _ModuleTree:
             for path, module in root.named_modules():
                 named.setdefault(module, f"{name}.{path}".strip("."))
         self.modules = list(named)
-        self._lists = [each._modules for each in self.modules if each._modules or _package(each) not in _OF_MANY]
+        own = [each._modules for each in self.modules if _package(each) not in _OF_MANY]
+        of_many = [each._modules for each in self.modules if each._modules and _package(each) in _OF_MANY]
+        self._lists = [*own, *of_many]
         self._children = self._children_now()
-        self._sizes = list(map(len, self._lists))
+        # Of many, every so many-th: adapters come and go in all layers.
+        turns = ([*own, *of_many[turn::_LOOKS]] for turn in range(_LOOKS))
+        self._turns = [(lists, list(map(len, lists))) for lists in turns]
         self._num_looks = 0
         self.attributes = _OfModules("modules", named)
 
@@ -538,9 +563,11 @@ class _ModuleTree:
     def looks_current(self) -> bool:
         """Whether as many modules are there; now and then, whether the same."""
         self._num_looks += 1
-        if self._num_looks % _LOOKS == 0:
+        # Most of what modules get later they get in the first step.
+        if self._num_looks <= 2 or self._num_looks % _LOOKS == 0:
             return self.is_current()
-        return list(map(len, self._lists)) == self._sizes
+        lists, sizes = self._turns[self._num_looks % _LOOKS]
+        return list(map(len, lists)) == sizes
 
     def has_same_children(self) -> bool:
         return self._children_now() == self._children
@@ -567,18 +594,18 @@ class _OfModules(_Holder):
         watched = [vars(module) for module in found if _package(module) not in _OF_MANY]
         self._watched, self._sizes = watched, list(map(len, watched))
         self._is_stale = False
-        self._places: list[dict[str, Any]] = []
-        self._getters: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
-        self._names: list[tuple[int, str]] = []
-        self._paths: list[str] = []
+        # Modules with the same names are read together.
+        alike: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
         for module, path in found.items():
             if own := self._own(vars(module), list(vars(module)), _package(module)):
                 # A getter of one name would return no tuple.
-                names = ["training", *own]
-                self._names.extend((len(self._places), each) for each in names)
-                self._getters.append(itemgetter(*names))
-                self._places.append(vars(module))
-                self._paths.append(path)
+                names = tuple(own) if len(own) > 1 else (*own, *own)
+                alike.setdefault(names, []).append((path, vars(module)))
+        self._getters = [itemgetter(*names) for names in alike]
+        self._places = [[attributes for _, attributes in each] for each in alike.values()]
+        self._names = [
+            (path, attributes, name) for names, each in alike.items() for path, attributes in each for name in names
+        ]
         super().__init__(name, None)
 
     def _own(self, attributes: dict[str, Any], names: list[str], library: str = "") -> list[str]:
@@ -607,7 +634,7 @@ class _OfModules(_Holder):
 
     def read(self) -> list[Any]:
         try:
-            return list(chain.from_iterable(map(_call, self._getters, self._places)))
+            return list(chain.from_iterable(chain.from_iterable(map(map, self._getters, self._places))))
         except KeyError:
             # One is gone, and another one may have come.
             self._is_stale = True
@@ -628,7 +655,7 @@ class _OfModules(_Holder):
 
     def inside(self, note: list[Any]) -> Sequence[tuple[str, Any]]:
         found = [(*place, value) for place, value in zip(self._names, note, strict=True) if type(value) not in _IS_ATOM]
-        return [(f"{self._paths[number]}.{name}".strip("."), value) for number, name, value in found]
+        return [(f"{path}.{name}".strip("."), value) for path, _, name, value in found]
 
     def without_large_tensors(self, note: list[Any]) -> list[Any]:
         if not any(map(_is_large, self._changeable)):
@@ -639,17 +666,13 @@ class _OfModules(_Holder):
         for _, attributes, _, known in self._all:
             for name in self._own(attributes, list(attributes.keys() - known)):
                 del attributes[name]
-        for (number, name), value in zip(self._names, note, strict=True):
-            if name != "training" and value is not _LEFT:
-                self._places[number][name] = value
+        for (_, attributes, name), value in zip(self._names, note, strict=True):
+            if value is not _LEFT:
+                attributes[name] = value
 
 
 def _package(module: nn.Module) -> str:
     return type(module).__module__.partition(".")[0]
-
-
-def _call(getter: Callable[[dict[str, Any]], tuple[Any, ...]], attributes: dict[str, Any]) -> tuple[Any, ...]:
-    return getter(attributes)
 
 
 def _is_large(value: Any) -> bool:
@@ -678,6 +701,9 @@ class _SmallContainers(_Holder):
         return list(map(dict.copy, self._dicts)), list(map(list.copy, self._lists)), list(map(set.copy, self._sets))
 
     def looks_other(self) -> bool:
+        # Numbers are rarely others than before, and to compare costs less than to copy.
+        if (self._dicts, self._lists, self._sets) == self.note:
+            return False
         self.note = self.read()
         dicts, lists, sets = self.note
         values = chain.from_iterable(chain(map(dict.values, dicts), lists, sets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hf_ckpt
 from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.patch import apply as patch_apply
 from hf_ckpt.patch.use_cache import UseCache
 from tests import exactness, zoo
 from tests.training import During, llama, lora, losses, rows, trainer
@@ -366,7 +368,7 @@ def test_layers_with_places_of_their_own_are_not_refused(model_type: str) -> Non
     case = caching(model_type)
     expected = exactness.step(case)
     hooks = [len(module._forward_pre_hooks) for module in case.model.modules()]
-    with hf_ckpt.apply(case.model, "none"):
+    with patch_apply.apply(case.model, "none"):
         placed = [len(module._forward_pre_hooks) for module in case.model.modules()]
         for _ in range(2):
             assert exactness.differences(expected, exactness.step(case)) == []
@@ -414,3 +416,42 @@ def test_packed_rows_have_the_loss_of_a_model_without_a_plan(policy: str, use_ca
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": use_cache}
     packed = zoo.Case("llama", case.model, inputs)
     assert exactness.check(packed, policy) == []
+
+
+def test_a_plan_in_place_of_another_begins_anew_after_a_forward_that_failed() -> None:
+    case = caching("llama")
+    expected = exactness.step(case)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    first = patch_apply.apply(case.model, "none")
+    layer = hf_ckpt.find_layers(case.model)[0].layers[1].module
+    for policy in ("attention", "full"):
+        hook = layer.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            exactness.step(case)
+        hook.remove()
+        first = first.exchange(partial(patch_apply.apply, case.model, policy))
+    assert exactness.differences(expected, exactness.step(case)) == []
+    first.remove()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in case.model.modules())
+
+
+def test_a_plan_in_place_of_another_knows_the_cache_that_there_would_be() -> None:
+    # Rows that are packed are kept apart only where there is no cache.
+    case = caching("llama")
+    length = case.inputs["input_ids"].shape[1]
+    positions = torch.arange(length).remainder(length // 2).expand_as(case.inputs["input_ids"])
+    inputs = {name: value for name, value in case.inputs.items() if name != "attention_mask"}
+    case = zoo.Case("llama", case.model, {**inputs, "position_ids": positions})
+    expected = exactness.step(case)
+    config = case.model.config
+    # As the Trainer's callback does.
+    config.use_cache = False
+    assert not torch.equal(expected[0], exactness.step(case)[0])
+    applied = patch_apply.apply(case.model, "none")
+    applied.note_use_cache({id(config): True})
+    applied = applied.exchange(partial(patch_apply.apply, case.model, "full"))
+    assert exactness.differences(expected, exactness.step(case)) == []
+    applied.remove()

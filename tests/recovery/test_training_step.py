@@ -9,6 +9,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,44 @@ def test_a_step_that_failed_anywhere_gives_what_the_lean_plan_gives(
         assert mode.raised == len(at) == callback.report()["ckpt/oom_recovered"]
         assert changed(expected, state(run.model)) == []
         assert losses(run) == logged
+
+
+@pytest.mark.parametrize("path", ["model.config", "args", "accelerator", "optimizer", "lr_scheduler"])
+def test_numbers_on_objects_of_libraries_are_brought_back(path: str, tmp_path: Path) -> None:
+    class Annealing(PhasedTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            # Before the forward: no loss is there to tell where that fails.
+            holder: Any = attrgetter(path)(self)
+            holder.num_calls = getattr(holder, "num_calls", 0) + 1
+            return super().compute_loss(*args, **kwargs) * (1 + holder.num_calls / 100)
+
+    size: dict[str, Any] = {"gradient_accumulation_steps": 2, "kind": Annealing}
+    lean = trained(llama, tmp_path, FailingOperators(), HFCkptCallback("full"), **size)
+    mode = FailingOperators({0: [40], 1: [40], 2: [1700]})
+    run = trained(llama, tmp_path, mode, escalating(prove="off"), **size)
+    assert mode.raised == 3
+    assert changed(state(lean.model), state(run.model)) == []
+    assert losses(run) == losses(lean)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("path", ["mlp.gate_proj", "self_attn", "input_layernorm"])
+def test_what_modules_get_in_the_first_step_is_brought_back_in_the_second(
+    path: str, accumulation: int, tmp_path: Path
+) -> None:
+    class Counting(PhasedTrainer):
+        def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            module: Any = model.get_submodule(f"model.layers.1.{path}")
+            module.num_calls = getattr(module, "num_calls", 0) + 1
+            return super().compute_loss(model, *args, **kwargs) * (1 + module.num_calls / 100)
+
+    size: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "kind": Counting}
+    lean = trained(llama, tmp_path, FailingOperators(), HFCkptCallback("full"), **size)
+    mode = FailingOperators({1: [40], 2: [700]})
+    run = trained(llama, tmp_path, mode, escalating(prove="off"), **size)
+    assert mode.raised == 2
+    assert changed(state(lean.model), state(run.model)) == []
+    assert losses(run) == losses(lean)
 
 
 def test_a_plan_on_which_the_step_failed_in_pieces_is_tried_again(tmp_path: Path) -> None:
