@@ -407,7 +407,6 @@ class OriginalCall:
     def _compare_gradients(self) -> None:
         if self._expected is None or self._proof is None:
             return
-        outputs = self._returned
         if self._is_hooked:
             self._end(None)
             return
@@ -415,8 +414,11 @@ class OriginalCall:
             if (run := self._try_run(self._inputs, self._output_gradients)) is None:
                 return
             outputs, self._expected = run[0], run[1] or {}
-        # What steps in backward (an optimizer in hooks of gradients) may have changed the weights since.
-        if self._proof.is_simulated or not all_equal(outputs, self._returned):
+            # What steps in backward (an optimizer in hooks of gradients) may have changed the weights since.
+            if not self._proof.is_simulated and not all_equal(outputs, self._returned):
+                self._end(None)
+                return
+        if self._proof.is_simulated:
             self._end(None)
             return
         with self._proof.unobserved():
@@ -608,8 +610,9 @@ def _acts_in_backward(module: nn.Module) -> bool:
 def _without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
     """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not.
 
-    Their gradients too: functions of others may add to them by hand.
+    Their gradients too, and what else is set on them: functions of others may do so by hand.
     """
+    attributes = [(weight, dict(vars(weight))) for weight in weights]
     found: list[tuple[Any, dict[Any, Any]]] = []
     gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
     for weight, _ in gradients:
@@ -624,7 +627,8 @@ def _without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in found:
             hooks.update(before)
-        for weight in weights:
+        for weight, before in attributes:
+            _put_back(vars(weight), before)
             weight.grad = None
         for weight, gradient in gradients:
             weight.grad = gradient
