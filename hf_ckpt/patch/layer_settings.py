@@ -117,9 +117,7 @@ class _StackSettings:
         region: Region = recompute
         if entry.segment is not None:
             link = partial(run_in_segment, self.runner, entry.segment, layer.layer_idx, entry.nested)
-            region = partial(link, snapshots=entry.snapshots)
-            # A segment goes on with the very tensors that a layer has returned.
-            region = self._proven(entry, path, layer.module, region, makes_aliases=False)
+            region = self._proven(entry, path, layer.module, partial(link, snapshots=entry.snapshots))
             yield self._region(path, layer.module, region)
             return
         host = self._offloaded.get((self._stack.path, layer.layer_idx))
@@ -151,20 +149,11 @@ class _StackSettings:
             region = self._proven(entry, part, layer.submodule(name), recompute, name)
             yield self._forward(part, layer.submodule(name), partial(run_region, region))
 
-    def _proven(
-        self,
-        entry: LayerPlan,
-        path: str,
-        module: nn.Module,
-        region: Region,
-        part: str = "",
-        *,
-        makes_aliases: bool = True,
-    ) -> Region:
+    def _proven(self, entry: LayerPlan, path: str, module: nn.Module, region: Region, part: str = "") -> Region:
         """Return the region with its proofs. Of those that treat equal modules alike, one is held to the original."""
         kinds = tuple((name, type(inner)) for name, inner in module.named_modules())
         proof = self._proof.region(path, (self._stack.path, part, entry.alone, kinds))
-        return partial(run_region_proven, proof, makes_aliases, region)
+        return partial(run_region_proven, proof, region)
 
     def _region(self, path: str, module: nn.Module, region: Region) -> Setting:
         return module, partial(self._patch.make_region, path, module, region)

@@ -55,8 +55,8 @@ _OPAQUE = (nn.Module, type, ModuleType, *_VALUES)
 def is_cache(value: object) -> bool:
     """Whether a value is a key/value cache of transformers, or the state of a mamba or linear-attention layer."""
     kind = type(value)
-    # A subclass of somebody else's may hold what a layer reads besides.
-    return kind.__module__.startswith("transformers.") and (issubclass(kind, Cache) or kind.__name__ in _OTHER_CACHES)
+    # A subclass of somebody else's may hold what a layer reads besides. Compilers trace this: no method of a string.
+    return (issubclass(kind, Cache) or kind.__name__ in _OTHER_CACHES) and kind.__module__[:13] == "transformers."
 
 
 def is_filled(cache: Any, layer: nn.Module | None) -> bool:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import isnan
@@ -63,18 +64,16 @@ _NO_TASK = -1
 _MAX_NAMES = 3
 
 
-def run_region_proven(proof: RegionProof, makes_aliases: bool, region: Function, function: Function, *args: Any) -> Any:
-    """Run `region(function, *args, proof=...)`, and have it held against `function` where that is due.
-
-    `makes_aliases`: whether what the region returned may be passed on as other tensors, of the same memory.
-    """
+def run_region_proven(proof: RegionProof, region: Function, function: Function, *args: Any) -> Any:
+    """Run `region(function, *args, proof=...)`, and have it held against `function` where that is due."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not proof.awaits_original():
         return region(function, *args, proof=proof)
     original = OriginalCall(proof, function, args)
     with _garbage_kept():
         with original.state.as_in_forward():
             returned = region(function, *args, proof=original)
-        return original.end_forward(returned, makes_aliases=makes_aliases)
+        original.end_forward(returned)
+    return returned
 
 
 class OriginalCall:
@@ -91,7 +90,8 @@ class OriginalCall:
         self._held: CallProof | None = None
         self._places: list[int | str] = []
         self._goals: _Goals = {}
-        self._output_numbers: list[int] = []
+        self._is_late = False
+        self._is_hooked = False
         self._has_compared_outputs = False
         # Of the backward that runs: one graph may have several.
         self._task = _NO_TASK
@@ -125,9 +125,9 @@ class OriginalCall:
         proof.original = self
         self._region.begin_original(self)
         self._places = [place for place, value in self._arguments.items() if belongs_to_graph(place, value)]
-        # Places of one and the same tensor, as of queries, keys and values: it gets one gradient.
         firsts: dict[int, int | str] = {}
-        self._firsts = {place: firsts.setdefault(id(self._arguments[place]), place) for place in self._places}
+        # Layers may ask whether two are one (torch's MultiheadAttention does), and one has one gradient.
+        self._firsts = [firsts.setdefault(id(self._arguments[place]), place) for place in self._places]
         self._require_grad = [self._arguments[place].requires_grad for place in self._places]
         self._inputs = [self._arguments[place] for place in self._places]
         self._given = proof.fingerprints([self._arguments[place] for place in self._places])
@@ -147,11 +147,11 @@ class OriginalCall:
         self._first_node = _num_nodes_made()
         return proof
 
-    def end_forward(self, returned: Any, *, makes_aliases: bool) -> Any:
-        """Note what the region returned, and watch the gradients that go in and out. Return what is to be passed on."""
+    def end_forward(self, returned: Any) -> None:
+        """Note what the region returned, and watch the gradients that go in and out."""
         proof = self._proof
         if proof is None:
-            return returned
+            return
         self._written = [tensor for tensor, version in self._versions if tensor._version != version]
         del self._versions
         outputs = _tensors_of(returned)
@@ -159,26 +159,28 @@ class OriginalCall:
         inputs, self._inputs = self._inputs, ()
         goals, self._goals = self._goals, {}
         passed_on = {node for node, _ in goals}
-        numbers = [
-            number
-            for number, tensor in enumerate(outputs)
-            if tensor.grad_fn is not None and tensor.grad_fn not in passed_on
-        ]
+        # A tensor that is returned at several places has one gradient.
+        numbers = {
+            id(tensor): number
+            for number, tensor in reversed(list(enumerate(outputs)))
+            if (node := tensor.grad_fn) is not None
+            and node not in passed_on
+            and node._sequence_nr() >= self._first_node
+        }.values()
         if not numbers:
             self._watch_what_passes_through(proof, inputs, outputs)
-            return returned
-        is_single = len({id(outputs[number]) for number in numbers}) == 1
-        if not (is_single or makes_aliases) or _has_tiles(self._module):
-            return returned
-        self._output_numbers = numbers[:1] if is_single else numbers
-        edges, nodes = _edges_of([outputs[number] for number in self._output_numbers], goals, self._first_node)
+            return
+        assert self._module is not None
+        if _has_tiles(self._module):
+            return
+        if any(map(_acts_in_backward, self._module.modules())):
+            self._leave_gradients_out("a backward does more inside of it than to give gradients, and would do it twice")
+            return
+        edges, nodes = _edges_of([outputs[number] for number in numbers], goals, self._first_node)
         if _is_held_elsewhere(nodes, outputs):
             # What the loss makes of it besides, the original would not get.
-            logger.info(
-                "%s: gradients are not held against the original's, as something holds tensors from inside of it.",
-                self._region.path,
-            )
-            return returned
+            self._leave_gradients_out("something holds tensors from inside of it")
+            return
         # These nodes are not kept: they keep the hooks, and with them this object.
         for node, targets in edges:
             node.register_hook(partial(self._receive, targets))
@@ -188,15 +190,23 @@ class OriginalCall:
             oldest.register_prehook(self._leave_region)
         self._num_nodes = len(edges)
         self._keys = {key for _, targets in edges for _, key, _ in targets}
-        if is_single:
-            _hook_output(outputs[numbers[0]], partial(self._note_output_gradient, numbers[0]))
-            return returned
-        # A region is recomputed as soon as the gradient of one of its outputs has come through. Those of aliases have
-        # all come by then, as these are the last that the region makes.
-        aliases = {id(outputs[number]): outputs[number].view_as(outputs[number]) for number in numbers}
         for number in numbers:
-            _hook_output(aliases[id(outputs[number])], partial(self._note_output_gradient, number))
-        return tree_map_only(Tensor, lambda tensor: aliases.get(id(tensor), tensor), returned)
+            self._watch_output(number, outputs[number])
+        # Of one output all has come before the region is recomputed. Of several, one may be used in the region too.
+        self._is_late = len(numbers) > 1
+
+    def _leave_gradients_out(self, why: str) -> None:
+        logger.info("%s: gradients are not held against the original's, as %s.", self._region.path, why)
+
+    def _watch_output(self, number: int, output: Tensor) -> None:
+        """Note the gradient of an output as it comes to the region, when hooks of others may have changed it."""
+        node, place, hooks = output.grad_fn, output.output_nr, output._backward_hooks
+        assert node is not None
+        if hooks:
+            # These were placed in the region, and belong to it: the gradient is taken before them.
+            _hook_first(output, partial(self._note_first, number, hooks, len(hooks) + 1))
+        else:
+            node.register_prehook(lambda gradients: self._note_output_gradient(number, gradients[place]))
 
     def _watch_what_passes_through(self, proof: CallProof, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Run the original when the gradient of an output comes: no recomputation is to be expected.
@@ -223,15 +233,25 @@ class OriginalCall:
             self._output_gradients, self._received, self._not_asked = {}, {}, set()
             self._expected, self._inputs, self._num_nodes_left = None, (), self._num_nodes
 
-    def _note_output_gradient(self, number: int, gradient: Tensor) -> None:
-        if self._proof is not None:
+    def _note_first(self, number: int, hooks: dict[Any, Any], num_of_region: int, gradient: Tensor | None) -> None:
+        # What other hooks make of it is known only behind the region's own.
+        if len(hooks) == num_of_region:
+            self._note_output_gradient(number, gradient)
+        else:
+            self._is_hooked = True
+
+    def _note_output_gradient(self, number: int, gradient: Tensor | None) -> None:
+        # None: it came through another output of the same node.
+        if self._proof is not None and gradient is not None and not is_transformed():
             self._begin_backward()
             self._autocast_of_backward = AutocastState.now()
+            # With a graph of its own (`create_graph`) a backward takes other kernels.
+            self._has_graph = torch.is_grad_enabled()
             self._output_gradients[number] = gradient.detach()
 
     def _receive(self, targets: Sequence[tuple[int, _Key, Node]], gradients: Sequence[Any], _: object) -> None:
         """Note what a node of the region gives to inputs and weights."""
-        if self._proof is None:
+        if self._proof is None or is_transformed():
             return
         self._begin_backward()
         _add_received(self._proof, self._received, targets, gradients)
@@ -249,29 +269,25 @@ class OriginalCall:
         if self._proof is None or is_transformed():
             return
         has_gradients = bool(self._output_gradients) and self._task == torch._C._current_graph_task_id()
+        has_gradients = has_gradients and not self._is_hooked
         if self._expected is not None or (self._has_compared_outputs and not has_gradients):
             return
-        with self._proof.extra_run():
-            try:
-                outputs, expected = self._run(tensors, self._output_gradients if has_gradients else None)
-            except (torch.OutOfMemoryError, KeyboardInterrupt):
-                raise
-            except Exception as error:
-                if self._proof.is_simulated:
-                    raise
-                self._end(None)
-                logger.info("%s could not be held against its own forward: %r", self._region.path, error)
-                return
-            if not self._has_compared_outputs and (fault := self._fault_of_values(tensors, outputs)) is not None:
-                self.fault = fault
-                # What passes through is not recomputed, which would show more.
-                self._end(None if self._num_nodes else fault)
-                return
+        is_now = has_gradients and not self._is_late
+        if (run := self._try_run(tensors, self._output_gradients if is_now else None)) is None:
+            return
+        outputs, expected = run
+        if not self._has_compared_outputs and (fault := self._fault_of_values(tensors, outputs)) is not None:
+            self.fault = fault
+            # What passes through is not recomputed, which would show more.
+            self._end(None if self._num_nodes else fault)
+            return
         self._has_compared_outputs = True
         self._region.end_original()
-        if expected is not None:
+        if has_gradients:
+            # What is late, `_compare_gradients` asks for.
+            self._expected = expected or {}
             # The region lets go of its proof once it is recomputed.
-            self._expected, self._held = expected, self._proof
+            self._held = self._proof
             # For further runs, if kernels do not repeat themselves.
             self._inputs = tensors
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, self._task))
@@ -288,6 +304,23 @@ class OriginalCall:
             self._region.add_fault(fault)
 
     # --- The original. ---
+
+    def _try_run(
+        self, tensors: Sequence[Tensor], gradients: dict[int, Tensor] | None
+    ) -> tuple[list[Fingerprint], dict[_Key, list[Fingerprint]] | None] | None:
+        """See `_run`; None if it raises, which ends the proof."""
+        assert self._proof is not None
+        with self._proof.extra_run():
+            try:
+                return self._run(tensors, gradients)
+            except (torch.OutOfMemoryError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                if self._proof.is_simulated:
+                    raise
+                self._end(None)
+                logger.info("%s could not be held against its own forward: %r", self._region.path, error)
+                return None
 
     def _run(
         self, tensors: Sequence[Tensor], gradients: dict[int, Tensor] | None
@@ -322,10 +355,10 @@ class OriginalCall:
             inputs = [
                 tensor.detach().requires_grad_(needs) for tensor, needs in zip(tensors, self._require_grad, strict=True)
             ]
-            given = {place: _copied(value) for place, value in self._arguments.items()}
+            given = {place: _cut_off(_copied(value)) for place, value in self._arguments.items()}
             # No leaves: they are none in the model, and hooks of others (torch's FLOP counter) do not take them here.
             views = {place: tensor.view_as(tensor) for place, tensor in zip(self._places, inputs, strict=True)}
-            given.update({place: views[first] for place, first in self._firsts.items()})
+            given.update((place, views[first]) for place, first in zip(self._places, self._firsts, strict=True))
             first_node = _num_nodes_made()
             goals: _Goals = {}
             for place, tensor in given.items():
@@ -351,15 +384,20 @@ class OriginalCall:
         received: dict[_Key, list[Fingerprint]] = {}
         numbers = [number for number in gradients if number < len(outputs) and outputs[number].requires_grad]
         roots = [outputs[number] for number in numbers]
+        given = [gradients[number] for number in numbers]
         edges, _ = _edges_of(roots, goals, first_node)
+        if self._is_late:
+            for root, gradient in zip(roots, given, strict=True):
+                # With what the region itself adds to it.
+                _hook_first(root, lambda _, whole=gradient: whole)
         for node, targets in edges:
             node.register_hook(partial(_receive_and_drop, self._proof, received, targets))
         weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
         outputs.clear()
         if edges:
-            given = [gradients[number] for number in numbers]
-            with _without_hooks(weights):
-                torch.autograd.grad(roots, [*leaves, *weights], given, allow_unused=True)
+            # What a graph of its own saves, nothing asks for.
+            with _without_hooks(weights), saved_tensors_hooks(*_DROP):
+                torch.autograd.grad(roots, [*leaves, *weights], given, allow_unused=True, create_graph=self._has_graph)
         return received
 
     # --- Comparing. ---
@@ -397,6 +435,18 @@ class OriginalCall:
     def _compare_gradients(self) -> None:
         if self._expected is None or self._proof is None:
             return
+        if self._is_hooked:
+            self._leave_gradients_out("hooks of others change those of its outputs")
+            self._end(None)
+            return
+        if self._is_late:
+            if (run := self._try_run(self._inputs, self._output_gradients)) is None:
+                return
+            outputs, self._expected = run[0], run[1] or {}
+            # What steps in backward (an optimizer in hooks of gradients) may have changed the weights since.
+            if not self._proof.is_simulated and not all_equal(outputs, self._returned):
+                self._end(None)
+                return
         if self._proof.is_simulated:
             self._end(None)
             return
@@ -473,7 +523,11 @@ def _edges_of(outputs: Sequence[Tensor], goals: _Goals, first_node: int) -> tupl
     another way, as through a container.
     """
     edges: _Edges = []
-    nodes = deque(node for node in dict.fromkeys(tensor.grad_fn for tensor in outputs) if node is not None)
+    nodes = deque(
+        node
+        for node in dict.fromkeys(tensor.grad_fn for tensor in outputs)
+        if node is not None and node._sequence_nr() >= first_node
+    )
     seen = set(nodes)
     while nodes:
         node = nodes.popleft()
@@ -554,30 +608,46 @@ def _is_asked(node: Node) -> bool:
         return False
 
 
-def _hook_output(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` with the gradient of an output, before the hooks that are on it by now: they belong to the region."""
-    before: dict[Any, Any] = dict(output._backward_hooks or {})
-    if not before:
-        # A hook on the tensor would keep it there as long as the graph.
-        assert output.grad_fn is not None
-        output.grad_fn.register_prehook(partial(_call_with, hook, output.output_nr))
-        return
-    found: Any = output._backward_hooks
-    found.clear()
-    output.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
+def _hook_first(tensor: Tensor, hook: Any) -> None:
+    """Place a gradient hook before those that are there."""
+    hooks: Any = tensor._backward_hooks
+    before = dict(hooks or {})
+    if before:
+        hooks.clear()
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
     # torch calls them in the order in which they came to be there.
-    found.update(before)
+    (tensor._backward_hooks or {}).update(before)
 
 
-def _call_with(hook: Callable[[Tensor], None], number: int, gradients: Sequence[Any]) -> None:
-    if gradients[number] is not None:
-        hook(gradients[number])
+def _acts_in_backward(module: nn.Module) -> bool:
+    """Whether a backward does more here than give gradients: in hooks, or to what weights hold. It would do it twice.
+
+    Engines with fused kernels add the gradient of a weight to its `main_grad` (Megatron, TransformerEngine).
+    """
+    forward = inspect.unwrap(type(module).forward)
+    return (
+        bool(module._backward_hooks or module._backward_pre_hooks)
+        or "register_hook" in getattr(getattr(forward, "__code__", None), "co_names", ())
+        or any(
+            isinstance(value, Tensor)
+            for weight in module._parameters.values()
+            if weight is not None and weight.requires_grad
+            for value in vars(weight).values()
+        )
+    )
 
 
 @contextmanager
-def _without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not."""
+def _without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
+    """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not.
+
+    Their gradients too, and what else is set on them: functions of others may do so by hand.
+    """
+    attributes = [(weight, dict(vars(weight))) for weight in weights]
     found: list[tuple[Any, dict[Any, Any]]] = []
+    gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+    for weight, _ in gradients:
+        weight.grad = None
     for weight in weights:
         hooks: Any = weight._backward_hooks
         if hooks:
@@ -588,6 +658,11 @@ def _without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in found:
             hooks.update(before)
+        for weight, before in attributes:
+            _put_back(vars(weight), before)
+            weight.grad = None
+        for weight, gradient in gradients:
+            weight.grad = gradient
 
 
 def _total(found: Sequence[Fingerprint]) -> list[Fingerprint]:
@@ -619,6 +694,16 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict | list | set | deque):
         return copy.copy(value)
     return value
+
+
+def _cut_off(value: Any) -> Any:
+    """Return what a tuple, a list or a dictionary holds without its graph, through which no backward is to go twice."""
+    return tree_map_only(Tensor, _cut, value) if isinstance(value, tuple | list | dict) else value
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    # No leaf: see `_run_forward`.
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_().view_as(tensor)
 
 
 def _named(place: object) -> str:

@@ -187,14 +187,14 @@ def test_the_trainer_stops_before_its_optimizer_steps(tmp_path: Path, monkeypatc
 def proven(monkeypatch: pytest.MonkeyPatch) -> list[original_proof.OriginalCall]:
     """Collect the calls whose gradients were compared."""
     found: list[original_proof.OriginalCall] = []
-    compare = original_proof.OriginalCall._compare_gradients
+    compare = original_proof.OriginalCall._difference_of_gradients
 
-    def noted(self: original_proof.OriginalCall) -> None:
-        if self._expected:
+    def noted(self: original_proof.OriginalCall, expected: Any, received: Any) -> str | None:
+        if expected and received:
             found.append(self)
-        compare(self)
+        return compare(self, expected, received)
 
-    monkeypatch.setattr(original_proof.OriginalCall, "_compare_gradients", noted)
+    monkeypatch.setattr(original_proof.OriginalCall, "_difference_of_gradients", noted)
     return found
 
 
@@ -359,6 +359,248 @@ def test_a_backward_that_does_not_repeat_itself_is_no_fault(num_noisy: int, capl
     with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):
         backward(model)
     assert "do not repeat themselves" in caplog.text
+
+
+class Layered(nn.Module):
+    """A model of three layers of one kind; `call(layer, x)` returns what goes on, and what else the loss is to have."""
+
+    def __init__(self, make: Callable[[], nn.Module], call: Callable[..., tuple[Tensor, Any]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedded = nn.Parameter(torch.randn(2, 5, 8))
+        self.layers = nn.ModuleList(make() for _ in range(3))
+        self.call = call
+
+    def forward(self) -> Tensor:
+        x, rest = 1.0 * self.embedded, 0.0
+        for layer in self.layers:
+            x, more = self.call(layer, x)
+            rest = rest + more
+        return x.square().mean() + rest
+
+
+class Block(nn.Module):
+    """A layer; `run` makes of its own result what it returns."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.run = run
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.silu(nn.functional.dropout(self.first(x), 0.1))) * self.gain
+
+    def forward(self, x: Tensor, *rest: Any, **options: Any) -> Any:
+        return self.run(self, x, *rest, **options)
+
+
+def _with_norm(layer: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = layer.body(x)
+    return y, y.square().mean(-1)
+
+
+def _with_attribute(layer: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, layer.aux = _with_norm(layer, x)
+    return y, layer.aux
+
+
+def _with_pair(layer: Block, x: Tensor, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    return layer.body(x) + pair[0] * pair[1], pair
+
+
+def _hooked(layer: Block, x: Tensor) -> Tensor:
+    y = layer.body(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: 0.5 * gradient)
+    return y
+
+
+def _call_hooked(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    y = layer(x)
+    y.register_hook(lambda gradient: 0.7 * gradient)
+    return y, 0.0
+
+
+def _call_pair(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    y, scores = layer(x)
+    y.register_hook(lambda gradient: 0.7 * gradient)
+    return y, scores.mean()
+
+
+def _call_attribute(layer: Any, x: Tensor) -> tuple[Tensor, Any]:
+    y, scores = layer(x)
+    return y, scores.mean() + 0.5 * layer.aux.mean()
+
+
+def _call_writing(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    y, scores = layer(x)
+    return y, scores.mul_(3).mean()
+
+
+def _call_shared(layer: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    y, pair = layer(x, (x.sin(), 2 * x))
+    return y, pair[1].square().mean()
+
+
+# How a layer returns, how the model goes on with it, and how many gradients are compared.
+FLOWS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Tensor, Any]], int]] = {
+    "one output at two places": (lambda s, x: (y := s.body(x), y), lambda layer, x: (sum(layer(x)), 0.0), 1),
+    "one in a nested tuple": (
+        lambda s, x: ((z := _with_norm(s, x))[0], (z[1], {"scores": [z[1]]})),
+        lambda layer, x: ((y := layer(x))[0], y[1][1]["scores"][0].mean()),
+        1,
+    ),
+    "parts of one output": (lambda s, x: (y := s.body(x), *y.chunk(2, -1)), lambda layer, x: (layer(x)[0], 0.0), 1),
+    "a view of the other": (
+        lambda s, x: (y := s.body(x), y[..., 0]),
+        lambda layer, x: ((y := layer(x))[0], y[1].mean()),
+        1,
+    ),
+    "hook on the output": (lambda s, x: s.body(x), _call_hooked, 1),
+    "hook on an output that is used inside": (_with_norm, _call_pair, 1),
+    "hooks inside and outside": (_hooked, _call_hooked, 0),
+    "output that is an attribute": (_with_attribute, _call_attribute, 1),
+    "output written to": (lambda s, x: ((y := s.body(x)), y.sum(-1)), _call_writing, 1),
+    "tensors that pass through in a tuple": (_with_pair, _call_shared, 1),
+    "one argument at two places": (
+        lambda s, x, y, scale: s.body(x) * scale + y,
+        lambda layer, x: (layer(x, x, scale=x), 0.0),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("option", ["full", "segment", "snapshots", "selective", "offload"])
+@pytest.mark.parametrize("name", FLOWS)
+def test_what_others_do_with_inputs_and_outputs_is_no_false_alarm(
+    name: str, option: str, proven: list[original_proof.OriginalCall]
+) -> None:
+    run, call, num_compared = FLOWS[name]
+
+    def steps(model: nn.Module) -> list[Any]:
+        found = []
+        for seed in range(2):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            loss = model()
+            loss.backward()
+            found += [loss, *(weight.grad for weight in model.parameters())]
+        return found
+
+    plain = steps(Layered(partial(Block, run), call).train())
+    mode, options = OPTIONS[option]
+    model = Layered(partial(Block, run), call).train()
+    with hf_ckpt.apply(model, mode, layers="layers", **options):
+        found = steps(model)
+    assert all(map(torch.equal, plain, found))
+    # With offload there are two kinds, as the last layer never offloads.
+    assert len(proven) >= num_compared
+
+
+def test_attention_that_asks_whether_its_inputs_are_one_is_no_false_alarm(
+    proven: list[original_proof.OriginalCall],
+) -> None:
+    class Attending(Block):
+        def __init__(self) -> None:
+            super().__init__(lambda self, x: x + self.self_attn(x, x, x, need_weights=False)[0] + self.mlp(x))
+            self.self_attn = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+            self.mlp = nn.Linear(8, 8)
+
+    model = Layered(Attending, lambda layer, x: (layer(x), 0.0)).train()
+    with hf_ckpt.apply(model, "attention", layers="layers"):
+        model().backward()
+    assert len(proven) == 1
+
+
+class _Accumulating(torch.autograd.Function):
+    """Adds the gradient of a weight to what the weight holds, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.name = weight, name
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        found = getattr(ctx.weight, ctx.name, None)
+        more = (gradient * x).sum((0, 1))
+        setattr(ctx.weight, ctx.name, more if found is None else found + more)
+        return gradient * weight, None, None
+
+
+def _note(called: list[object]) -> Callable[..., None]:
+    return lambda *args: called.append(args)
+
+
+@pytest.mark.parametrize("kind", ["grad", "main_grad", "module hook", "module pre-hook", "tensor hook"])
+@pytest.mark.parametrize("option", ["full", "segment"])
+def test_what_acts_in_backward_acts_once(kind: str, option: str) -> None:
+    called: list[object] = []
+
+    class Acting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(_Accumulating.apply(x, self.gain, kind) if kind.endswith("grad") else x)
+            if kind == "tensor hook" and y.requires_grad:
+                y = 2 * y
+                y.register_hook(called.append)
+                y = 2 * y
+            return y
+
+    results = []
+    for is_planned in (False, True):
+        called.clear()
+        model = Layered(partial(Acting, _with_norm), lambda layer, x: (layer(x), 0.0)).train()
+        for layer in model.layers:
+            if kind == "main_grad":
+                layer.gain.main_grad = torch.zeros(8)
+            elif kind == "module hook":
+                layer.first.register_full_backward_hook(_note(called))
+            elif kind == "module pre-hook":
+                layer.second.register_full_backward_pre_hook(_note(called))
+        torch.manual_seed(1)
+        mode, options = OPTIONS[option]
+        with hf_ckpt.apply(model, mode if is_planned else "none", layers="layers", **(options if is_planned else {})):
+            model().backward()
+        held = [getattr(layer.gain, kind, None) for layer in model.layers if kind.endswith("grad")]
+        results.append((len(called), [each.tolist() for each in held]))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("option", ["full", "attention", "ffn"])
+def test_a_backward_of_several_gradients_at_once_is_no_false_alarm(option: str) -> None:
+    model = llama(attn_implementation="eager").train()
+    ids = batch()["input_ids"]
+    with hf_ckpt.apply(model, option):
+        hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = model(inputs_embeds=hidden).logits
+        vectors = torch.eye(3, logits.numel()).view(3, *logits.shape)
+        (gradients,) = torch.autograd.grad(logits, hidden, vectors, is_grads_batched=True)
+        assert gradients.shape == (3, *hidden.shape)
+
+
+def test_a_second_derivative_through_activations_is_no_false_alarm() -> None:
+    model = Layered(partial(Block, lambda layer, x: layer.body(x)), lambda layer, x: (layer(x), 0.0)).train()
+    with hf_ckpt.apply(model, "full", layers="layers"):
+        (gradient,) = torch.autograd.grad(model(), [model.embedded], create_graph=True)
+        gradient.square().sum().backward()
+
+
+def test_an_optimizer_in_backward_is_no_false_alarm() -> None:
+    model = Layered(partial(Block, _with_norm), _call_pair).train()
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(_step)
+    with hf_ckpt.apply(model, "full", layers="layers"):
+        model().backward()
+
+
+@torch.no_grad()
+def _step(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight -= weight.grad
+    weight.grad = None
 
 
 # --- What it costs, and leaves. ---

@@ -52,8 +52,8 @@ RUNS = {
 }
 # Scratch memory is counted for the worst dtype and layout.
 SLACK = 0.02
-# Of 8 bytes each: sums by which writes into kept outputs are noticed, and the Trainer's own numbers.
-SMALL_NUMBERS = 2048
+# Of 8 bytes each: sums by which writes into kept outputs are noticed, totals of gradients, the Trainer's own numbers.
+SMALL_NUMBERS = 4096
 # What looks at slices and chunks is not simulated: a few positions, and one chunk, run once more beside the others.
 IN_PARTS = {"tiles-chunked-head": 0.02}
 
@@ -133,10 +133,8 @@ def test_a_step_of_7b_needs_no_more_when_it_is_proven() -> None:
         simulate_step(model, Policy.parse("full"), replace(step, is_proven=is_proven), card).peak_bytes
         for is_proven in (False, True)
     ]
-    # But for the fingerprints of a layer, of 512 bytes each on a card, and for what the last layer was given and the
-    # gradient of what it returned: they wait for its backward, to run the original again if kernels are noisy.
-    one_input = 4096 * 4096 * 2
-    assert 2 * one_input <= peaks[1] - peaks[0] <= 2 * one_input + 2**16
+    # But for the fingerprints of a layer, of 512 bytes each on a card.
+    assert 0 <= peaks[1] - peaks[0] <= 2**16
 
 
 # --- Fingerprints. ---

@@ -330,11 +330,12 @@ class Offloader:
                 hook = partial(self._prefetch_last, order, order.num_groups)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _prefetch_last(self, order: PrefetchOrder, number: int, gradient: Tensor) -> None:
+    def _prefetch_last(self, order: PrefetchOrder, number: int, gradient: Tensor | None) -> None:
         """Hook of an output's gradient: the layer that made the output has its backward next."""
         with self._locked(), torch.no_grad():
-            # An order of another process has no more to give here.
-            if self._link is not None and self._orders.get(gradient.device) is order:
+            # An order of another process has no more to give here. The gradient may be None: the operator that made the
+            # output made others too (`chunk`), and only they got one.
+            if self._link is not None and any(each is order for each in self._orders.values()):
                 self._prefetch(order, None, order.last_items(number, self._link.ahead))
 
     def _prefetch(self, order: PrefetchOrder, received: SentTensor | None, wanted: list[SentTensor]) -> None:
