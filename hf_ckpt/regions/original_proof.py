@@ -14,26 +14,19 @@ by one: all of them together are never held.
 
 from __future__ import annotations
 
-import copy
-import gc
-import inspect
 import logging
 import random
-import sys
 import weakref
-from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import isnan
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.regions.execution_state import (
     AutocastState,
@@ -46,20 +39,27 @@ from hf_ckpt.regions.execution_state import (
     module_of,
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
-from hf_ckpt.regions.module_state import CallState, is_managed
+from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.put_back import copied, cut_off, held_tensors, numpy_random, python_random, state_put_back
 from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
+from hf_ckpt.regions.region_graph import (
+    Goals,
+    Key,
+    acts_in_backward,
+    edges_of,
+    garbage_kept,
+    hook_first,
+    is_asked,
+    is_held_elsewhere,
+    num_nodes_made,
+    without_hooks,
+)
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
 from hf_ckpt.regions.value_proof import ALLOWED, MOST_RUNS, CallProof, RegionProof, by_distance, explaining_noise
 
 logger = logging.getLogger(__name__)
 
-_Key = Hashable
-"""What a gradient is for: an argument, by its place, or a weight, by its id."""
-_Goals = dict[tuple[Node, int], _Key]
-"""What the outputs of nodes stand for: arguments of a region."""
-_Edges = list[tuple[Node, list[tuple[int, _Key, Node]]]]
-"""Nodes, and which of the gradients that each returns is for what, with the node that gets it."""
 _NO_TASK = -1
 _MAX_NAMES = 3
 
@@ -69,7 +69,7 @@ def run_region_proven(proof: RegionProof, region: Function, function: Function, 
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not proof.awaits_original():
         return region(function, *args, proof=proof)
     original = OriginalCall(proof, function, args)
-    with _garbage_kept():
+    with garbage_kept():
         with original.state.as_in_forward():
             returned = region(function, *args, proof=original)
         original.end_forward(returned)
@@ -89,17 +89,17 @@ class OriginalCall:
         self._proof_ref: weakref.ref[CallProof] | None = None
         self._held: CallProof | None = None
         self._places: list[int | str] = []
-        self._goals: _Goals = {}
+        self._goals: Goals = {}
         self._is_late = False
         self._is_hooked = False
         self._has_compared_outputs = False
         # Of the backward that runs: one graph may have several.
         self._task = _NO_TASK
         self._output_gradients: dict[int, Tensor] = {}
-        self._received: dict[_Key, list[Fingerprint]] = {}
-        self._not_asked: set[_Key] = set()
+        self._received: dict[Key, list[Fingerprint]] = {}
+        self._not_asked: set[Key] = set()
         self._num_nodes = self._num_nodes_left = 0
-        self._expected: dict[_Key, list[Fingerprint]] | None = None
+        self._expected: dict[Key, list[Fingerprint]] | None = None
         self._inputs: Sequence[Tensor] = ()
         self.fault: str | None = None
         """What is wrong, unless the recomputation shows more."""
@@ -138,13 +138,13 @@ class OriginalCall:
         weight = next(module.parameters(), None)
         self._random = RandomState.of(*self._arguments.values(), weight)
         self._python = random.getstate()
-        self._numpy = None if (numpy := _numpy_random()) is None else numpy.get_state()
+        self._numpy = None if (numpy := numpy_random()) is None else numpy.get_state()
         self._autocast = AutocastState.now().without_cache()
-        self._versions = [(tensor, tensor._version) for tensor in _held_tensors(module)]
+        self._versions = [(tensor, tensor._version) for tensor in held_tensors(module)]
         # The graph keeps them, and they come back for the recomputation.
         self._arguments.update(dict.fromkeys(self._places))
-        self._arguments = {place: _copied(value) for place, value in self._arguments.items()}
-        self._first_node = _num_nodes_made()
+        self._arguments = {place: copied(value) for place, value in self._arguments.items()}
+        self._first_node = num_nodes_made()
         return proof
 
     def end_forward(self, returned: Any) -> None:
@@ -173,11 +173,11 @@ class OriginalCall:
         assert self._module is not None
         if _has_tiles(self._module):
             return
-        if any(map(_acts_in_backward, self._module.modules())):
+        if any(map(acts_in_backward, self._module.modules())):
             self._leave_gradients_out("a backward does more inside of it than to give gradients, and would do it twice")
             return
-        edges, nodes = _edges_of([outputs[number] for number in numbers], goals, self._first_node)
-        if _is_held_elsewhere(nodes, outputs):
+        edges, nodes = edges_of([outputs[number] for number in numbers], goals, self._first_node)
+        if is_held_elsewhere(nodes, outputs):
             # What the loss makes of it besides, the original would not get.
             self._leave_gradients_out("something holds tensors from inside of it")
             return
@@ -204,7 +204,7 @@ class OriginalCall:
         assert node is not None
         if hooks:
             # These were placed in the region, and belong to it: the gradient is taken before them.
-            _hook_first(output, partial(self._note_first, number, hooks, len(hooks) + 1))
+            hook_first(output, partial(self._note_first, number, hooks, len(hooks) + 1))
         else:
             node.register_prehook(lambda gradients: self._note_output_gradient(number, gradients[place]))
 
@@ -249,13 +249,13 @@ class OriginalCall:
             self._has_graph = torch.is_grad_enabled()
             self._output_gradients[number] = gradient.detach()
 
-    def _receive(self, targets: Sequence[tuple[int, _Key, Node]], gradients: Sequence[Any], _: object) -> None:
+    def _receive(self, targets: Sequence[tuple[int, Key, Node]], gradients: Sequence[Any], _: object) -> None:
         """Note what a node of the region gives to inputs and weights."""
         if self._proof is None or is_transformed():
             return
         self._begin_backward()
         _add_received(self._proof, self._received, targets, gradients)
-        self._not_asked.update(key for place, key, node in targets if gradients[place] is None and not _is_asked(node))
+        self._not_asked.update(key for place, key, node in targets if gradients[place] is None and not is_asked(node))
         self._num_nodes_left -= 1
         if not self._num_nodes_left:
             self._compare_gradients()
@@ -307,7 +307,7 @@ class OriginalCall:
 
     def _try_run(
         self, tensors: Sequence[Tensor], gradients: dict[int, Tensor] | None
-    ) -> tuple[list[Fingerprint], dict[_Key, list[Fingerprint]] | None] | None:
+    ) -> tuple[list[Fingerprint], dict[Key, list[Fingerprint]] | None] | None:
         """See `_run`; None if it raises, which ends the proof."""
         assert self._proof is not None
         with self._proof.extra_run():
@@ -324,7 +324,7 @@ class OriginalCall:
 
     def _run(
         self, tensors: Sequence[Tensor], gradients: dict[int, Tensor] | None
-    ) -> tuple[list[Fingerprint], dict[_Key, list[Fingerprint]] | None]:
+    ) -> tuple[list[Fingerprint], dict[Key, list[Fingerprint]] | None]:
         """Return what the original returns and, if the gradients of its outputs are given, those of what it used."""
         assert self._proof is not None
         with ExitStack() as entered:
@@ -338,15 +338,15 @@ class OriginalCall:
             with self._autocast_of_backward.restored():
                 return found, self._gradients_of(outputs, gradients, goals, leaves, first_node)
 
-    def _run_forward(self, tensors: Sequence[Tensor], *, keeps: bool) -> tuple[list[Tensor], _Goals, list[Tensor], int]:
+    def _run_forward(self, tensors: Sequence[Tensor], *, keeps: bool) -> tuple[list[Tensor], Goals, list[Tensor], int]:
         """Return what the original returns, and for its backward: the goals, the leaves behind them, the first node."""
         assert self._module is not None
         with ExitStack() as entered:
             for context in (
                 self._random.kept(),
-                _python_random(self._python, self._numpy),
+                python_random(self._python, self._numpy),
                 self._autocast.restored(),
-                _state_put_back(self._module, self._written),
+                state_put_back(self._module, self._written),
                 saved_tensors_hooks(*(_KEEP if keeps else _DROP)),
                 self.state.as_in_forward(),
             ):
@@ -355,12 +355,12 @@ class OriginalCall:
             inputs = [
                 tensor.detach().requires_grad_(needs) for tensor, needs in zip(tensors, self._require_grad, strict=True)
             ]
-            given = {place: _cut_off(_copied(value)) for place, value in self._arguments.items()}
+            given = {place: cut_off(copied(value)) for place, value in self._arguments.items()}
             # No leaves: they are none in the model, and hooks of others (torch's FLOP counter) do not take them here.
             views = {place: tensor.view_as(tensor) for place, tensor in zip(self._places, inputs, strict=True)}
             given.update((place, views[first]) for place, first in zip(self._places, self._firsts, strict=True))
-            first_node = _num_nodes_made()
-            goals: _Goals = {}
+            first_node = num_nodes_made()
+            goals: Goals = {}
             for place, tensor in given.items():
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     node, number, *_ = get_gradient_edge(tensor)
@@ -376,27 +376,27 @@ class OriginalCall:
         self,
         outputs: list[Tensor],
         gradients: dict[int, Tensor],
-        goals: _Goals,
+        goals: Goals,
         leaves: list[Tensor],
         first_node: int,
-    ) -> dict[_Key, list[Fingerprint]]:
+    ) -> dict[Key, list[Fingerprint]]:
         assert self._proof is not None
-        received: dict[_Key, list[Fingerprint]] = {}
+        received: dict[Key, list[Fingerprint]] = {}
         numbers = [number for number in gradients if number < len(outputs) and outputs[number].requires_grad]
         roots = [outputs[number] for number in numbers]
         given = [gradients[number] for number in numbers]
-        edges, _ = _edges_of(roots, goals, first_node)
+        edges, _ = edges_of(roots, goals, first_node)
         if self._is_late:
             for root, gradient in zip(roots, given, strict=True):
                 # With what the region itself adds to it.
-                _hook_first(root, lambda _, whole=gradient: whole)
+                hook_first(root, lambda _, whole=gradient: whole)
         for node, targets in edges:
             node.register_hook(partial(_receive_and_drop, self._proof, received, targets))
         weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
         outputs.clear()
         if edges:
             # What a graph of its own saves, nothing asks for.
-            with _without_hooks(weights), saved_tensors_hooks(*_DROP):
+            with without_hooks(weights), saved_tensors_hooks(*_DROP):
                 torch.autograd.grad(roots, [*leaves, *weights], given, allow_unused=True, create_graph=self._has_graph)
         return received
 
@@ -454,7 +454,7 @@ class OriginalCall:
             self._end(self._difference_of_gradients(self._expected, self._received))
 
     def _difference_of_gradients(
-        self, expected: dict[_Key, list[Fingerprint]], received: dict[_Key, list[Fingerprint]]
+        self, expected: dict[Key, list[Fingerprint]], received: dict[Key, list[Fingerprint]]
     ) -> str | None:
         """Return what is wrong with the gradients of the region."""
         lost = [key for key, found in expected.items() if found and key not in self._keys]
@@ -479,7 +479,7 @@ class OriginalCall:
             "fault of hf_ckpt: please report it."
         )
 
-    def _noise_of(self, differ: dict[_Key, tuple[list[Fingerprint], list[Fingerprint]]]) -> float | None:
+    def _noise_of(self, differ: dict[Key, tuple[list[Fingerprint], list[Fingerprint]]]) -> float | None:
         """Return how far apart gradients of the original are, if that explains the differences, else None.
 
         See `value_proof.MOST_RUNS`.
@@ -496,7 +496,7 @@ class OriginalCall:
                 return max(noise.values())
         return None
 
-    def _names(self, keys: Sequence[_Key]) -> str:
+    def _names(self, keys: Sequence[Key]) -> str:
         assert self._module is not None
         weights = {id(weight): name for name, weight in self._module.named_parameters()}
         names = [weights.get(key[1], "a weight") if isinstance(key, tuple) else _named(key) for key in keys]
@@ -505,79 +505,10 @@ class OriginalCall:
         )
 
 
-# --- Graphs. ---
-
-
-def _num_nodes_made() -> int:
-    """Return how many nodes this thread has made: the number of the next one."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def _edges_of(outputs: Sequence[Tensor], goals: _Goals, first_node: int) -> tuple[_Edges, set[Node]]:
-    """Return the nodes between tensors and goals that hand gradients to a goal or to a leaf, and all nodes between.
-
-    See Note [edges].
-
-    `first_node` is the number of the first node that belongs here: what is older is reached by tensors that came
-    another way, as through a container.
-    """
-    edges: _Edges = []
-    nodes = deque(
-        node
-        for node in dict.fromkeys(tensor.grad_fn for tensor in outputs)
-        if node is not None and node._sequence_nr() >= first_node
-    )
-    seen = set(nodes)
-    while nodes:
-        node = nodes.popleft()
-        targets: list[tuple[int, _Key, Node]] = []
-        for place, (following, number) in enumerate(node.next_functions):
-            if following is None:
-                continue
-            if (following, number) in goals:
-                targets.append((place, goals[following, number], following))
-            elif hasattr(following, "variable"):
-                # Other leaves may have been made inside, for this run alone.
-                if isinstance(following.variable, nn.Parameter):
-                    targets.append((place, ("weight", id(following.variable)), following))
-            elif following not in seen and following._sequence_nr() >= first_node:
-                seen.add(following)
-                nodes.append(following)
-        if targets:
-            edges.append((node, targets))
-    return edges, seen
-
-
-def _is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
-    """Whether a tensor that one of these nodes has made is still there, besides the outputs: a hook collects it, say.
-
-    Once a region has run, what it is to recompute is gone. Looks at all objects that are new: see `_garbage_kept`. What
-    only the graph holds, as the base of a view, is in Python's list of objects too; nothing of Python refers to it.
-    """
-    known = set(map(id, outputs))
-    young = [each for each in gc.get_objects(generation=0) if issubclass(type(each), Tensor)]
-    inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
-    holders = gc.get_referrers(*inside) if inside else []
-    return any(each is not young and each is not inside and not isinstance(each, FrameType) for each in holders)
-
-
-@contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Let no automatic collection make the objects old that come to be in the block."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _add_received(
     proof: CallProof,
-    received: dict[_Key, list[Fingerprint]],
-    targets: Sequence[tuple[int, _Key, Node]],
+    received: dict[Key, list[Fingerprint]],
+    targets: Sequence[tuple[int, Key, Node]],
     gradients: Sequence[Any],
 ) -> None:
     for place, key, _ in targets:
@@ -588,8 +519,8 @@ def _add_received(
 
 def _receive_and_drop(
     proof: CallProof,
-    received: dict[_Key, list[Fingerprint]],
-    targets: Sequence[tuple[int, _Key, Node]],
+    received: dict[Key, list[Fingerprint]],
+    targets: Sequence[tuple[int, Key, Node]],
     gradients: Sequence[Any],
     _: object,
 ) -> tuple[Any, ...]:
@@ -597,72 +528,6 @@ def _receive_and_drop(
     _add_received(proof, received, targets, gradients)
     dropped = {place for place, *_ in targets}
     return tuple(None if place in dropped else gradient for place, gradient in enumerate(gradients))
-
-
-def _is_asked(node: Node) -> bool:
-    """Whether the backward that runs wants the gradient that a node gets: `torch.autograd.grad` names a few."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        # Of a leaf that `torch.autograd.grad` names.
-        return False
-
-
-def _hook_first(tensor: Tensor, hook: Any) -> None:
-    """Place a gradient hook before those that are there."""
-    hooks: Any = tensor._backward_hooks
-    before = dict(hooks or {})
-    if before:
-        hooks.clear()
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
-    # torch calls them in the order in which they came to be there.
-    (tensor._backward_hooks or {}).update(before)
-
-
-def _acts_in_backward(module: nn.Module) -> bool:
-    """Whether a backward does more here than give gradients: in hooks, or to what weights hold. It would do it twice.
-
-    Engines with fused kernels add the gradient of a weight to its `main_grad` (Megatron, TransformerEngine).
-    """
-    forward = inspect.unwrap(type(module).forward)
-    return (
-        bool(module._backward_hooks or module._backward_pre_hooks)
-        or "register_hook" in getattr(getattr(forward, "__code__", None), "co_names", ())
-        or any(
-            isinstance(value, Tensor)
-            for weight in module._parameters.values()
-            if weight is not None and weight.requires_grad
-            for value in vars(weight).values()
-        )
-    )
-
-
-@contextmanager
-def _without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
-    """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not.
-
-    Their gradients too, and what else is set on them: functions of others may do so by hand.
-    """
-    attributes = [(weight, dict(vars(weight))) for weight in weights]
-    found: list[tuple[Any, dict[Any, Any]]] = []
-    gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
-    for weight, _ in gradients:
-        weight.grad = None
-    for weight in weights:
-        hooks: Any = weight._backward_hooks
-        if hooks:
-            found.append((hooks, dict(hooks)))
-            hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in found:
-            hooks.update(before)
-        for weight, before in attributes:
-            _put_back(vars(weight), before)
-            weight.grad = None
-        for weight, gradient in gradients:
-            weight.grad = gradient
 
 
 def _total(found: Sequence[Fingerprint]) -> list[Fingerprint]:
@@ -682,28 +547,8 @@ def _distance(ones: Sequence[Fingerprint], others: Sequence[Fingerprint]) -> flo
     return max((1.0 if each is None or isnan(each) else each for each in distances), default=0.0)
 
 
-# --- Values and state. ---
-
-
 def _tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _copied(value: Any) -> Any:
-    """Return containers as copies, so that what the original puts into them stays there."""
-    if isinstance(value, dict | list | set | deque):
-        return copy.copy(value)
-    return value
-
-
-def _cut_off(value: Any) -> Any:
-    """Return what a tuple, a list or a dictionary holds without its graph, through which no backward is to go twice."""
-    return tree_map_only(Tensor, _cut, value) if isinstance(value, tuple | list | dict) else value
-
-
-def _cut(tensor: Tensor) -> Tensor:
-    # No leaf: see `_run_forward`.
-    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_().view_as(tensor)
 
 
 def _named(place: object) -> str:
@@ -714,79 +559,6 @@ def _has_tiles(module: nn.Module | None) -> bool:
     """Whether parts of a module run in tiles, which have a proof of their own."""
     forwards = [vars(inner).get("forward") for inner in (() if module is None else module.modules())]
     return any(isinstance(forward, partial) and forward.func is run_tiled for forward in forwards)
-
-
-def _held_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the buffers below a module, and tensors that are plain attributes there."""
-    held = (value for inner in module.modules() for each in (vars(inner), inner._buffers) for value in each.values())
-    return [value for value in held if isinstance(value, Tensor) and not value.is_inference()]
-
-
-@contextmanager
-def _state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[None]:
-    """Put attributes of the modules below one back when the block ends, and the values of tensors that it writes to."""
-    copies = [tensor.detach().clone() for tensor in written]
-    attributes = [(inner, dict(vars(inner))) for inner in module.modules()]
-    containers: list[tuple[Any, Any]] = [
-        (value, copy.copy(value))
-        for inner, found in attributes
-        for name, value in found.items()
-        if isinstance(value, dict | list | set | deque) and not (is_managed(inner) and _is_weight(name, value))
-    ]
-    with _unsafe_preserve_version_counter(tuple(written)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, values in zip(written, copies, strict=True):
-                    tensor.copy_(values)
-    for inner, before in attributes:
-        now = vars(inner)
-        if is_managed(inner):
-            # The engine exchanges the weights, some for attributes.
-            kept = {name: value for name, value in before.items() if not _is_weight(name, value)}
-            before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
-        _put_back(now, before)
-    for container, found in containers:
-        if isinstance(container, dict):
-            _put_back(container, found)
-        elif isinstance(container, set):
-            container.intersection_update(found)
-            container.update(found)
-        elif list(map(id, container)) != list(map(id, found)):
-            container.clear()
-            container.extend(found)
-
-
-def _is_weight(name: str, value: object) -> bool:
-    return name == "_parameters" or isinstance(value, Tensor)
-
-
-def _put_back(now: dict[Any, Any], found: dict[Any, Any]) -> None:
-    if list(now) != list(found) or any(now[name] is not value for name, value in found.items()):
-        now.clear()
-        now.update(found)
-
-
-@contextmanager
-def _python_random(python: Any, numpy_state: Any) -> Iterator[None]:
-    """Let Python and numpy draw what they drew in the forward."""
-    numpy = None if numpy_state is None else _numpy_random()
-    found = random.getstate(), None if numpy is None else numpy.get_state()
-    random.setstate(python)
-    if numpy is not None:
-        numpy.set_state(numpy_state)
-    try:
-        yield
-    finally:
-        random.setstate(found[0])
-        if numpy is not None:
-            numpy.set_state(found[1])
-
-
-def _numpy_random() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random
 
 
 def _detached(tensor: Tensor) -> Tensor:

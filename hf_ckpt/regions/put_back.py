@@ -1,0 +1,108 @@
+"""What a further run of a module changes is put back when it ends: attributes, tensors, random states, arguments."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_map_only
+
+from hf_ckpt.regions.module_state import is_managed
+
+
+def copied(value: Any) -> Any:
+    """Return containers as copies, so that what the original puts into them stays there."""
+    if isinstance(value, dict | list | set | deque):
+        return copy.copy(value)
+    return value
+
+
+def cut_off(value: Any) -> Any:
+    """Return what a tuple, a list or a dictionary holds without its graph, through which no backward is to go twice."""
+    return tree_map_only(Tensor, _cut, value) if isinstance(value, tuple | list | dict) else value
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    # No leaf: see `_run_forward`.
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_().view_as(tensor)
+
+
+def held_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the buffers below a module, and tensors that are plain attributes there."""
+    held = (value for inner in module.modules() for each in (vars(inner), inner._buffers) for value in each.values())
+    return [value for value in held if isinstance(value, Tensor) and not value.is_inference()]
+
+
+@contextmanager
+def state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[None]:
+    """Put attributes of the modules below one back when the block ends, and the values of tensors that it writes to."""
+    copies = [tensor.detach().clone() for tensor in written]
+    attributes = [(inner, dict(vars(inner))) for inner in module.modules()]
+    containers: list[tuple[Any, Any]] = [
+        (value, copy.copy(value))
+        for inner, found in attributes
+        for name, value in found.items()
+        if isinstance(value, dict | list | set | deque) and not (is_managed(inner) and _is_weight(name, value))
+    ]
+    with _unsafe_preserve_version_counter(tuple(written)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, values in zip(written, copies, strict=True):
+                    tensor.copy_(values)
+    for inner, before in attributes:
+        now = vars(inner)
+        if is_managed(inner):
+            # The engine exchanges the weights, some for attributes.
+            kept = {name: value for name, value in before.items() if not _is_weight(name, value)}
+            before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
+        put_back(now, before)
+    for container, found in containers:
+        if isinstance(container, dict):
+            put_back(container, found)
+        elif isinstance(container, set):
+            container.intersection_update(found)
+            container.update(found)
+        elif list(map(id, container)) != list(map(id, found)):
+            container.clear()
+            container.extend(found)
+
+
+def _is_weight(name: str, value: object) -> bool:
+    return name == "_parameters" or isinstance(value, Tensor)
+
+
+def put_back(now: dict[Any, Any], found: dict[Any, Any]) -> None:
+    if list(now) != list(found) or any(now[name] is not value for name, value in found.items()):
+        now.clear()
+        now.update(found)
+
+
+@contextmanager
+def python_random(python: Any, numpy_state: Any) -> Iterator[None]:
+    """Let Python and numpy draw what they drew in the forward."""
+    numpy = None if numpy_state is None else numpy_random()
+    found = random.getstate(), None if numpy is None else numpy.get_state()
+    random.setstate(python)
+    if numpy is not None:
+        numpy.set_state(numpy_state)
+    try:
+        yield
+    finally:
+        random.setstate(found[0])
+        if numpy is not None:
+            numpy.set_state(found[1])
+
+
+def numpy_random() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random

@@ -1,0 +1,156 @@
+"""The graph of a region, for `original_proof`: where gradients leave it, and what else a backward would do there."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from hf_ckpt.regions.put_back import put_back
+
+Key = Hashable
+"""What a gradient is for: an argument, by its place, or a weight, by its id."""
+Goals = dict[tuple[Node, int], Key]
+"""What the outputs of nodes stand for: arguments of a region."""
+Edges = list[tuple[Node, list[tuple[int, Key, Node]]]]
+"""Nodes, and which of the gradients that each returns is for what, with the node that gets it."""
+
+
+def num_nodes_made() -> int:
+    """Return how many nodes this thread has made: the number of the next one."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[Edges, set[Node]]:
+    """Return the nodes between tensors and goals that hand gradients to a goal or to a leaf, and all nodes between.
+
+    See Note [edges].
+
+    `first_node` is the number of the first node that belongs here: what is older is reached by tensors that came
+    another way, as through a container.
+    """
+    edges: Edges = []
+    nodes = deque(
+        node
+        for node in dict.fromkeys(tensor.grad_fn for tensor in outputs)
+        if node is not None and node._sequence_nr() >= first_node
+    )
+    seen = set(nodes)
+    while nodes:
+        node = nodes.popleft()
+        targets: list[tuple[int, Key, Node]] = []
+        for place, (following, number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            if (following, number) in goals:
+                targets.append((place, goals[following, number], following))
+            elif hasattr(following, "variable"):
+                # Other leaves may have been made inside, for this run alone.
+                if isinstance(following.variable, nn.Parameter):
+                    targets.append((place, ("weight", id(following.variable)), following))
+            elif following not in seen and following._sequence_nr() >= first_node:
+                seen.add(following)
+                nodes.append(following)
+        if targets:
+            edges.append((node, targets))
+    return edges, seen
+
+
+def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
+    """Whether a tensor that one of these nodes has made is still there, besides the outputs: a hook collects it, say.
+
+    Once a region has run, what it is to recompute is gone. Looks at all objects that are new: see `garbage_kept`. What
+    only the graph holds, as the base of a view, is in Python's list of objects too; nothing of Python refers to it.
+    """
+    known = set(map(id, outputs))
+    young = [each for each in gc.get_objects(generation=0) if issubclass(type(each), Tensor)]
+    inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
+    holders = gc.get_referrers(*inside) if inside else []
+    return any(each is not young and each is not inside and not isinstance(each, FrameType) for each in holders)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Let no automatic collection make the objects old that come to be in the block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def is_asked(node: Node) -> bool:
+    """Whether the backward that runs wants the gradient that a node gets: `torch.autograd.grad` names a few."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # Of a leaf that `torch.autograd.grad` names.
+        return False
+
+
+def hook_first(tensor: Tensor, hook: Any) -> None:
+    """Place a gradient hook before those that are there."""
+    hooks: Any = tensor._backward_hooks
+    before = dict(hooks or {})
+    if before:
+        hooks.clear()
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # upstream
+    # torch calls them in the order in which they came to be there.
+    (tensor._backward_hooks or {}).update(before)
+
+
+def acts_in_backward(module: nn.Module) -> bool:
+    """Whether a backward does more here than give gradients: in hooks, or to what weights hold. It would do it twice.
+
+    Engines with fused kernels add the gradient of a weight to its `main_grad` (Megatron, TransformerEngine).
+    """
+    forward = inspect.unwrap(type(module).forward)
+    return (
+        bool(module._backward_hooks or module._backward_pre_hooks)
+        or "register_hook" in getattr(getattr(forward, "__code__", None), "co_names", ())
+        or any(
+            isinstance(value, Tensor)
+            for weight in module._parameters.values()
+            if weight is not None and weight.requires_grad
+            for value in vars(weight).values()
+        )
+    )
+
+
+@contextmanager
+def without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
+    """Take the gradient hooks of weights away for the block: autograd calls them whether a gradient comes or not.
+
+    Their gradients too, and what else is set on them: functions of others may do so by hand.
+    """
+    attributes = [(weight, dict(vars(weight))) for weight in weights]
+    found: list[tuple[Any, dict[Any, Any]]] = []
+    gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+    for weight, _ in gradients:
+        weight.grad = None
+    for weight in weights:
+        hooks: Any = weight._backward_hooks
+        if hooks:
+            found.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            hooks.update(before)
+        for weight, before in attributes:
+            put_back(vars(weight), before)
+            weight.grad = None
+        for weight, gradient in gradients:
+            weight.grad = gradient
