@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.regions.execution_state import (
@@ -330,6 +332,9 @@ class OriginalCall:
         with ExitStack() as entered:
             for context in (ConcurrentRun(), extra_run(), selection_paused(), torch.enable_grad()):
                 entered.enter_context(context)
+            if any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack()):
+                # Where another library has torch's own selective checkpointing run a region, that hands out once.
+                entered.enter_context(_disable_current_modes())
             outputs, goals, leaves, first_node = self._run_forward(tensors, keeps=gradients is not None)
             found = self._proof.fingerprints(outputs, has_sketch=True)
             if gradients is None:

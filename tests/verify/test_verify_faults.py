@@ -222,7 +222,8 @@ def test_reentrant_checkpoint_with_shared_keys_and_values(
     model = {"config": {**fields, **vocabulary, "model_type": model_type}}
     details = failed(report(tmp_path, model=model, **FULL))
     assert details.keys() >= {"gradients", "first difference"}
-    assert localize.REENTRANT in details["first difference"]
+    # The recomputation is given the container of the shared ones as it was before the forward.
+    assert "model.layers.1" in details["first difference"]
 
 
 def test_router_that_routes_differently(tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_eval_between_forward_and_backward(tmp_path: Path) -> None:
     assert failed(report(tmp_path, setup=leave_training_mode, **FULL)) == {}
 
 
-def test_flag_that_changes_between_forward_and_backward(tmp_path: Path) -> None:
+def test_flag_that_changes_between_forward_and_backward_is_brought_back(tmp_path: Path) -> None:
     def change_a_flag(model: nn.Module) -> None:
         mlp = layers(model)[1].mlp
 
@@ -421,9 +422,8 @@ def test_flag_that_changes_between_forward_and_backward(tmp_path: Path) -> None:
         model.register_forward_pre_hook(partial(set_to, 1.0))
         model.get_output_embeddings().register_forward_hook(partial(set_to, 2.0))
 
-    details = failed(report(tmp_path, setup=change_a_flag, **FULL))
-    assert details["training flags"].startswith("scale of model.layers.1.mlp was 1.0 in the forward and 2.0 in its")
-    assert "a flag was changed between forward and backward: scale of model.layers.1.mlp" in details["first difference"]
+    # The plan brings it back for the recomputation.
+    assert failed(report(tmp_path, setup=change_a_flag, **FULL)) == {}
 
 
 def test_hook_that_counts_twice(tmp_path: Path) -> None:
