@@ -178,7 +178,7 @@ class OriginalCall:
         if any(map(acts_in_backward, self._module.modules())):
             self._leave_gradients_out("a backward does more inside of it than to give gradients, and would do it twice")
             return
-        edges, nodes = edges_of([outputs[number] for number in numbers], goals, self._first_node)
+        edges, nodes, self._earlier = edges_of([outputs[number] for number in numbers], goals, self._first_node)
         if is_held_elsewhere(nodes, outputs):
             # What the loss makes of it besides, the original would not get.
             self._leave_gradients_out("something holds tensors from inside of it")
@@ -390,7 +390,7 @@ class OriginalCall:
         numbers = [number for number in gradients if number < len(outputs) and outputs[number].requires_grad]
         roots = [outputs[number] for number in numbers]
         given = [gradients[number] for number in numbers]
-        edges, _ = edges_of(roots, goals, first_node)
+        edges, *_ = edges_of(roots, goals, first_node)
         if self._is_late:
             for root, gradient in zip(roots, given, strict=True):
                 # With what the region itself adds to it.
@@ -467,7 +467,8 @@ class OriginalCall:
         if not self._num_nodes_left:
             lost += [key for key, found in expected.items() if found and key in self._keys and not received.get(key)]
             both += [key for key, found in received.items() if found and not expected.get(key)]
-        lost, both = ([key for key in keys if key not in self._not_asked] for keys in (lost, both))
+        left_out = self._not_asked | self._earlier
+        lost, both = ([key for key in keys if key not in left_out] for keys in (lost, both))
         if lost:
             return f"the plan loses the gradient of {self._names(lost)}, which the module's own forward gives."
         pairs = {key: (_total(expected.get(key, [])), _total(received[key])) for key in both}

@@ -30,14 +30,15 @@ def num_nodes_made() -> int:
     return number
 
 
-def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[Edges, set[Node]]:
+def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[Edges, set[Node], set[Key]]:
     """Return the nodes between tensors and goals that hand gradients to a goal or to a leaf, and all nodes between.
 
     See Note [edges].
 
     `first_node` is the number of the first node that belongs here: what is older is reached by tensors that came
-    another way, as through a container.
+    another way, as through a container. The third value are the weights behind those: autocast keeps what it has cast.
     """
+    earlier: set[Key] = set()
     edges: Edges = []
     nodes = deque(
         node
@@ -60,9 +61,12 @@ def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[
             elif following not in seen and following._sequence_nr() >= first_node:
                 seen.add(following)
                 nodes.append(following)
+            elif following not in seen:
+                behind = (getattr(node, "variable", None) for node, _ in following.next_functions)
+                earlier.update(("weight", id(each)) for each in behind if isinstance(each, nn.Parameter))
         if targets:
             edges.append((node, targets))
-    return edges, seen
+    return edges, seen, earlier
 
 
 def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
