@@ -193,12 +193,16 @@ def test_the_step_that_is_proven_costs_little_more_than_a_forward_at_most(name: 
     more = model.flops(policy, "first_step", **options) - model.flops(policy, **options)
     # Each region runs to its end. Or nothing was proven; attention alone runs all of its products again in any case.
     assert more > 0
-    assert more <= 1.2 * forward
+    # One of the four layers, of two kinds with offload, runs forward and backward once more for its original.
+    assert more <= 1.5 * forward
 
 
 def test_the_proof_of_a_whole_layer_runs_what_lies_behind_the_last_saved_tensor() -> None:
     model = Llama.build()
-    assert model.flops("full", "first_step") - model.flops("full") == LAYERS * FORWARD["down_proj"]
+    more = model.flops("full", "first_step") - model.flops("full")
+    # The last layer runs forward and backward once more, as its original: about three times its forward.
+    of_original = more - LAYERS * FORWARD["down_proj"]
+    assert 2.9 * (LAYER + 2 * ATTENTION) <= of_original <= 3.2 * (LAYER + 2 * ATTENTION)
 
 
 # --- Bytes. ---

@@ -132,7 +132,8 @@ def test_numbers_behind_a_kept_operator_that_draws_are_drawn_again(options: dict
 
     case = plain(Drawing)
     expected = step_of_plain(case)
-    with hf_ckpt.apply(case.model, "selective", **options), Recomputed() as seen:
+    # Unproven: the original draws them all.
+    with hf_ckpt.apply(case.model, "selective", prove="off", **options), Recomputed() as seen:
         assert exactness.differences(expected, step_of_plain(case)) == []
     # Else there would be nothing to bring back.
     assert seen.counts["aten.bernoulli.default"] == 0
