@@ -62,8 +62,10 @@ def in_forward(run: Trainer) -> None:
 
 def in_backward(run: Trainer) -> None:
     def place(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        hook.remove()
-        args[0].register_hook(fail)
+        if type(args[0]) is torch.Tensor:
+            # And no fake one, of a step that is simulated.
+            hook.remove()
+            args[0].register_hook(fail)
 
     hook = run.model.get_output_embeddings().register_forward_hook(place)
 
