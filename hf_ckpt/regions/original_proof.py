@@ -124,6 +124,8 @@ class OriginalCall:
         if proof is None or not proof.runs_to_end or module is None or any(map(is_compiled, module.modules())):
             return proof
         self._proof_ref = weakref.ref(proof)
+        # A region that saves nothing lets go of it at once.
+        self._held = proof
         proof.original = self
         self._region.begin_original(self)
         self._places = [place for place, value in self._arguments.items() if belongs_to_graph(place, value)]
@@ -151,7 +153,7 @@ class OriginalCall:
 
     def end_forward(self, returned: Any) -> None:
         """Note what the region returned, and watch the gradients that go in and out."""
-        proof = self._proof
+        proof, self._held = self._held, None
         if proof is None:
             return
         self._written = [tensor for tensor, version in self._versions if tensor._version != version]
