@@ -40,7 +40,6 @@ from hf_ckpt.recovery.accumulation_window import (
     Buffers,
     Gradients,
     GradientsOfOthers,
-    Randomness,
     SavedBuffers,
     StepParameters,
     describe_tensors,
@@ -52,7 +51,7 @@ from hf_ckpt.recovery.escalation import Escalation, Failed, rung_after
 from hf_ckpt.recovery.ladder import Ladder, Room, Rung
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
-from hf_ckpt.regions.execution_state import is_compiled
+from hf_ckpt.regions.execution_state import Randomness, is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
 from hf_ckpt.units import parse_budget

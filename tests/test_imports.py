@@ -24,6 +24,7 @@ ORDER = (
     "errors",
     "units",
     "html_svg",
+    "garbage_collection",
     "policy",
     "structure",
     "regions",

@@ -26,8 +26,8 @@ from hf_ckpt.cli.shared_options import (
 from hf_ckpt.distributed.store import LaunchedProcesses
 from hf_ckpt.errors import HFCkptError, OutOfMemoryError, PlanMismatchError, RecipeError, SavedFilesError
 from hf_ckpt.finetune.termination import EXIT_CODE, Terminated, sigterm_as_interrupt
+from hf_ckpt.garbage_collection import imports_are_no_garbage
 from hf_ckpt.recipe.optional_packages import require_for
-from hf_ckpt.simulation.garbage_collection import imports_are_no_garbage
 
 _FLAGS = ("print", "resume", "merge")
 """The options that are said or not."""

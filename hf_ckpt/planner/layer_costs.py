@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 from hf_ckpt.errors import HFCkptError, UnsupportedError
+from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.patch.tileable_modules import random_modules, tiled_modules
 from hf_ckpt.planner.chain import FULL, NONE, Chain, ChainLayer, Cost
 from hf_ckpt.planner.costs_from_tape import LayerKey, StepReading
@@ -29,7 +30,6 @@ from hf_ckpt.policy.options import HeadMode, Offload
 from hf_ckpt.policy.plan import LayerPlan, Plan, StackPlan
 from hf_ckpt.policy.policy import WHOLE_LAYER_MODES, Mode, Policy
 from hf_ckpt.simulation.devices import Device
-from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.op_costs import copy_seconds, is_kept_selectively
 from hf_ckpt.simulation.simulator import StepSimulator
 from hf_ckpt.simulation.step_memory import Phase

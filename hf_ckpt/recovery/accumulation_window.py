@@ -7,7 +7,6 @@ gradients are not kept at all, and buffers are cloned only where forwards are kn
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +14,12 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_ckpt.recovery.attribute_snapshots import Attributes
 from hf_ckpt.recovery.replay_proof import ReplayProof
-from hf_ckpt.regions.execution_state import RandomState
+from hf_ckpt.regions.execution_state import Randomness
 
 _LARGE_BYTES = 2**26
 """Of a buffer that is not copied to find out whether forwards change it, such as packed weights."""
@@ -33,37 +31,6 @@ _version = attrgetter("_version")
 
 
 # --- Random numbers. ---
-
-
-@dataclass(frozen=True)
-class Randomness:
-    """The state of all generators that a forward may draw from: torch's, Python's and numpy's."""
-
-    of_torch: RandomState
-    of_python: Any
-    of_numpy: Any
-
-    @classmethod
-    def now(cls, tensors: Iterable[Tensor]) -> Randomness:
-        """Read them; torch's of the CPU and of the devices that tensors lie on."""
-        return cls(RandomState.of(*tensors), random.getstate(), np.random.get_state())  # the global one
-
-    def restore(self) -> None:
-        """Bring them back."""
-        self.of_torch.restore()
-        random.setstate(self.of_python)
-        np.random.set_state(self.of_numpy)
-
-    def others_than(self, other: Randomness) -> list[str]:
-        """Name the generators that are in another state than they were."""
-        (kind, keys, *rest), (other_kind, other_keys, *other_rest) = self.of_numpy, other.of_numpy
-        is_same_numpy = (kind, *rest) == (other_kind, *other_rest) and np.array_equal(keys, other_keys)
-        same = {
-            "torch's": self.of_torch.is_same(other.of_torch),
-            "Python's": self.of_python == other.of_python,
-            "numpy's": is_same_numpy,
-        }
-        return [name for name, is_same in same.items() if not is_same]
 
 
 def one_of_each_device(model: nn.Module) -> list[Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_ckpt.auto.largest_batch_in_data import without_adapter
 from hf_ckpt.errors import OutOfMemoryError
 from hf_ckpt.recovery.accumulation_window import (
-    Randomness,
     TrainerCall,
     describe_inputs,
     named_tensors,
@@ -22,6 +21,7 @@ from hf_ckpt.recovery.accumulation_window import (
 )
 from hf_ckpt.recovery.attribute_snapshots import AttributeSnapshots
 from hf_ckpt.recovery.out_of_memory import Failure, attempt, release_memory
+from hf_ckpt.regions.execution_state import Randomness
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from torch import nn
 from hf_ckpt.recovery.accumulation_window import (
     Buffers,
     MicroBatch,
-    Randomness,
     StepParameters,
     TrainerCall,
     Window,
@@ -30,6 +29,7 @@ from hf_ckpt.recovery.escalation import Escalation, Failed
 from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
+from hf_ckpt.regions.execution_state import Randomness
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch

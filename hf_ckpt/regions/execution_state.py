@@ -8,15 +8,17 @@ transforms of torch.func, are refused where a recomputation could not give what 
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -186,6 +188,49 @@ class RandomState:
         """Restore the generators, on leaving the block, to what they were on entering it."""
         with torch.random.fork_rng(devices=list(self.devices), device_type=self.device_type, enabled=True):
             yield
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The state of all generators that a forward may draw from: torch's, Python's and numpy's."""
+
+    of_torch: RandomState
+    of_python: Any
+    of_numpy: Any
+
+    @classmethod
+    def now(cls, tensors: Iterable[Any]) -> Randomness:
+        """Read them; torch's of the CPU and of the devices of `tensors`, as `RandomState.of` has them."""
+        return cls(RandomState.of(*tensors), random.getstate(), np.random.get_state())  # the global one
+
+    def restore(self) -> None:
+        """Bring them back."""
+        self.of_torch.restore()
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+
+    @contextmanager
+    def brought_back(self) -> Iterator[None]:
+        """Let the block draw what was drawn from this state on, and nothing after it notice."""
+        found = random.getstate(), np.random.get_state()
+        try:
+            with self.of_torch.kept():
+                self.restore()
+                yield
+        finally:
+            random.setstate(found[0])
+            np.random.set_state(found[1])
+
+    def others_than(self, other: Randomness) -> list[str]:
+        """Name the generators that are in another state than they were."""
+        (kind, keys, *rest), (other_kind, other_keys, *other_rest) = self.of_numpy, other.of_numpy
+        is_same_numpy = (kind, *rest) == (other_kind, *other_rest) and np.array_equal(keys, other_keys)
+        same = {
+            "torch's": self.of_torch.is_same(other.of_torch),
+            "Python's": self.of_python == other.of_python,
+            "numpy's": is_same_numpy,
+        }
+        return [name for name, is_same in same.items() if not is_same]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ by one: all of them together are never held.
 from __future__ import annotations
 
 import logging
-import random
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,16 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.regions.execution_state import (
     AutocastState,
     ConcurrentRun,
     Function,
-    RandomState,
+    Randomness,
     extra_run,
     is_compiled,
     is_transformed,
@@ -42,14 +42,14 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
 from hf_ckpt.regions.module_state import CallState
-from hf_ckpt.regions.put_back import copied, cut_off, held_tensors, numpy_random, python_random, state_put_back
+from hf_ckpt.regions.put_back import copied, cut_off, held_tensors, state_put_back
 from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
 from hf_ckpt.regions.region_graph import (
     Goals,
     Key,
     acts_in_backward,
     edges_of,
-    garbage_kept,
+    goals_of,
     hook_first,
     is_asked,
     is_held_elsewhere,
@@ -58,7 +58,16 @@ from hf_ckpt.regions.region_graph import (
 )
 from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
-from hf_ckpt.regions.value_proof import ALLOWED, MOST_RUNS, CallProof, RegionProof, by_distance, explaining_noise
+from hf_ckpt.regions.value_proof import (
+    ALLOWED,
+    MOST_RUNS,
+    CallProof,
+    RegionProof,
+    by_distance,
+    drop,
+    explaining_noise,
+    never_unpack,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +80,8 @@ def run_region_proven(proof: RegionProof, region: Function, function: Function, 
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not proof.awaits_original():
         return region(function, *args, proof=proof)
     original = OriginalCall(proof, function, args)
-    with garbage_kept():
+    # Collections would make old what `is_held_elsewhere` looks for.
+    with no_cycles_collected():
         with original.state.as_in_forward():
             returned = region(function, *args, proof=original)
         original.end_forward(returned)
@@ -135,14 +145,9 @@ class OriginalCall:
         self._require_grad = [self._arguments[place].requires_grad for place in self._places]
         self._inputs = [self._arguments[place] for place in self._places]
         self._given = proof.fingerprints([self._arguments[place] for place in self._places])
-        for place, value in self._arguments.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                node, number, *_ = get_gradient_edge(value)
-                self._goals.setdefault((node, number), place)
+        self._goals = goals_of(self._arguments)
         weight = next(module.parameters(), None)
-        self._random = RandomState.of(*self._arguments.values(), weight)
-        self._python = random.getstate()
-        self._numpy = None if (numpy := numpy_random()) is None else numpy.get_state()
+        self._randomness = Randomness.now([*self._arguments.values(), weight])
         self._autocast = AutocastState.now().without_cache()
         self._versions = [(tensor, tensor._version) for tensor in held_tensors(module)]
         # The graph keeps them, and they come back for the recomputation.
@@ -350,15 +355,13 @@ class OriginalCall:
         assert self._module is not None
         with ExitStack() as entered:
             for context in (
-                self._random.kept(),
-                python_random(self._python, self._numpy),
+                self._randomness.brought_back(),
                 self._autocast.restored(),
                 state_put_back(self._module, self._written),
                 saved_tensors_hooks(*(_KEEP if keeps else _DROP)),
                 self.state.as_in_forward(),
             ):
                 entered.enter_context(context)
-            self._random.restore()
             inputs = [
                 tensor.detach().requires_grad_(needs) for tensor, needs in zip(tensors, self._require_grad, strict=True)
             ]
@@ -367,11 +370,7 @@ class OriginalCall:
             views = {place: tensor.view_as(tensor) for place, tensor in zip(self._places, inputs, strict=True)}
             given.update((place, views[first]) for place, first in zip(self._places, self._firsts, strict=True))
             first_node = num_nodes_made()
-            goals: Goals = {}
-            for place, tensor in given.items():
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    node, number, *_ = get_gradient_edge(tensor)
-                    goals.setdefault((node, number), place)
+            goals = goals_of(given)
             returned = self._function(
                 *(value for place, value in given.items() if isinstance(place, int)),
                 **{place: value for place, value in given.items() if isinstance(place, str)},
@@ -578,13 +577,5 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _dropped(tensor: Tensor) -> None:
-    return None
-
-
-def _never_unpacked(nothing: None) -> Tensor:
-    raise AssertionError("this graph is of a run that is only compared")
-
-
 _KEEP = _detached, _as_it_is
-_DROP = _dropped, _never_unpacked
+_DROP = drop, never_unpack

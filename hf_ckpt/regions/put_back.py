@@ -1,10 +1,8 @@
-"""What a further run of a module changes is put back when it ends: attributes, tensors, random states, arguments."""
+"""What a further run of a module changes is put back when it ends: attributes, tensors, arguments."""
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,24 +83,3 @@ def put_back(now: dict[Any, Any], found: dict[Any, Any]) -> None:
     if list(now) != list(found) or any(now[name] is not value for name, value in found.items()):
         now.clear()
         now.update(found)
-
-
-@contextmanager
-def python_random(python: Any, numpy_state: Any) -> Iterator[None]:
-    """Let Python and numpy draw what they drew in the forward."""
-    numpy = None if numpy_state is None else numpy_random()
-    found = random.getstate(), None if numpy is None else numpy.get_state()
-    random.setstate(python)
-    if numpy is not None:
-        numpy.set_state(numpy_state)
-    try:
-        yield
-    finally:
-        random.setstate(found[0])
-        if numpy is not None:
-            numpy.set_state(found[1])
-
-
-def numpy_random() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random

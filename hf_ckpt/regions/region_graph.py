@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_ckpt.regions.put_back import put_back
 
@@ -28,6 +28,16 @@ def num_nodes_made() -> int:
     """Return how many nodes this thread has made: the number of the next one."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
+
+
+def goals_of(arguments: Mapping[int | str, Any]) -> Goals:
+    """Return what stands for the arguments that get a gradient; of a tensor that is given twice, its first place."""
+    goals: Goals = {}
+    for place, value in arguments.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            node, number, *_ = get_gradient_edge(value)
+            goals.setdefault((node, number), place)
+    return goals
 
 
 def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[Edges, set[Node], set[Key]]:
@@ -72,7 +82,8 @@ def edges_of(outputs: Sequence[Tensor], goals: Goals, first_node: int) -> tuple[
 def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     """Whether a tensor that one of these nodes has made is still there, besides the outputs: a hook collects it, say.
 
-    Once a region has run, what it is to recompute is gone. Looks at all objects that are new: see `garbage_kept`. What
+    Once a region has run, what it is to recompute is gone. Looks at all objects that are new, as long as no cycles
+    are collected meanwhile, which would make them old. What
     only the graph holds, as the base of a view, is in Python's list of objects too; nothing of Python refers to it.
     """
     known = set(map(id, outputs))
@@ -80,18 +91,6 @@ def is_held_elsewhere(nodes: set[Node], outputs: Sequence[Tensor]) -> bool:
     inside = [each for each in young if id(each) not in known and each.grad_fn in nodes]
     holders = gc.get_referrers(*inside) if inside else []
     return any(each is not young and each is not inside and not isinstance(each, FrameType) for each in holders)
-
-
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Let no automatic collection make the objects old that come to be in the block."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def is_asked(node: Node) -> bool:

@@ -517,7 +517,7 @@ class CallProof:
         return None
 
     def _run_once_more(self, function: Function, tensors: Sequence[Any], random: RandomState) -> list[Fingerprint]:
-        with random.kept(), torch.autograd.graph.saved_tensors_hooks(_drop, _never_unpack):
+        with random.kept(), torch.autograd.graph.saved_tensors_hooks(drop, never_unpack):
             random.restore()
             with torch.enable_grad(), extra_run():
                 returned = function(*tensors)
@@ -632,9 +632,11 @@ def _call_proof(region: RegionProof, function: Function, tensors: Sequence[Any])
     return CallProof(region, module_of(function)) if is_possible else None
 
 
-def _drop(tensor: Tensor) -> None:
+def drop(tensor: Tensor) -> None:
+    """Keep nothing of what is saved: for a run that has no backward."""
     return None
 
 
-def _never_unpack(nothing: None) -> Tensor:
+def never_unpack(nothing: None) -> Tensor:
+    """Goes with `drop`."""
     raise AssertionError("this graph is of a run that is only compared")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
 from hf_ckpt.policy.options import HeadMode, Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
@@ -24,7 +25,6 @@ from hf_ckpt.simulation.cuda import add_workspaces, emulate_cuda
 from hf_ckpt.simulation.ddp_fsdp_tape import RankTape
 from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
-from hf_ckpt.simulation.garbage_collection import no_cycles_collected
 from hf_ckpt.simulation.host_and_link_time import queue_operators
 from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
 from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, run_unlike, shared_layers

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import recovery_sweep
 from benchmarks.runner import main
-from hf_ckpt.recovery.accumulation_window import Randomness
+from hf_ckpt.regions.execution_state import Randomness
 
 
 def swept(out: Path, *more: str) -> dict[str, dict[str, object]]:

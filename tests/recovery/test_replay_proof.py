@@ -24,9 +24,10 @@ from hf_ckpt import HFCkptCallback
 from hf_ckpt.errors import OutOfMemoryError, PlanMismatchError
 from hf_ckpt.policy.options import HeadMode
 from hf_ckpt.policy.plan import Plan
-from hf_ckpt.recovery.accumulation_window import Gradients, Randomness, Window
+from hf_ckpt.recovery.accumulation_window import Gradients, Window
 from hf_ckpt.recovery.escalation import Escalation
 from hf_ckpt.recovery.replay_proof import ReplayProof
+from hf_ckpt.regions.execution_state import Randomness
 from tests.training import During, arguments, changed, llama, losses, rows, weights
 
 NUM_STEPS = 4

@@ -101,21 +101,29 @@ def gradient_is_doubled(patch: pytest.MonkeyPatch) -> None:
     on_regions(patch, doubled)
 
 
-class _Tripled(torch.autograd.Function):
+class _Scaled(torch.autograd.Function):
+    """Gives the gradient times what a function returns."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: Callable[[], float]) -> Tensor:
+        ctx.factor = factor
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 3 * gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor(), None
+
+
+def _tripled(x: Tensor) -> Tensor:
+    tripled: Tensor = _Scaled.apply(x, lambda: 3.0)
+    return tripled
 
 
 def gradient_of_inputs_is_tripled(patch: pytest.MonkeyPatch) -> None:
     def tripled(region: Any, function: Any, *args: Any) -> Any:
         if args:
-            return region(function, _Tripled.apply(args[0]), *args[1:])
-        keywords = {**function.keywords, "hidden_states": _Tripled.apply(function.keywords["hidden_states"])}
+            return region(function, _tripled(args[0]), *args[1:])
+        keywords = {**function.keywords, "hidden_states": _tripled(function.keywords["hidden_states"])}
         return region(partial(function.func, *function.args, **keywords))
 
     on_regions(patch, tripled)
@@ -337,23 +345,17 @@ def test_a_backward_that_does_not_repeat_itself_is_no_fault(num_noisy: int, capl
     model = llama().train()
     calls: list[int] = []
 
-    class Noisy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            calls.append(1)
-            # In some runs it is what it was in the one before.
-            return gradient * (1 + 1e-7 * (len(calls) // num_noisy % 3))
+    def factor() -> float:
+        calls.append(1)
+        # In some runs it is what it was in the one before.
+        return 1 + 1e-7 * (len(calls) // num_noisy % 3)
 
     mlp = model.get_submodule("model.layers.3.mlp")
     found = mlp.act_fn
 
     class Changed(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
-            return Noisy.apply(found(hidden))
+            return _Scaled.apply(found(hidden), factor)
 
     mlp.act_fn = Changed()
     with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):

@@ -1,4 +1,4 @@
-"""Holds Python's collector of cycles off where it would find nothing. Loads nothing else."""
+"""Holds Python's collector of cycles off where it would find nothing, or be in the way. Loads nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_cycles_collected() -> Iterator[None]:
-    """Hold the collector off: a tape has so many objects that it would take a quarter of the time."""
+    """Hold the collector off. A tape, say, has so many objects that it would take a quarter of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
