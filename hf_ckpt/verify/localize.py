@@ -244,12 +244,14 @@ def likely_cause(reference: Record, planned: Record, difference: OperatorDiffere
         return f"{call} between forward and backward: {flag.what} of {flag.path} was {values}"
     if any(change.what == "autocast" for change in planned.state_changes):
         return AUTOCAST
+    without_gradient = sorted(planned.no_output_gradient - reference.no_output_gradient)
+    # No plan is reentrant. Where checkpointing is, other operators follow from that.
+    if planned.reentrant - reference.reentrant and not without_gradient:
+        return REENTRANT
     if difference is not None:
         return _of_operators(difference)
-    if without_gradient := sorted(planned.no_output_gradient - reference.no_output_gradient):
+    if without_gradient:
         return f"{NO_OUTPUT_GRADIENT} ({without_gradient[0]})"
-    if planned.reentrant - reference.reentrant:
-        return REENTRANT
     failure = planned.failure
     if failure is not None and _CHANGED_SHAPES.search(str(failure.error)):
         return BRANCH

@@ -290,7 +290,7 @@ class Recorder:
             return
         if self._running and self._running[-1] == path:
             self._running.pop()
-        if self._micro_batch is None or is_extra_run() or is_in_backward():
+        if self._micro_batch is None or is_in_backward():
             return
         with self._digesting():
             # To read deferred logits would compute them.
