@@ -193,8 +193,8 @@ def test_the_step_that_is_proven_costs_little_more_than_a_forward_at_most(name: 
     more = model.flops(policy, "first_step", **options) - model.flops(policy, **options)
     # Each region runs to its end. Or nothing was proven; attention alone runs all of its products again in any case.
     assert more > 0
-    # One of the four layers, of two kinds with offload, runs forward and backward once more for its original.
-    assert more <= 1.5 * forward
+    # With offload, which the last layer has not, two of the four layers run once more as their originals.
+    assert more <= (1.25 if name == "offload" else 1.2) * forward
 
 
 def test_the_proof_of_a_whole_layer_runs_what_lies_behind_the_last_saved_tensor() -> None:
