@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from hf_ckpt.regions.module_state import is_managed
 
+CONTAINERS = (dict, list, set, deque)
+
 
 def copied(value: Any) -> Any:
     """Return containers as copies, so that what the original puts into them stays there."""
-    if isinstance(value, dict | list | set | deque):
-        return copy.copy(value)
-    return value
+    return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
 
 def cut_off(value: Any) -> Any:
@@ -48,7 +49,7 @@ def state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[Non
         (value, copy.copy(value))
         for inner, found in attributes
         for name, value in found.items()
-        if isinstance(value, dict | list | set | deque) and not (is_managed(inner) and _is_weight(name, value))
+        if isinstance(value, CONTAINERS) and not (is_managed(inner) and _is_weight(name, value))
     ]
     with _unsafe_preserve_version_counter(tuple(written)):
         try:
@@ -65,21 +66,28 @@ def state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[Non
             before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
         put_back(now, before)
     for container, found in containers:
-        if isinstance(container, dict):
-            put_back(container, found)
-        elif isinstance(container, set):
-            container.intersection_update(found)
-            container.update(found)
-        elif list(map(id, container)) != list(map(id, found)):
-            container.clear()
-            container.extend(found)
+        put_container_back(container, found)
 
 
 def _is_weight(name: str, value: object) -> bool:
     return name == "_parameters" or isinstance(value, Tensor)
 
 
-def put_back(now: dict[Any, Any], found: dict[Any, Any]) -> None:
-    if list(now) != list(found) or any(now[name] is not value for name, value in found.items()):
-        now.clear()
-        now.update(found)
+def put_container_back(container: Any, found: Any) -> bool:
+    """Let one of `CONTAINERS` hold again what it held, and return whether it held something else; `found` is a copy."""
+    if isinstance(container, dict):
+        return put_back(container, found)
+    if len(container) == len(found) and all(map(is_, container, found)):
+        return False
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(found)
+    return True
+
+
+def put_back(now: dict[Any, Any], found: dict[Any, Any]) -> bool:
+    """See `put_container_back`."""
+    if list(now) == list(found) and all(map(is_, now.values(), found.values())):
+        return False
+    now.clear()
+    now.update(found)
+    return True

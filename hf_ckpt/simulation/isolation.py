@@ -14,7 +14,6 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.module_state import is_ours, versions_of
+from hf_ckpt.regions.put_back import CONTAINERS, put_container_back
 from hf_ckpt.simulation.shared_tensors import local_part
 from hf_ckpt.structure.layers import modules_of
 from hf_ckpt.trainer.other_models import is_of_library, names_in
@@ -171,7 +171,7 @@ class Snapshot:
 
     def add(self, thing: Any, *name: str) -> None:
         """Note what a container, a cell, a class, a generator or a small tensor holds."""
-        if isinstance(thing, _CONTAINERS) and not thing:
+        if isinstance(thing, CONTAINERS) and not thing:
             self._empty.append((name, thing))
         elif (put_back := _putting_back(thing)) is not None:
             self._kept.append((name, put_back))
@@ -191,7 +191,7 @@ class Snapshot:
                     continue
                 if type(value) in _DICTS and not value:
                     self._empty.append(((path, name), value))
-                elif isinstance(value, _CONTAINERS + _GENERATORS):
+                elif isinstance(value, CONTAINERS + _GENERATORS):
                     self.add(value, path, name)
                 elif not isinstance(value, _PLAIN) and not _is_known(type(value).__module__):
                     self.add(getattr(value, "__dict__", None), path, name)
@@ -227,7 +227,6 @@ class Snapshot:
         yield from zip(self._names, self._tensors, strict=True)
 
 
-_CONTAINERS = (dict, list, set, deque)
 _DICTS = frozenset({dict, OrderedDict})
 _HELD = frozenset({"_parameters", "_buffers", "_modules"})
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -239,11 +238,9 @@ def _putting_back(thing: Any) -> Callable[[], bool] | None:
     """Return what brings a thing back to what it holds now, and tells whether it was different."""
     match thing:
         case dict():
-            return functools.partial(_put_dict_back, thing, dict(thing))
-        case list() | deque():
-            return functools.partial(_put_items_back, thing, list(thing), thing.extend)
-        case set():
-            return functools.partial(_put_items_back, thing, list(thing), thing.update)
+            return functools.partial(put_container_back, thing, dict(thing))
+        case list() | deque() | set():
+            return functools.partial(put_container_back, thing, list(thing))
         case CellType() | type():
             return functools.partial(_put_attributes_back, thing, _attributes(thing))
         case Tensor() if not isinstance(thing, FakeTensor) and not thing.is_meta:
@@ -257,22 +254,6 @@ def _putting_back(thing: Any) -> Callable[[], bool] | None:
             bits = thing.bit_generator
             return functools.partial(_put_state_back, functools.partial(setattr, bits, "state"), bits.state)
     return None
-
-
-def _put_dict_back(thing: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    if thing.keys() == before.keys() and all(map(is_, thing.values(), before.values())):
-        return False
-    thing.clear()
-    thing.update(before)
-    return True
-
-
-def _put_items_back(thing: Any, before: list[Any], add: Callable[[list[Any]], None]) -> bool:
-    if len(thing) == len(before) and all(map(is_, thing, before)):
-        return False
-    thing.clear()
-    add(before)
-    return True
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
@@ -374,7 +355,7 @@ class _Reached:
             return getattr(value, "fget", None), getattr(value, "__func__", None)
         if not self._holds_copies:
             self._snapshot.add(value)
-        if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+        if isinstance(value, (*CONTAINERS, tuple, frozenset)):
             held = value.values() if isinstance(value, dict) else value
             return list(held) if len(value) <= _MAX_ENTRIES else ()
         own = getattr(value, "__dict__", None)
