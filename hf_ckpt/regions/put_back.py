@@ -58,15 +58,15 @@ def state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[Non
             with torch.no_grad():
                 for tensor, values in zip(written, copies, strict=True):
                     tensor.copy_(values)
-    for inner, before in attributes:
-        now = vars(inner)
-        if is_managed(inner):
-            # The engine exchanges the weights, some for attributes.
-            kept = {name: value for name, value in before.items() if not _is_weight(name, value)}
-            before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
-        put_back(now, before)
-    for container, found in containers:
-        put_container_back(container, found)
+            for inner, before in attributes:
+                now = vars(inner)
+                if is_managed(inner):
+                    # The engine exchanges the weights, some for attributes.
+                    kept = {name: value for name, value in before.items() if not _is_weight(name, value)}
+                    before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
+                put_back(now, before)
+            for container, found in containers:
+                put_container_back(container, found)
 
 
 def _is_weight(name: str, value: object) -> bool:

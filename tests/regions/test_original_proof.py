@@ -645,3 +645,22 @@ def test_collections_go_on() -> None:
 
 def _raise(*_: object) -> None:
     raise ValueError("here")
+
+
+def test_what_an_original_changes_before_it_fails_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama().train()
+    mlp = model.get_submodule("model.layers.3.mlp")
+    mlp.calls = []
+
+    def failing(*_: object) -> None:
+        # Of plain values the region would take care by itself.
+        mlp.calls.append(object())
+        if is_extra_run():
+            raise ValueError("only in a further run")
+
+    mlp.register_forward_pre_hook(failing)
+    with hf_ckpt.apply(model, "full"), caplog.at_level(logging.INFO, "hf_ckpt"):
+        backward(model)
+    assert "could not be held against its own forward" in caplog.text
+    # The forward and its recomputation.
+    assert len(mlp.calls) == 2
