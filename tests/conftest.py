@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Let the configuration stand where pytest-timeout is not installed; nothing ends what hangs there."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds, as pytest-timeout has it")
+    parser.addoption("--representative", action="store_true", help="of tests marked `sweep`, run only the cases they keep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,11 +75,31 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return result
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test marked `sweep` leave as many cases as it keeps: the first, the last, and others evenly between them."""
+    sweeps: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in sweeps.values():
+        marker = cases[0].get_closest_marker("sweep")
+        assert marker is not None
+        keep = min(marker.kwargs.get("keep", 0), len(cases))
+        kept = {round(i * (len(cases) - 1) / max(keep - 1, 1)) for i in range(keep)}
+        left_out.update(case for i, case in enumerate(cases) if i not in kept)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run files with tests marked `slow` first, so that no process is left with one of them in the end.
 
     Skip tests marked `gpu` where there is no CUDA device, and those marked `browser` where there is no chromium.
     """
+    if config.getoption("representative"):
+        leave_out_sweeps(config, items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     for item in items:
