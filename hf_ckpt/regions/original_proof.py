@@ -53,6 +53,7 @@ from hf_ckpt.regions.region_graph import (
     hook_first,
     is_asked,
     is_held_elsewhere,
+    leads_around,
     num_nodes_made,
     without_hooks,
 )
@@ -292,7 +293,9 @@ class OriginalCall:
             return
         self._has_compared_outputs = True
         self._region.end_original()
-        if has_gradients:
+        if is_now and expected is None:
+            self._end(None)
+        elif has_gradients:
             # What is late, `_compare_gradients` asks for.
             self._expected = expected or {}
             # The region lets go of its proof once it is recomputed.
@@ -385,20 +388,24 @@ class OriginalCall:
         goals: Goals,
         leaves: list[Tensor],
         first_node: int,
-    ) -> dict[Key, list[Fingerprint]]:
+    ) -> dict[Key, list[Fingerprint]] | None:
+        """See `_run`; None where they are left out."""
         assert self._proof is not None
         received: dict[Key, list[Fingerprint]] = {}
         numbers = [number for number in gradients if number < len(outputs) and outputs[number].requires_grad]
         roots = [outputs[number] for number in numbers]
         given = [gradients[number] for number in numbers]
-        edges, *_ = edges_of(roots, goals, first_node)
+        edges, nodes, _ = edges_of(roots, goals, first_node)
+        weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
+        if leads_around(nodes, goals, weights):
+            self._leave_gradients_out("it has tensors, not as arguments, that come of its weights")
+            return None
         if self._is_late:
             for root, gradient in zip(roots, given, strict=True):
                 # With what the region itself adds to it.
                 hook_first(root, lambda _, whole=gradient: whole)
         for node, targets in edges:
             node.register_hook(partial(_receive_and_drop, self._proof, received, targets))
-        weights = {node.variable for _, targets in edges for _, _, node in targets if hasattr(node, "variable")}
         outputs.clear()
         if edges:
             # What a graph of its own saves, nothing asks for.
@@ -448,11 +455,12 @@ class OriginalCall:
         if self._is_late:
             if (run := self._try_run(self._inputs, self._output_gradients)) is None:
                 return
-            outputs, self._expected = run[0], run[1] or {}
+            outputs, expected = run
             # What steps in backward (an optimizer in hooks of gradients) may have changed the weights since.
-            if not self._proof.is_simulated and not all_equal(outputs, self._returned):
+            if expected is None or (not self._proof.is_simulated and not all_equal(outputs, self._returned)):
                 self._end(None)
                 return
+            self._expected = expected
         if self._proof.is_simulated:
             self._end(None)
             return
