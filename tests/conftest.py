@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Let the configuration stand where pytest-timeout is not installed; nothing ends what hangs there."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds, as pytest-timeout has it")
+        parser.addini("timeout_method", "as pytest-timeout has it")
     parser.addoption("--cases", type=int, help="run at most so many cases of each test; `sweep` says another number")
 
 
