@@ -118,6 +118,7 @@ def without_plan(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.sweep(keep=1)
 def test_auto_mixes_modes_within_the_budget_and_trains_to_the_same_bits(tmp_path: Path, kind: str) -> None:
     model, callback = MODELS[kind](), HFCkptCallback("auto", memory_budget=between(kind, 0.4))
     trainer = run(model, tmp_path, callback, eval_strategy="steps", eval_steps=1)
@@ -150,6 +151,7 @@ def test_a_large_budget_recomputes_nothing(tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
 @pytest.mark.parametrize("share", [2, 0.4], ids=["none fits", "none does not fit"])
+@pytest.mark.sweep(keep=1)
 def test_checkpointing_of_the_trainers_own_arguments_is_not_what_is_planned_for(tmp_path: Path, share: float) -> None:
     """The plan governs, also the one that keeps everything."""
     plans = []

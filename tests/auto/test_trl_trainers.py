@@ -99,6 +99,7 @@ def followed_in_much_memory(kind: str, case: str) -> tuple[HFCkptCallback, StepM
 
 
 @pytest.mark.parametrize(("kind", "case"), EVERY)
+@pytest.mark.sweep(keep=1)
 def test_step_is_predicted_as_it_runs(kind: str, case: str) -> None:
     callback, followed = followed_in_much_memory(kind, case)
     assert_alike(predicted_of(callback), followed)
@@ -109,6 +110,7 @@ def test_step_is_predicted_as_it_runs(kind: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "case"), [("DPO", "separate"), ("DPO", "adapters off"), ("KTO", "separate"), ("SFT", "whole")]
 )
+@pytest.mark.sweep(keep=1)
 def test_step_under_autocast_with_micro_batches_is_predicted_as_it_runs(tmp_path: Path, kind: str, case: str) -> None:
     callback = auto()
     run = trainer(kind, case, tmp_path, callback, bf16=True, gradient_accumulation_steps=2)
@@ -126,6 +128,7 @@ def test_step_under_autocast_with_micro_batches_is_predicted_as_it_runs(tmp_path
         {"f_divergence_type": "alpha_divergence"},
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_losses_of_dpo_are_predicted_as_they_run(tmp_path: Path, more: dict[str, Any]) -> None:
     callback = auto()
     followed = follow_trainer(trainer("DPO", "separate", tmp_path, callback, **more))
@@ -138,6 +141,7 @@ def test_packed_rows_of_sft_are_predicted_as_they_run(tmp_path: Path) -> None:
     assert_alike(predicted_of(callback), followed)
 
 
+@pytest.mark.sweep
 def test_larger_reference_takes_what_it_has_more(tmp_path: Path) -> None:
     small, large = runs.model(), runs.model(hidden_size=128, intermediate_size=512)
     found = []

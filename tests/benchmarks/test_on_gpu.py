@@ -169,6 +169,7 @@ def test_case(number):
 """
 
 
+@pytest.mark.sweep
 def test_a_fault_of_the_device_costs_one_case_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_device.py").write_text(CASES_OF_A_DEVICE)
     plugins = ("benchmarks.on_gpu.cases_left", "no:cacheprovider", "xdist.plugin")
@@ -193,6 +194,7 @@ def test_warning():
 """
 
 
+@pytest.mark.sweep
 def test_what_compiles_comes_last_and_a_warning_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_device.py").write_text(CASES_TO_SORT)
     # As under the project's own settings.
@@ -432,6 +434,7 @@ def _no_module() -> Entry:
     raise ImportError("no module named bitsandbytes")
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_prepared_is_named_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -502,12 +505,14 @@ def test_stages_and_their_results_have_names_of_their_own() -> None:
     assert lean[: len(first) + 1] == ["smoke", *first]
 
 
+@pytest.mark.sweep
 def test_the_process_that_forks_imports_nothing_that_touches_a_device() -> None:
     code = "import sys; import benchmarks.on_gpu.command; print({'bitsandbytes', 'peft'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.sweep
 def test_a_stage_can_begin_in_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = (stage for stage in STAGES if stage.name == "exactness")
     monkeypatch.setattr(programme, "needs_a_fresh_interpreter", lambda: True)

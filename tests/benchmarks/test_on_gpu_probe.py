@@ -49,6 +49,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return journal.entries
 
 
+@pytest.mark.sweep
 def test_every_fact_is_an_entry_with_figures_or_a_reason(entries: dict[str, dict[str, Any]]) -> None:
     names = {key.partition("/")[0] for key in entries}
     assert names == set("device calibrate sdpa products link host_time pinning host_memory".split())
@@ -480,6 +481,7 @@ def test_nothing_measured_changes_nothing() -> None:
 # --- What changes with it. ---
 
 
+@pytest.mark.sweep
 def test_predictions_that_change_are_told_with_both_times() -> None:
     slow = with_measured(H200, {"memory_bandwidth": {"value": 1e8, "source": SOURCE}})
     found = constants.changed_predictions(H200, slow, ["tiny_llama_lora.yaml"])

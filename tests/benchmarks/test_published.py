@@ -392,6 +392,7 @@ def test_torchtitan_keeps_keys_and_values_of_each_head() -> None:
         assert not isinstance(sdpa_attention.use_gqa_in_sdpa, mock.Mock)
 
 
+@pytest.mark.sweep
 def test_torchtitan_sends_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     point = replace(STEPS["torchtitan:llama3_h100_202412_torchtitan.md:27"], tokens=16)
     wide = predicted_step(point)[0].timeline.bytes_by_category[Category.GATHERED]
@@ -475,6 +476,7 @@ def test_module_is_predicted_to_the_byte(name: str) -> None:
 
 # LoRA under FSDP1: the only one with each of what its versions did differently.
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_step_is_predicted_as_in_the_result() -> None:
     record = step_record(STEPS["fms:a100_80gb:35"])
     committed = next(each for each in RESULT["points"] if each["name"] == record["name"])

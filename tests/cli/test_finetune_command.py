@@ -227,6 +227,7 @@ def test_script_hands_on_the_exit_code(tmp_path: Path) -> None:
     assert done.stderr == MISSING.format(tmp_path / "none.yaml")
 
 
+@pytest.mark.sweep
 def test_accelerate_launch_shows_the_message_alone(tmp_path: Path) -> None:
     launcher = Path(sys.executable).with_name("accelerate")
     options = ["--quiet", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]

@@ -453,6 +453,7 @@ def names_a_trainer(stem: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", [stem for stem in SHIPPED if not is_refused(stem)])
+@pytest.mark.sweep(keep=1)
 def test_shipped_recipe_holds(stem: str, capsys: pytest.CaptureFixture[str]) -> None:
     if names_a_trainer(stem):
         pytest.importorskip("trl", minversion="1.16")

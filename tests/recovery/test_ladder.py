@@ -376,6 +376,7 @@ def limit(tmp_path_factory: pytest.TempPathFactory) -> int:
     return found
 
 
+@pytest.mark.sweep
 def test_long_rows_run_lean_and_short_ones_fast(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = HFCkptCallback("none", on_oom="escalate", quiet_steps=2, prove="off")
     seen: list[int] = []
@@ -441,6 +442,7 @@ class RunsOutInBackward(torch.autograd.Function):
         ([20] * 10, MOST_RERUNS),
     ],
 )
+@pytest.mark.sweep(keep=1)
 def test_what_runs_out_in_backward_runs_again_four_times_at_most(
     is_capped: bool, pieces: list[int], num_reruns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +470,7 @@ def test_what_runs_out_in_backward_runs_again_four_times_at_most(
     assert callback.report()["ckpt/plan_switches"] == num_reruns
 
 
+@pytest.mark.sweep
 def test_a_resumed_run_begins_on_the_rung(tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture) -> None:
     def escalating() -> HFCkptCallback:
         return HFCkptCallback("none", on_oom="escalate", prove="off", strict_resume=True)
@@ -494,6 +497,7 @@ def test_a_resumed_run_begins_on_the_rung(tmp_path: Path, limit: int, caplog: py
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.sweep
 def test_a_run_that_was_killed_while_it_climbed_resumes(tmp_path: Path, limit: int) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1}
 
@@ -585,6 +589,7 @@ class FullDevice:
 
 
 @pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.sweep
 def test_with_auto_a_faster_plan_returns_where_it_is_predicted_to_fit(is_full: bool, tmp_path: Path) -> None:
     callback = HFCkptCallback("auto", memory_budget="1GiB", prove="off", quiet_steps=2)
 

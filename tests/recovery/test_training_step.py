@@ -108,6 +108,7 @@ def spread(numbers: list[int]) -> Iterator[dict[int, list[int]]]:
 
 
 @pytest.mark.parametrize(("make", "accumulation"), CASES)
+@pytest.mark.sweep(keep=1)
 def test_a_step_that_failed_anywhere_gives_what_the_lean_plan_gives(
     make: Callable[[], nn.Module], accumulation: int, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_step_that_failed_anywhere_gives_what_the_lean_plan_gives(
 
 
 @pytest.mark.parametrize("path", ["model.config", "args", "accelerator", "optimizer", "lr_scheduler"])
+@pytest.mark.sweep(keep=1)
 def test_numbers_on_objects_of_libraries_are_brought_back(path: str, tmp_path: Path) -> None:
     class Annealing(PhasedTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +147,7 @@ def test_numbers_on_objects_of_libraries_are_brought_back(path: str, tmp_path: P
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("path", ["mlp.gate_proj", "self_attn", "input_layernorm"])
+@pytest.mark.sweep(keep=1)
 def test_what_modules_get_in_the_first_step_is_brought_back_in_the_second(
     path: str, accumulation: int, tmp_path: Path
 ) -> None:
@@ -281,6 +284,7 @@ HALF_OFFLOADED = {"layers": "0:2", "mode": "full", "offload": {"to": "cpu", "min
     ("policy", "num_layers"),
     [pytest.param(HALF_OFFLOADED, 4, id="from offload"), pytest.param("full", 5, id="to nested segments")],
 )
+@pytest.mark.sweep(keep=1)
 def test_other_plans_are_left_and_come_to_as_exactly(policy: Any, num_layers: int, tmp_path: Path) -> None:
     make = partial(llama, num_hidden_layers=num_layers)
     expected = trained(make, tmp_path, FailingOperators(), HFCkptCallback("none"))
@@ -316,6 +320,7 @@ def test_what_the_failed_step_held_is_free_before_it_runs_again(tmp_path: Path) 
 
 @pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.sweep(keep=1)
 def test_a_trainer_of_trl_reports_what_it_does_without_a_failure(kind: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", minversion="1.16")
     from tests import trl_trainers

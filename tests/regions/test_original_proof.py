@@ -610,6 +610,7 @@ def _step(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("mode", "most"), [("full", 0.6), ("ffn", 0.6), ("selective", 0.6)])
+@pytest.mark.sweep(keep=1)
 def test_the_first_step_costs_little_more(mode: str, most: float) -> None:
     model = llama(num_hidden_layers=32).train()
 

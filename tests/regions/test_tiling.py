@@ -71,6 +71,7 @@ def test_tiles_give_the_whole_within_rounding(mode: str, tiles: int) -> None:
 # Grouped queries and biases, a mixture with shared experts, norms around both halves and inside attention, compressed
 # keys, one matrix for all of attention, tied embeddings, lists in a layer, a mixer in the place of attention.
 @pytest.mark.parametrize("name", ["mixtral", "gemma2", "qwen3", "deepseek_v3", "gpt_neox", "t5", "bamba"])
+@pytest.mark.sweep(keep=1)
 def test_families_of_models_give_the_whole_within_rounding(name: str) -> None:
     case = without_dropout(exactness.build(name))
     expected = exactness.step(case)

@@ -645,6 +645,7 @@ def test_noise_is_measured_by_more_than_one_run(
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_what_is_compiled_is_said_not_to_be_proven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     run = trainer(llama(num_hidden_layers=2), tmp_path, HFCkptCallback("full"), **compiled)

@@ -488,6 +488,7 @@ def test_a_batch_of_evaluation_has_those_of_the_steps_around_it(model: nn.Module
     assert workspaces(StepSimulator(model, STEP, A100_80GB).evaluate().memory) == 2 * SMALL
 
 
+@pytest.mark.sweep
 def test_the_planner_counts_them_once(model: nn.Module) -> None:
     full = simulate_step(model, "full", STEP, A100_80GB)
     # They are in the least that there is, and so in what the planner compares with a budget.

@@ -420,6 +420,7 @@ def test_plan_put_on_by_hand_gives_way_to_the_callback(tmp_path: Path, caplog: p
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.sweep
 def test_compiled_model_has_the_losses_of_one_without_the_callback(tmp_path: Path, backend: str) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": backend}
     # A whole layer, one without a plan, and a layer's attention.

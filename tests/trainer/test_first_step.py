@@ -650,6 +650,7 @@ def test_plan_that_rests_in_eval_mode_is_said(caplog: pytest.LogCaptureFixture) 
 
 
 @every_core_model
+@pytest.mark.sweep(keep=1)
 def test_no_policy_gives_a_fault(model_type: str) -> None:
     torch.manual_seed(0)
     case = _build(model_type)

@@ -212,6 +212,7 @@ def test_selective_checkpointing_without_such_a_write_is_not_blamed(
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.sweep(keep=1)
 def test_reentrant_checkpoint_with_shared_keys_and_values(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -308,6 +309,7 @@ def draw_from_its_own(module: Any, own: Callable[..., Tensor], hidden_states: Te
 @pytest.mark.parametrize(
     "forward", [drop_mask, roll, draw_from_numpy, draw_from_its_own], ids=lambda each: each.__name__
 )
+@pytest.mark.sweep(keep=1)
 def test_recomputation_that_is_another(forward: Callable[..., Any], is_half: bool, tmp_path: Path) -> None:
     def plant(model: nn.Module) -> None:
         layer = layers(model)[1]
@@ -320,6 +322,7 @@ def test_recomputation_that_is_another(forward: Callable[..., Any], is_half: boo
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.sweep(keep=1)
 def test_segment_that_goes_on_from_another_input(
     is_half: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -340,6 +343,7 @@ HEAD = {"checkpointing": {"policy": "none", "head": "chunked"}}
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("factor", [1.001, 1.01])
+@pytest.mark.sweep(keep=1)
 def test_loss_of_chunks_that_is_off(
     factor: float, is_half: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -359,6 +363,7 @@ def test_loss_of_chunks_that_is_off(
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.sweep(keep=1)
 def test_run_would_stop_for_a_loss_of_chunks_that_is_off(
     is_half: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -371,6 +376,7 @@ def test_run_would_stop_for_a_loss_of_chunks_that_is_off(
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.sweep(keep=1)
 def test_tile_that_is_cut_one_position_early_in_backward(
     is_half: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -384,6 +390,7 @@ def test_tile_that_is_cut_one_position_early_in_backward(
     assert "gradients" in details
 
 
+@pytest.mark.sweep
 def test_half_precision_is_repeated_in_float32(tmp_path: Path) -> None:
     # A large step of Adam magnifies the rounding of gradients that nearly vanish.
     found = report(tmp_path, training={"bf16": True, "learning_rate": 1e-4}, **HEAD)

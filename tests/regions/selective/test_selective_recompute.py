@@ -231,6 +231,7 @@ def test_removal_leaves_no_trace() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sweep(keep=1)
 def test_compiled_layers_are_exact(model_type: str, policy: str, num_graphs: int) -> None:
     from functorch.compile import min_cut_rematerialization_partition, nop
     from torch._dynamo.backends.common import AotAutograd
