@@ -140,6 +140,8 @@ class Applied:
         if check is not None:
             # The step may go on under the new plan.
             new.note_use_cache(check.values)
+            if (its := new._patches[0].cache_check) is not None:
+                its.has_told = check.has_told
         return new
 
     def adopt(self, other: Applied) -> None:
@@ -233,10 +235,11 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         _switch_off_others(model, patches)
         for patch, stack in zip(patches, stacks, strict=True):
             patch.attach(stack.home, stack.owner)
-        # A key/value cache serves nobody in a training step.
         check = SharedIndexCheck(stacks, drops_cache=any(patch.drops_cache for patch in patches))
-        patches[0].hooks.extend(skip_in_training_forwards(model, check))
         patches[0].cache_check = check
+        if not plan.does_nothing:
+            # A key/value cache serves nobody in a training step.
+            patches[0].hooks.extend(skip_in_training_forwards(model, check))
     except BaseException:
         for patch in reversed(patches):
             patch.remove()

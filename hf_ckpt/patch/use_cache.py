@@ -1,8 +1,12 @@
-"""The key/value cache of a model's configs, off while training steps run and the user's own value otherwise."""
+"""The key/value cache of a model's configs, off while training steps run and the user's own value otherwise.
+
+A plan that does nothing leaves it as it is.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +20,8 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.structure.layers import Stack, modules_of
 from hf_ckpt.structure.stored import stored
+
+logger = logging.getLogger(__name__)
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
@@ -42,6 +48,7 @@ class UseCache:
             for config in configs.values()
             if config is own or hasattr(config, _NAME)
         ]
+        self._set: dict[int, object] = {}
 
     def without_plan(self, of_trainer: bool) -> dict[int, object]:
         """Return the values that a Trainer's steps would see, by the id of the config; it sets the model's own one."""
@@ -49,18 +56,29 @@ class UseCache:
 
     def off(self) -> None:
         """Set every value to False: a cache would only hold memory in a training step."""
+        self.set({})
+
+    def set(self, values: Mapping[int, object]) -> None:
+        """Set the values by the id of the config, and False where there is none."""
+        self._set = {id(config): values.get(id(config), False) for config, _ in self._found}
         for config, _ in self._found:
-            setattr(config, _NAME, False)
+            setattr(config, _NAME, self._set[id(config)])
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the values are those of a training step."""
+        return bool(self._set)
 
     def restore(self) -> None:
-        """Set every value that is False to what it was; another value is somebody's later choice."""
+        """Set every value that is as it was set, or False, to what it was; another value is somebody's later choice."""
         for config, value in self._found:
-            if vars(config).get(_NAME) is not False:
+            if vars(config).get(_NAME) is not self._set.get(id(config), False):
                 continue
             if value is _Missing:
                 delattr(config, _NAME)
             else:
                 setattr(config, _NAME, value)
+        self._set = {}
 
 
 def record(model: nn.Module) -> None:
@@ -121,6 +139,8 @@ def _without_cache(
     # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
     # Without the plan there would be one.
     is_on = position_ids is not None and attention_mask is None and check.is_on_without_plan(module)
+    if is_on:
+        check.tell_of_packed_rows(position_ids)
     place = places.get(_NAME, len(args))
     if len(args) <= place:
         return args, {**kwargs, _NAME: is_on}
@@ -145,11 +165,28 @@ class SharedIndexCheck:
         self._running: list[tuple[nn.Module, dict[object, list[tuple[nn.Module, nn.Module]]]]] = []
         self.values: Mapping[int, object] = {}
         """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
+        self.has_told = False
+        """Whether something was said of packed rows."""
 
     def is_on_without_plan(self, module: nn.Module) -> bool:
         """Whether the model would make a cache if there were no plan, and nobody asks."""
         config: Any = module.config
         return bool(self.values.get(id(config), getattr(config, _NAME)))
+
+    def tell_of_packed_rows(self, position_ids: Any) -> None:
+        """Say once what becomes of rows in one: a forward with a cache has come, without a mask."""
+        if self.has_told or torch.compiler.is_compiling():
+            return
+        # On a device this waits for it, and so is done once.
+        self.has_told = not position_ids.is_cpu
+        if bool((position_ids.diff(dim=-1) != 1).any()):
+            self.has_told = True
+            logger.warning(
+                "Position ids begin again within a row, no attention_mask came, and use_cache is on: so transformers "
+                "lets each document of the row attend to those before it, with this plan and without. With "
+                "use_cache=False documents are kept apart, which is another loss. Say in the call or the config which "
+                "is meant: use_cache=False for packed documents."
+            )
 
     def enter(self, module: nn.Module, asked: object) -> None:
         """A model begins to run in training; the caller asks for a cache, for none, or for nothing (None)."""

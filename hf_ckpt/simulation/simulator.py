@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
-from hf_ckpt.policy.options import HeadMode, Prove
+from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
@@ -518,11 +518,9 @@ def _as_it_runs(plan: Plan | None) -> Plan | None:
 
     None for one that is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own.
     """
-    if plan is None:
+    if plan is None or plan.does_nothing:
         return None
     unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
-    if _entries(unexplained) <= {LayerPlan()} and plan.head is HeadMode.PLAIN:
-        return None
     return replace(unexplained, model_class="")
 
 
