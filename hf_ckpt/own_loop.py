@@ -54,6 +54,7 @@ from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import Randomness, is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
+from hf_ckpt.trainer.other_models import trained_beside
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
@@ -331,9 +332,10 @@ class _ClosureSteps:
         shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
         # The planner of a loop sees no forward.
         planned = batch_of((), batch) if isinstance(batch, Mapping) else None
-        if len(undo) != len(self._undo) or not all(map(is_, undo, self._undo)):
-            self._undo = list(undo)
-            named = [(f"undo[{number}]", each) for number, each in enumerate(undo)]
+        named = [*((f"undo[{number}]", each) for number, each in enumerate(undo)), *trained_beside(closure)]
+        found = [each for _, each in named]
+        if len(found) != len(self._undo) or not all(map(is_, found, self._undo)):
+            self._undo = found
             self._snapshots = AttributeSnapshots(("", self._model), *named)
         if inputs:
             escalation.stand_on(ladder.level_for(size))
