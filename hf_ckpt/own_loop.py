@@ -143,6 +143,8 @@ class AppliedInLoop(Applied):
             room = Room(self._planning, DevicePeak(next(self._model.parameters()).device))
             ladder = Ladder(self.plan, self._quiet_steps, room)
             escalation = Escalation(ladder, self._next_rung, self._put_in_force)
+            if why is None:
+                self.join_ladder()
             self._steps = _ClosureSteps(self._model, escalation, is_undone=why is None)
         returned: Returned = self._steps.run(closure, batch, undo)
         if self.plan not in self._proven:

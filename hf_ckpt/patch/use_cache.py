@@ -1,6 +1,6 @@
 """The key/value cache of a model's configs, off while training steps run and the user's own value otherwise.
 
-A plan that does nothing leaves it as it is.
+A plan that does nothing leaves it as it is, unless other plans may take its place.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _without_cache(
     kwargs: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or not module.training or not torch.is_grad_enabled():
+    if kwargs is None or check.leaves_cache or not module.training or not torch.is_grad_enabled():
         return None
 
     def given(name: str) -> Any:
@@ -152,10 +152,14 @@ class SharedIndexCheck:
 
     Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where layers
     share an index, or one runs several times (looped models), the cache changes the loss: a forward without it, or with
-    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some.
+    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some,
+    `does_nothing` whether it leaves the model as it is.
     """
 
-    def __init__(self, stacks: Sequence[Stack], *, drops_cache: bool) -> None:
+    def __init__(self, stacks: Sequence[Stack], *, drops_cache: bool, does_nothing: bool) -> None:
+        self._does_nothing = does_nothing
+        self.is_on_ladder = False
+        """Whether other plans may take this one's place: all have to give the same bits, which a cache may change."""
         self._stacks = stacks
         self._drops_cache = drops_cache
         self._is_done = False
@@ -167,6 +171,11 @@ class SharedIndexCheck:
         """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
         self.has_told = False
         """Whether something was said of packed rows."""
+
+    @property
+    def leaves_cache(self) -> bool:
+        """Whether forwards are to make a cache as they do without the plan."""
+        return self._does_nothing and not self.is_on_ladder
 
     def is_on_without_plan(self, module: nn.Module) -> bool:
         """Whether the model would make a cache if there were no plan, and nobody asks."""

@@ -105,7 +105,7 @@ class TrainingRun:
     def _set_use_cache(self) -> None:
         """Switch the cache off, unless the plan leaves all as it is."""
         values = self._use_cache.without_plan(self._use_cache_of_trainer)
-        self._use_cache.set(values if self.applied.plan.does_nothing else {})
+        self._use_cache.set(values if self.applied.leaves_cache else {})
         self.applied.note_use_cache(values)
 
     def report_failures(self, is_handled: Callable[[BaseException], bool] | None = None) -> None:
