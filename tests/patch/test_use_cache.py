@@ -425,12 +425,11 @@ def packed_inputs(case: zoo.Case, begins_again: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
-# In some of them no cache is asked for positions at all: they are in the sweep of all architectures too.
 @pytest.mark.sweep(keep=3)
 @pytest.mark.parametrize("has_positions", [True, False])
 @pytest.mark.parametrize(
     "model_type",
-    "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite mixtral bamba deepseek_v3".split(),
+    "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite mixtral bamba cohere".split(),
 )
 def test_a_plan_reads_rows_without_a_mask_as_the_model_does(model_type: str, has_positions: bool) -> None:
     for policy in ("none", "full"):
