@@ -234,6 +234,8 @@ class HFCkptCallback(TrainerCallback):
             )
         try:
             self._recovery = self._begin_recovery(run, args, state)
+            if planning is not None or self._recovery is not None:
+                run.applied.join_ladder()
             self._begin(run, args, state)
             if planning is not None:
                 put_in_force = partial(self._put_in_force, run, args, state)

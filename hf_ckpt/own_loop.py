@@ -54,6 +54,7 @@ from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import Randomness, is_compiled
 from hf_ckpt.trainer.device_peak import DevicePeak
 from hf_ckpt.trainer.first_step import FirstStep
+from hf_ckpt.trainer.other_models import trained_beside
 from hf_ckpt.units import parse_budget
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class AppliedInLoop(Applied):
             room = Room(self._planning, DevicePeak(next(self._model.parameters()).device))
             ladder = Ladder(self.plan, self._quiet_steps, room)
             escalation = Escalation(ladder, self._next_rung, self._put_in_force)
+            if why is None:
+                self.join_ladder()
             self._steps = _ClosureSteps(self._model, escalation, is_undone=why is None)
         returned: Returned = self._steps.run(closure, batch, undo)
         if self.plan not in self._proven:
@@ -331,9 +334,10 @@ class _ClosureSteps:
         shapes = describe_tensors(inputs) if inputs else "a batch that applied.step() was not given"
         # The planner of a loop sees no forward.
         planned = batch_of((), batch) if isinstance(batch, Mapping) else None
-        if len(undo) != len(self._undo) or not all(map(is_, undo, self._undo)):
-            self._undo = list(undo)
-            named = [(f"undo[{number}]", each) for number, each in enumerate(undo)]
+        named = [*((f"undo[{number}]", each) for number, each in enumerate(undo)), *trained_beside(closure)]
+        found = [each for _, each in named]
+        if len(found) != len(self._undo) or not all(map(is_, found, self._undo)):
+            self._undo = found
             self._snapshots = AttributeSnapshots(("", self._model), *named)
         if inputs:
             escalation.stand_on(ladder.level_for(size))

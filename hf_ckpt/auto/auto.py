@@ -24,7 +24,8 @@ from hf_ckpt.auto.largest_batch_in_data import (
     without_adapter,
 )
 from hf_ckpt.auto.largest_multimodal_batch_in_data import collated_batches
-from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step
+from hf_ckpt.auto.live_step import given_optimizer, live_sharding, live_step, mixed_precision
+from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.replan import RunPlanner, say_fallback
 from hf_ckpt.auto.simulation_coverage import (
     Coverage,
@@ -48,7 +49,7 @@ from hf_ckpt.simulation.devices import CPU, this_device
 from hf_ckpt.simulation.fake_model import meta_copy
 from hf_ckpt.simulation.optimizers import innermost_optimizer
 from hf_ckpt.simulation.simulator import StepSimulator
-from hf_ckpt.simulation.step import Sharding, Step
+from hf_ckpt.simulation.step import GivenOptimizer, Sharding, Step
 from hf_ckpt.structure.layers import find_layers
 from hf_ckpt.trainer.input_gradients import InputGradients, choose_input_gradients
 from hf_ckpt.units import Budget
@@ -163,19 +164,26 @@ class Auto:
         InputGradients(shape, is_on)
         rows_per_example = 1 if loss is None else loss.rows_per_example
 
-        any_step = StepSimulator(shape, Step(), device, self._structure)
+        now = ModelState(model, shape, made, mixed_precision(args))
 
-        def simulator(batch: Batch) -> StepSimulator:
-            own = None if loss is None else loss.of(batch)
-            step = live_step(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
-            return any_step.anew(replace(step, beside_bytes=coverage.beside_bytes))
+        def simulating(given: GivenOptimizer | None) -> Callable[[Batch], StepSimulator]:
+            any_step = StepSimulator(shape, Step(), device, self._structure)
+            autocast = now.autocast
 
-        if isinstance(loss, UsersLoss):
-            small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
-            if fault := _fault(simulator, batches[0] if batches else small, args.ddp_timeout):
-                logger.info("The Trainer's own loss is not simulated: %s", fault)
-                loss = None
-                coverage = check_run(trainer, args, model, optimizer_name)
+            def simulator(batch: Batch) -> StepSimulator:
+                own = None if loss is None else loss.of(batch)
+                step = live_step(args, batch, sharding, given_optimizer=given, is_proven=self._is_proven, loss=own)
+                return any_step.anew(replace(step, autocast=autocast, beside_bytes=coverage.beside_bytes))
+
+            return simulator
+
+        def simulating_anew() -> Callable[[Batch], StepSimulator]:
+            return simulating(given_optimizer(now.optimizer, args, now.follow(refuse), sharding))
+
+        simulator = simulating(given)
+        if isinstance(loss, UsersLoss) and _is_not_simulated(simulator, batches, num_rows, shape, args.ddp_timeout):
+            loss = None
+            coverage = check_run(trainer, args, model, optimizer_name)
         if given is not None and given.copied is not None:
             coverage = coverage.without(f"what {optimizer_name} does in some steps only, such as its first")
         # Without a budget it is off what is free. Engines of several processes have buffers of their own by then.
@@ -195,6 +203,8 @@ class Auto:
             rows_per_example=rows_per_example,
             fallback=None if self.fallback is None else make_plan(shape, self.fallback, **self._structure),
             check_again=None if trainer is None else NewModels(trainer, model, args.device, coverage, loss).check,
+            model_state=now,
+            simulate_anew=simulating_anew,
         )
         planning.input_gradients = is_on
         planning.start_all(batches)
@@ -225,6 +235,17 @@ def _is_refused(error: Exception) -> bool:
 _RunLimits = tuple[int, list[Batch], int | None]
 """What one rank finds, or the bounds for all of them: the bytes that a step may use, the largest batches (empty where
 no bound is known), and the bytes of host memory that are free (None where that is not known)."""
+
+
+def _is_not_simulated(
+    simulator: Callable[[Batch], StepSimulator], batches: list[Batch], num_rows: int, shape: nn.Module, timeout_s: float
+) -> bool:
+    """Whether a step with the user's loss cannot be simulated, and say why."""
+    small = Batch(num_rows, _SMALL_LENGTH) if reads_text(shape) else None
+    fault = _fault(simulator, batches[0] if batches else small, timeout_s)
+    if fault:
+        logger.info("The Trainer's own loss is not simulated: %s", fault)
+    return bool(fault)
 
 
 def _fault(simulator: Callable[[Batch], StepSimulator], batch: Batch | None, timeout_s: float) -> str:

@@ -6,9 +6,10 @@ would see other batches than without a plan. `largest_multimodal_batch_in_data` 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,11 +46,18 @@ class Batch:
 
     def holds(self, other: Batch) -> bool:
         """Whether the other one has no more rows, no longer ones, and no further or larger inputs."""
-        # Padding is not compared: reading a mask would wait for the device in each step.
-        is_text_held = self.rows >= other.rows and self.length >= other.length and set(self.more) >= set(other.more)
-        mine = {tensor.name: tensor for tensor in self.tensors}
-        are_tensors_held = all(each.name in mine and mine[each.name].holds(each) for each in other.tensors)
+        # Whether a mask has anything to mask is not compared: reading it would wait for the device in each step.
+        mine, its = self._inputs, other._inputs
+        is_text_held = self.rows >= other.rows and self.length >= other.length and mine >= its
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        are_tensors_held = all(each.name in tensors and tensors[each.name].holds(each) for each in other.tensors)
         return is_text_held and are_tensors_held and set(self.settings) >= set(other.settings)
+
+    @property
+    def _inputs(self) -> set[str]:
+        """What the forward is given; tokens and labels come with every text."""
+        of_text = (*((_MASK,) if self.is_padded else ()), *((_POSITIONS,) if self.is_packed else ()))
+        return {*self.more, *of_text, *(tensor.name for tensor in self.tensors)}
 
     def to_json(self) -> list[Any]:
         """Return it as JSON holds it; see `from_json`."""
@@ -78,7 +86,7 @@ class Batch:
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         length = f" of {self.length:,} tokens" if self.length else ""
         further = [each.describe() for each in self.tensors if each.shape != (self.rows, self.length)]
-        further = [*(name for name in self.more if name != _MASK), *further]
+        further = [*(name for name in self.more if name not in (_MASK, _POSITIONS)), *further]
         more = f" with {', '.join(further)}" if further else ""
         return f"{rows}{length}{' of several documents' if self.is_packed else ''}{more}"
 
@@ -187,7 +195,12 @@ def main_input(model: nn.Module) -> str:
 
 def forward_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names that the forward of a model takes, in their order."""
-    return tuple(inspect.signature(type(without_adapter(model)).forward).parameters)[1:]
+    return _parameters_of(type(without_adapter(model)).forward)
+
+
+@functools.cache
+def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
@@ -222,7 +235,9 @@ def largest_text_batch(dataset: Any, collator: Any, num_rows: int, max_length: i
 def _collated(lengths: Lengths, collator: Any, num_rows: int) -> Batch:
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
     if is_packing(collator):
-        return Batch(1, rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1)
+        # One document has positions as well, of which no mask is made.
+        more = () if num_rows > 1 else (_POSITIONS,)
+        return Batch(1, rounded(sum(lengths.largest), multiple), is_packed=num_rows > 1, more=more)
     longest, padding = lengths.largest[0], getattr(collator, "padding", None)
     is_to_limit = str(getattr(padding, "value", padding)) == "max_length"
     length = rounded(max(longest, getattr(collator, "max_length", None) or 0) if is_to_limit else longest, multiple)
@@ -313,14 +328,15 @@ def with_inputs(batch: Batch, dataset: Any, collator: Any, model: nn.Module) -> 
     """Return a batch of text with the further inputs that come with it, from columns or made by the collator."""
     names = forward_names(model)
     more = {*further_inputs(dataset, names)}
-    if getattr(_innermost(collator), "tokenizer", None) is not None and _MASK in names:
-        # What pads by a tokenizer gives a mask with every batch.
+    pads = [getattr(_innermost(collator), name, None) for name in ("tokenizer", "pad_token_id")]
+    if any(each is not None for each in pads) and not is_packing(collator) and _MASK in names:
+        # What pads by a tokenizer, or as trl does, gives a mask with every batch.
         more.add(_MASK)
     # Positions without a mask make one of documents, be there one or several in a row.
     is_packed = batch.is_packed or (_MASK not in more and _POSITIONS in more)
     if is_packed:
         more -= {_MASK, _POSITIONS}
-    return replace(batch, more=tuple(sorted(more)), is_packed=is_packed)
+    return replace(batch, more=tuple(sorted({*more, *batch.more})), is_packed=is_packed)
 
 
 def _is_row(value: Any) -> bool:

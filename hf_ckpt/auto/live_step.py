@@ -81,7 +81,7 @@ def step_from(
         more_inputs=batch.more,
         tensors=batch.tensors,
         settings=batch.settings,
-        autocast="bfloat16" if value_of("bf16") else "float16" if value_of("fp16") else None,
+        autocast=_mixed_precision(value_of),
         gradient_accumulation_steps=value_of("gradient_accumulation_steps"),
         max_grad_norm=float(value_of("max_grad_norm") or 0.0),
         optim=str(getattr(optim, "value", optim)),
@@ -89,6 +89,15 @@ def step_from(
         sharding=sharding,
         is_proven=is_proven,
     )
+
+
+def mixed_precision(args: TrainingArguments) -> str | None:
+    """Return the dtype of a Trainer's mixed precision; None without."""
+    return _mixed_precision(partial(getattr, args))
+
+
+def _mixed_precision(value_of: Callable[[str], Any]) -> str | None:
+    return "bfloat16" if value_of("bf16") else "float16" if value_of("fp16") else None
 
 
 def given_optimizer(

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.auto.largest_batch_in_data import Batch, batch_of_forward
+from hf_ckpt.auto.model_state import ModelState
 from hf_ckpt.auto.simulation_coverage import Coverage, InputCheck, refuse
 from hf_ckpt.distributed import store
 from hf_ckpt.errors import BudgetError, UnsupportedError
@@ -74,6 +75,8 @@ class RunPlanner:
         rows_per_example: rows that the model sees of each example.
         fallback: the plan in the place of one for a batch that is refused; None raises.
         check_again: raises before a forward whose step cannot be what was planned for; None checks nothing.
+        model_state: tells whether the model is another one than was planned for; None where nobody changes it.
+        simulate_anew: makes what `simulator` is, for the model as it is now.
 
     Attributes:
         plan: what is to be in force now.
@@ -98,6 +101,8 @@ class RunPlanner:
         rows_per_example: int = 1,
         fallback: Plan | None = None,
         check_again: Callable[[], None] | None = None,
+        model_state: ModelState | None = None,
+        simulate_anew: Callable[[], Callable[[Batch], StepSimulator]] | None = None,
     ) -> None:
         self.plan = plan
         self._simulator = simulator
@@ -111,6 +116,8 @@ class RunPlanner:
         self._rows_per_example = rows_per_example
         self._fallback = fallback
         self._check_again = check_again
+        self._model_state = model_state
+        self._simulate_anew = simulate_anew
         self._has_given_up = False
         self.predicted_bytes = 0
         self.batch: Batch | None = None
@@ -265,6 +272,8 @@ class RunPlanner:
             check()
             assert batch is not None, "a forward without one is refused"
             self.seen = batch
+            if self._model_state is not None and self._model_state.is_changed():
+                self._plan_for_other_model()
             self._plan_for_larger(batch, read)
         except UnsupportedError as error:
             # Other ranks may not know of it, and half of a micro-batch may be kept under the plan in force.
@@ -272,6 +281,28 @@ class RunPlanner:
                 raise
             say_fallback(error)
             self.plan, self.batch, self.predicted_bytes, self._has_given_up = self._fallback, None, 0, True
+
+    def _plan_for_other_model(self) -> None:
+        """Plan anew for all that has been planned for: other parameters train now, or in another dtype."""
+        known = dict.fromkeys(batch for batches in self._fitting.values() for batch in batches)
+        try:
+            if store.num_processes() > 1 or self._simulate_anew is None:
+                raise refuse("what trains in this process is known to no other one")
+            self._simulator = self._simulate_anew()
+        except UnsupportedError as error:
+            warnings.warn(
+                "Other parameters train than the plan was made for, or the model computes in another way: the step may "
+                f"need more than memory_budget={format_bytes(self.budget_bytes)}. {error}",
+                stacklevel=2,
+            )
+            return
+        for found in (self._fitting, self._peaks, self._plans, self._evaluated):
+            found.clear()
+        logger.info("Other parameters train than the plan was made for, or in another dtype: planning anew.")
+        try:
+            self.start_all(sorted(known, key=lambda each: (-each.rows * each.length, -each.num_bytes)))
+        except BudgetError as error:
+            raise BudgetError(f"Other parameters train than the plan was made for. {error}") from error
 
     def _plan_for_larger(self, batch: Batch, read: Callable[[], Batch | None]) -> None:
         if store.num_processes() > 1 and not self.compares_batches:

@@ -48,7 +48,8 @@ class Completions(ModelInputs):
                 raise refuse(f"max_length={max_length} leaves no prompt before completions of {longest} tokens")
             return Batch(num_examples, max_length, is_padded=True)
         length = self._padded(max(self.prompt_lengths))
-        return Batch(num_examples, length + longest, is_padded=length > min(self.prompt_lengths))
+        is_padded = length > min(self.prompt_lengths)
+        return Batch(num_examples, length + longest, is_padded, more=() if is_padded else ("attention_mask",))
 
     @property
     def completion_length(self) -> int:

@@ -107,6 +107,17 @@ class Applied:
         if self._patches and (check := self._patches[0].cache_check) is not None:
             check.values = values
 
+    def join_ladder(self) -> None:
+        """Say that leaner plans may take this one's place, which all have to give the same bits."""
+        if self._patches and (check := self._patches[0].cache_check) is not None:
+            check.is_on_ladder = True
+
+    @property
+    def leaves_cache(self) -> bool:
+        """Whether the plan does nothing, and no other one may take its place: `use_cache` is left as it is."""
+        check = self._patches[0].cache_check if self._patches else None
+        return check is not None and check.leaves_cache
+
     def on_remove(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the plan is removed, through this handle or through `hf_ckpt.remove`."""
         self._patches[0].on_remove(undo)
@@ -140,6 +151,8 @@ class Applied:
         if check is not None:
             # The step may go on under the new plan.
             new.note_use_cache(check.values)
+            if (its := new._patches[0].cache_check) is not None:
+                its.has_told, its.is_on_ladder = check.has_told, check.is_on_ladder
         return new
 
     def adopt(self, other: Applied) -> None:
@@ -234,7 +247,8 @@ def apply_plan(model: nn.Module, plan: Plan, stacks: tuple[Stack, ...], *, prove
         for patch, stack in zip(patches, stacks, strict=True):
             patch.attach(stack.home, stack.owner)
         # A key/value cache serves nobody in a training step.
-        check = SharedIndexCheck(stacks, drops_cache=any(patch.drops_cache for patch in patches))
+        drops_cache = any(patch.drops_cache for patch in patches)
+        check = SharedIndexCheck(stacks, drops_cache=drops_cache, does_nothing=plan.does_nothing)
         patches[0].hooks.extend(skip_in_training_forwards(model, check))
         patches[0].cache_check = check
     except BaseException:

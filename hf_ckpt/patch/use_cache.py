@@ -1,8 +1,12 @@
-"""The key/value cache of a model's configs, off while training steps run and the user's own value otherwise."""
+"""The key/value cache of a model's configs, off while training steps run and the user's own value otherwise.
+
+A plan that does nothing leaves it as it is, unless other plans may take its place.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +20,8 @@ from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import is_in_backward
 from hf_ckpt.structure.layers import Stack, modules_of
 from hf_ckpt.structure.stored import stored
+
+logger = logging.getLogger(__name__)
 
 _NAME = "use_cache"
 _RECORD = "_hf_ckpt_use_cache"
@@ -43,6 +49,7 @@ class UseCache:
             for config in configs.values()
             if config is own or hasattr(config, _NAME)
         ]
+        self._set: dict[int, object] = {}
 
     def without_plan(self, of_trainer: bool) -> dict[int, object]:
         """Return the values that a Trainer's steps would see, by the id of the config; it sets the model's own one."""
@@ -50,18 +57,29 @@ class UseCache:
 
     def off(self) -> None:
         """Set every value to False: a cache would only hold memory in a training step."""
+        self.set({})
+
+    def set(self, values: Mapping[int, object]) -> None:
+        """Set the values by the id of the config, and False where there is none."""
+        self._set = {id(config): values.get(id(config), False) for config, _ in self._found}
         for config, _ in self._found:
-            setattr(config, _NAME, False)
+            setattr(config, _NAME, self._set[id(config)])
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the values are those of a training step."""
+        return bool(self._set)
 
     def restore(self) -> None:
-        """Set every value that is False to what it was; another value is somebody's later choice."""
+        """Set every value that is as it was set, or False, to what it was; another value is somebody's later choice."""
         for config, value in self._found:
-            if vars(config).get(_NAME) is not False:
+            if vars(config).get(_NAME) is not self._set.get(id(config), False):
                 continue
             if value is _Missing:
                 delattr(config, _NAME)
             else:
                 setattr(config, _NAME, value)
+        self._set = {}
 
 
 def record(model: nn.Module) -> None:
@@ -107,7 +125,7 @@ def _without_cache(
     kwargs: dict[str, Any] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     # torch calls a hook without keywords that another hook of the same call has just removed.
-    if kwargs is None or not module.training or not torch.is_grad_enabled():
+    if kwargs is None or check.leaves_cache or not module.training or not torch.is_grad_enabled():
         return None
 
     def given(name: str) -> Any:
@@ -122,6 +140,8 @@ def _without_cache(
     # Positions that begin anew: transformers keeps the rows apart only where there is no cache (`masking_utils`).
     # Without the plan there would be one.
     is_on = position_ids is not None and attention_mask is None and check.is_on_without_plan(module)
+    if is_on:
+        check.tell_of_packed_rows(position_ids)
     place = places.get(_NAME, len(args))
     if len(args) <= place:
         return args, {**kwargs, _NAME: is_on}
@@ -133,10 +153,14 @@ class SharedIndexCheck:
 
     Layers write their keys and values to the cache at their `layer_idx`, and attend to all that is there. Where layers
     share an index, or one runs several times (looped models), the cache changes the loss: a forward without it, or with
-    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some.
+    layers that it is taken out of, is another one. `drops_cache` says whether the plan takes it out of some,
+    `does_nothing` whether it leaves the model as it is.
     """
 
-    def __init__(self, stacks: Sequence[Stack], *, drops_cache: bool) -> None:
+    def __init__(self, stacks: Sequence[Stack], *, drops_cache: bool, does_nothing: bool) -> None:
+        self._does_nothing = does_nothing
+        self.is_on_ladder = False
+        """Whether other plans may take this one's place: all have to give the same bits, which a cache may change."""
         self._stacks = stacks
         self._drops_cache = drops_cache
         self._is_done = False
@@ -146,11 +170,33 @@ class SharedIndexCheck:
         self._running: list[tuple[nn.Module, dict[object, list[tuple[nn.Module, nn.Module]]]]] = []
         self.values: Mapping[int, object] = {}
         """Of `use_cache` without the plan, by the id of the config, where it is not what the config has."""
+        self.has_told = False
+        """Whether something was said of packed rows."""
+
+    @property
+    def leaves_cache(self) -> bool:
+        """Whether forwards are to make a cache as they do without the plan."""
+        return self._does_nothing and not self.is_on_ladder
 
     def is_on_without_plan(self, module: nn.Module) -> bool:
         """Whether the model would make a cache if there were no plan, and nobody asks."""
         config: Any = module.config
         return bool(self.values.get(id(config), getattr(config, _NAME)))
+
+    def tell_of_packed_rows(self, position_ids: Any) -> None:
+        """Say once what becomes of rows in one: a forward with a cache has come, without a mask."""
+        if self.has_told or torch.compiler.is_compiling():
+            return
+        # On a device this waits for it, and so is done once.
+        self.has_told = not position_ids.is_cpu
+        if bool((position_ids.diff(dim=-1) != 1).any()):
+            self.has_told = True
+            logger.warning(
+                "Position ids begin again within a row, no attention_mask came, and use_cache is on: so transformers "
+                "lets each document of the row attend to those before it, with this plan and without. With "
+                "use_cache=False documents are kept apart, which is another loss. Say in the call or the config which "
+                "is meant: use_cache=False for packed documents."
+            )
 
     def enter(self, module: nn.Module, asked: object) -> None:
         """A model begins to run in training; the caller asks for a cache, for none, or for nothing (None)."""

@@ -125,6 +125,12 @@ class Plan:
     stacks: tuple[StackPlan, ...]
     head: HeadMode = HeadMode.PLAIN
 
+    @property
+    def does_nothing(self) -> bool:
+        """Whether it leaves every layer, and the head, as they are."""
+        entries = {replace(layer, why="") for stack in self.stacks for layer in stack.layers}
+        return entries <= {LayerPlan()} and self.head is HeadMode.PLAIN
+
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` gives it back."""
         stacks = [

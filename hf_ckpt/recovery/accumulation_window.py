@@ -239,24 +239,26 @@ class StepParameters:
 
     Args:
         model: that is trained.
-        groups: of its optimizer, where they are known.
+        optimizer: the Trainer's, where it is known.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self._model = model
-        self._groups = groups
+        self._optimizer = optimizer
         self._found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         self._modules: Sequence[nn.Module] = ()
-        self._sizes: list[int] = []
+        self._stepped: list[int] = []
 
     def of(
         self, modules: Sequence[nn.Module], loose: Sequence[nn.Parameter]
     ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return those of the model, and the others: of its optimizer, of these modules or of none."""
-        sizes = [len(group["params"]) for group in self._groups]
-        if modules is not self._modules or sizes != self._sizes:
-            self._modules, self._sizes = modules, sizes
-            stepped = chain.from_iterable(group["params"] for group in self._groups)
+        # Asked each time: to load its state gives an optimizer other groups.
+        groups = getattr(self._optimizer, "param_groups", ())
+        stepped = list(chain.from_iterable(group["params"] for group in groups))
+        numbers = list(map(id, stepped))
+        if modules is not self._modules or numbers != self._stepped:
+            self._modules, self._stepped = modules, numbers
             own = dict.fromkeys(self._model.parameters())
             held = chain.from_iterable(module._parameters.values() for module in modules)
             found = chain(stepped, held, loose)

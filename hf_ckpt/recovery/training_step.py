@@ -30,11 +30,14 @@ from hf_ckpt.recovery.failed_examples import describe_examples
 from hf_ckpt.recovery.out_of_memory import Failure
 from hf_ckpt.recovery.replay_proof import ReplayProof, names_of
 from hf_ckpt.regions.execution_state import Randomness
+from hf_ckpt.trainer.other_models import trained_beside
 
 if TYPE_CHECKING:
     from hf_ckpt.auto.largest_batch_in_data import Batch
     from hf_ckpt.auto.replan import RunPlanner
 
+_LOOKS_BESIDE = 3
+"""Steps that begin with a look for what a loss has made of its own: most do so in the first one."""
 _TO_DO = (
     "Keep it as an attribute of the Trainer, of an object on it or of a module, and not in a global, a closure or a "
     'class; or set on_oom="error".'
@@ -69,8 +72,11 @@ class TrainingSteps:
         self._model = model
         self._buffers = Buffers(are_sent=data_parallel is not None)
         named = [(type(counter).__name__, counter) for counter in counters]
-        self._snapshots = AttributeSnapshots(("", trainer), ("state", trainer.state), ("model", model), *named)
-        self._parameters = StepParameters(model, getattr(trainer.optimizer, "param_groups", ()))
+        self._owners: list[tuple[str, object]] = [("", trainer), ("state", trainer.state), ("model", model), *named]
+        self._beside: list[object] = []
+        self._num_looks = 0
+        self._snapshots = AttributeSnapshots(*self._owners)
+        self._parameters = StepParameters(model, trainer.optimizer)
         self._on_devices = one_of_each_device(model)
         self._window: Window | None = None
         self._is_running = False
@@ -78,6 +84,9 @@ class TrainingSteps:
     def begin_step(self) -> None:
         """A window of micro-batches begins."""
         self._escalation.begin_step()
+        if self._num_looks < _LOOKS_BESIDE:
+            self._num_looks += 1
+            self._look_beside()
         if not self._goes_on():
             step = f"Step {int(self._trainer.state.global_step) + 1}"
             is_mixed = self._trainer.accelerator.mixed_precision != "no"
@@ -85,6 +94,15 @@ class TrainingSteps:
             self._window = Window(proof)
         if self._data_parallel is not None:
             self._data_parallel.begin_window()
+
+    def _look_beside(self) -> bool:
+        """Look for losses with weights or buffers in closures and globals. Returns whether there are others now."""
+        found = trained_beside(self._trainer)
+        is_other = list(map(id, self._beside)) != [id(each) for _, each in found]
+        if is_other:
+            self._beside = [each for _, each in found]
+            self._snapshots = AttributeSnapshots(*self._owners, *found)
+        return is_other
 
     def _goes_on(self) -> bool:
         """Whether a window that no optimizer step has ended goes on: the end of a stream may have cut it short."""
@@ -163,6 +181,10 @@ class TrainingSteps:
 
     def _fault(self, window: Window) -> str | None:
         fault = window.fault()
+        if fault is None and self._look_beside():
+            fault = (
+                "modules or weights beside the model, of a loss, were made since the run began, and nothing noted them"
+            )
         return self._data_parallel.fault(window) if fault is None and self._data_parallel is not None else fault
 
     def _begin(self, window: Window, call: TrainerCall) -> MicroBatch:

@@ -10,10 +10,9 @@ Equal slices run until two in a row do the same, which then stands for those of 
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,14 @@ from torch.autograd.function import once_differentiable
 from hf_ckpt.policy.plan import LayerPlan, Plan
 from hf_ckpt.regions.execution_state import RandomState, is_in_backward, tensors_in
 from hf_ckpt.simulation.fake_model import FakeCopy
+from hf_ckpt.simulation.layer_likeness import (
+    Answer,
+    NotedIndex,
+    Place,
+    number_at,
+    places_of_numbers,
+    says_otherwise,
+)
 from hf_ckpt.simulation.step_memory import Phase
 from hf_ckpt.simulation.tape import Event, Mark, MemoryChange, Storage, Tape, copied_events, moved_path
 from hf_ckpt.simulation.tape_expansion import CannotReuseError, PartlyTraced, expand
@@ -71,6 +78,8 @@ class LayerReuse:
     """Which layers of a model are skipped, because a traced layer represents them."""
 
     stacks: tuple[_StackReuse, ...]
+    _answers: dict[nn.Module, dict[tuple[str, Place], list[Answer]]] = field(default_factory=dict)
+    """By layer that represents others, by the name of a module in it, and where that has its index: what was asked."""
 
     @classmethod
     def choose(
@@ -87,7 +96,7 @@ class LayerReuse:
         Args:
             stacks: of the model.
             plan: None for none.
-            signatures: by layer, as it stands in its list. See `layer_signature`.
+            signatures: by layer, as it stands in its list. See `layer_likeness`.
             unlike: of `CannotReuseError`.
             cuts: whether to trace parts of segments; else each is traced whole, or not at all.
         """
@@ -172,14 +181,35 @@ class LayerReuse:
                 copies.setdefault(parameter, []).append(name)
         return copies
 
+    def note_indices(self, fake: FakeCopy) -> None:
+        """Note what layers of a copy that represent others make of their index."""
+        for _, _, traced in self._pairs():
+            if traced.outer in self._answers:
+                continue
+            answers = self._answers[traced.outer] = {}
+            for name, module in fake.copy_of(traced.outer).named_modules():
+                for holder, key, place in list(places_of_numbers(traced, module)):
+                    holder[key] = NotedIndex(holder[key], answers.setdefault((name, place), []))
+
+    @property
+    def has_indices(self) -> bool:
+        """Whether there are any, which code may not take in the place of a number."""
+        return any(self._answers.values())
+
     def expanded(self, tape: Tape) -> Tape:
         """Return the tape as it would be with every layer traced. Raises `CannotReuseError`."""
+        unlike = [
+            (stack.number, skipped.layer_idx)
+            for stack, skipped, traced in self._pairs()
+            for (name, place), answers in self._answers.get(traced.outer, {}).items()
+            if answers and says_otherwise(number_at(skipped.outer.get_submodule(name), place), answers)
+        ]
+        if unlike:
+            raise CannotReuseError("what a layer does follows from its layer_idx", unlike)
         return expand(tape, self.stacks)
 
 
 # --- Which layers are alike. ---
-
-_NUMBER = re.compile(r"\d+")
 
 
 def kinds_of(
@@ -261,15 +291,6 @@ def _meet(kinds: Sequence[Hashable], before: int, after: int) -> bool:
     return after - before == 1 or (kinds[before] == kinds[after - 1] and kinds[after] == kinds[before + 1])
 
 
-def layer_signature(layer: Layer) -> Hashable:
-    """Return the layer's modules, sizes and settings, as a value that is equal for layers that do the same."""
-    modules = [
-        (_NUMBER.sub("#", name), type(module).__name__, tuple(_settings(module)), tuple(_tensors(module)))
-        for name, module in layer.module.named_modules()
-    ]
-    return layer.layer_type, layer.needs_gradient, tuple(modules)
-
-
 def shared_layers(model: nn.Module, stacks: Sequence[Stack]) -> set[nn.Module]:
     """Return the layers of which a part is in another place of the model as well: no other layer is like them."""
     times = Counter[object](module for _, module in model.named_modules(remove_duplicate=False))
@@ -280,21 +301,6 @@ def shared_layers(model: nn.Module, stacks: Sequence[Stack]) -> set[nn.Module]:
         for layer in stack.layers
         if any(times[each] > 1 for each in (*layer.outer.modules(), *layer.outer.parameters()))
     }
-
-
-def _settings(module: nn.Module) -> Iterator[Hashable]:
-    for name, value in sorted(vars(module).items()):
-        if name.startswith("_") or name == "layer_idx":
-            continue
-        if value is None or isinstance(value, bool | int | float | str):
-            yield name, _NUMBER.sub("#", value) if isinstance(value, str) else value
-
-
-def _tensors(module: nn.Module) -> Iterator[Hashable]:
-    for kind in (module._parameters, module._buffers):
-        for name, tensor in kind.items():
-            if tensor is not None:
-                yield name, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 # --- While the model runs. ---
@@ -390,12 +396,18 @@ def _hidden(args: Any, kwargs: Any) -> Tensor | None:
     return hidden if isinstance(hidden, Tensor) else None
 
 
+_ATOMS = frozenset({bool, int, float, str})
+
+
 def _call_signature(args: Any, kwargs: Any) -> object:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves, form = torch.utils._pytree.tree_flatten((args, kwargs))
     # No function mode is to see what is read here: see `run_once`.
     with torch._C.DisableTorchFunction():
-        return [
-            (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
+        return form, [
+            (leaf.shape, leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), leaf if type(leaf) in _ATOMS else None)
+            for leaf in leaves
         ]
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.garbage_collection import no_cycles_collected
 from hf_ckpt.patch.apply import Applied, apply_plan, make_plan
-from hf_ckpt.policy.options import HeadMode, Prove
+from hf_ckpt.policy.options import Prove
 from hf_ckpt.policy.plan import LayerPlan, Plan, parse, with_entries
 from hf_ckpt.policy.policy import Policy
 from hf_ckpt.simulation.caching_allocator import BLOCK_BYTES, Held, held_within, reserved_bytes
@@ -27,7 +27,8 @@ from hf_ckpt.simulation.devices import Device
 from hf_ckpt.simulation.fake_model import FakeCopy, fake_copy
 from hf_ckpt.simulation.host_and_link_time import queue_operators
 from hf_ckpt.simulation.isolation import RealModelReachedError, isolated
-from hf_ckpt.simulation.layer_reuse import LayerReuse, layer_signature, run_unlike, shared_layers
+from hf_ckpt.simulation.layer_likeness import number_kinds
+from hf_ckpt.simulation.layer_reuse import LayerReuse, run_unlike, shared_layers
 from hf_ckpt.simulation.module_hooks import track_modules, track_references
 from hf_ckpt.simulation.offload import SimulatedLink, add_copy_waits, peak_host_bytes, resolve_fractions
 from hf_ckpt.simulation.op_costs import busy_seconds, operator_cost
@@ -126,12 +127,8 @@ class StepSimulator:
         if not self._known.stacks:
             _check_modules(self.model)
             self._known.stacks = find_layers(self.model, **self.structure)
-            shared, numbers = shared_layers(self.model, self._known.stacks), dict[Hashable, int]()
-            for stack in self._known.stacks:
-                for layer in stack.layers:
-                    # A number for equal ones: to compare them takes as long as to make them.
-                    signature = object() if layer.outer in shared else layer_signature(layer)
-                    self._known.signatures[layer.outer] = numbers.setdefault(signature, len(numbers))
+            shared = shared_layers(self.model, self._known.stacks)
+            self._known.signatures.update(number_kinds(self._known.stacks, shared))
         return self._known.stacks
 
     def memory(self, plan: Plan | None) -> StepMemory:
@@ -310,6 +307,11 @@ class StepSimulator:
                 except RealModelReachedError:
                     # It may be in a layer that is not copied.
                     return self._trace(plan, reuse=None, explains=explains)
+                # Whatever the user's code raises that cannot take what notes an index for a number.
+                except Exception:
+                    if not reuse.has_indices:
+                        raise
+                    return self._trace(plan, reuse=None, explains=explains)
         return self._trace(plan, reuse=None, explains=explains)
 
     def _trace(
@@ -330,6 +332,7 @@ class StepSimulator:
                 tiling.slices_to_run = partial(run_unlike, tracker)
         if reuse is not None:
             self._skip(reuse, fake, tracker)
+            reuse.note_indices(fake)
         hooks = torch.autograd.graph.saved_tensors_hooks(tracker.record_saved, _as_it_is) if explains else nullcontext()
         then = None if step.optim is None else partial(self._step_optimizer, tracker)
         with (
@@ -515,11 +518,9 @@ def _as_it_runs(plan: Plan | None) -> Plan | None:
 
     None for one that is no plan: nothing is recomputed, nothing runs in tiles, and the head is the model's own.
     """
-    if plan is None:
+    if plan is None or plan.does_nothing:
         return None
     unexplained = with_entries(plan, lambda entry: replace(entry, why="") if entry.why else entry)
-    if _entries(unexplained) <= {LayerPlan()} and plan.head is HeadMode.PLAIN:
-        return None
     return replace(unexplained, model_class="")
 
 

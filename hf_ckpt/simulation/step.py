@@ -211,7 +211,7 @@ def run_step(
             tracker.free_copied_gradients()
 
 
-_MASK = "attention_mask"
+_MASK, _POSITIONS = "attention_mask", "position_ids"
 
 
 def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
@@ -226,15 +226,17 @@ def make_inputs(step: Step, model: nn.Module) -> dict[str, Tensor]:
         return {each.name: each.make(like) for each in step.tensors}
     shape = (step.batch_size, step.seq_length)
     inputs = {"input_ids": torch.full(shape, _TOKEN, dtype=torch.long), "labels": _make_labels(model, *shape)}
-    # A type of a token, or a position: 0 is one everywhere. In a mask 1 is what is no padding.
+    # A type of a token: 0 is one everywhere. In a mask 1 is what is no padding. Positions count on, as of one document.
     inputs |= {name: torch.full(shape, int(name == _MASK), dtype=torch.long) for name in step.more_inputs}
+    if _POSITIONS in inputs:
+        inputs[_POSITIONS] = torch.arange(step.seq_length).expand(shape).contiguous()
     if step.is_padded:
         # One token of the first row is padding, for code that checks whether there is any.
         inputs[_MASK] = torch.ones(shape, dtype=torch.long).index_fill_(1, torch.tensor([-1]), 0)
     if step.is_packed:
         # Two documents in each row.
         positions = torch.arange(step.seq_length) % max(1, (step.seq_length + 1) // 2)
-        inputs["position_ids"] = positions.expand(shape).contiguous()
+        inputs[_POSITIONS] = positions.expand(shape).contiguous()
     return inputs
 
 

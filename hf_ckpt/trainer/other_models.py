@@ -83,6 +83,14 @@ def other_models(trainer: Any, model: nn.Module, device: torch.device) -> Iterat
     yield from (OtherModel(name, None, tuple(tensors)) for name, tensors in loose.items() if tensors)
 
 
+def trained_beside(code: Any) -> list[tuple[str, nn.Module | Tensor]]:
+    """Return the modules and parameters that a Trainer, or a function, reaches, itself or by its functions."""
+    seen: dict[int, Any] = {}
+    is_function = isinstance(code, FunctionType | MethodType | partial)
+    found = _inside("closure", code, seen) if is_function else _held_by(code, code, {id(code): code})
+    return [(name, each) for name, each in found if isinstance(each, nn.Module | nn.Parameter)]
+
+
 def weights_and_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a module."""
     yield from module.parameters()
@@ -98,15 +106,18 @@ def _reached(trainer: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     seen: dict[int, Any] = {id(holder): holder for holder in holders}
     for holder in holders:
         # This package holds batches and gradients that are counted elsewhere.
-        if is_ours(type(holder)):
-            continue
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if holder is not trainer or name not in _DATA:
+        if not is_ours(type(holder)):
+            yield from _held_by(holder, trainer, seen)
+
+
+def _held_by(holder: Any, trainer: Any, seen: dict[int, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if holder is not trainer or name not in _DATA:
+            yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
+    for kind in type(holder).__mro__:
+        if not is_of_library(kind.__module__):
+            for name, value in list(vars(kind).items()):
                 yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
-        for kind in type(holder).__mro__:
-            if not is_of_library(kind.__module__):
-                for name, value in list(vars(kind).items()):
-                    yield from _inside(f"{type(holder).__name__}.{name}", value, seen)
 
 
 def _inside(name: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -117,8 +128,8 @@ def _inside(name: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iter
         return
     seen[id(value)] = value
     if isinstance(value, nn.Module | Tensor):
-        # Single numbers are meters.
-        if isinstance(value, nn.Module) or value.dim():
+        # Single numbers are meters, but for those that train.
+        if isinstance(value, nn.Module | nn.Parameter) or value.dim():
             yield name, value
         return
     for each in _leads_to(value):
@@ -156,7 +167,7 @@ def _read_by(function: FunctionType) -> list[Any]:
             # It is filled later.
             continue
     globals_ = [function.__globals__.get(name) for name in names_in(function.__code__)]
-    return found + [each for each in globals_ if isinstance(each, nn.Module | FunctionType | partial)]
+    return found + [each for each in globals_ if isinstance(each, nn.Module | nn.Parameter | FunctionType | partial)]
 
 
 def names_in(code: CodeType) -> Iterator[str]:

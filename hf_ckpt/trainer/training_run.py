@@ -92,6 +92,8 @@ class TrainingRun:
         errors = self.applied.pending_errors
         self.applied = self.applied.exchange(put)
         errors.hand_over(self.applied.pending_errors)
+        if self._use_cache.is_set:
+            self._set_use_cache()
         if self._call is not None:
             self.applied.belongs_to(self._call)
         if self._first_step is not None:
@@ -99,6 +101,12 @@ class TrainingRun:
             self._first_step.stop()
             self._first_step = None
             self._checks_next_step = True
+
+    def _set_use_cache(self) -> None:
+        """Switch the cache off, unless the plan leaves all as it is."""
+        values = self._use_cache.without_plan(self._use_cache_of_trainer)
+        self._use_cache.set(values if self.applied.leaves_cache else {})
+        self.applied.note_use_cache(values)
 
     def report_failures(self, is_handled: Callable[[BaseException], bool] | None = None) -> None:
         """Let the other processes know when a forward raises in this one, but for what is handled here."""
@@ -126,8 +134,7 @@ class TrainingRun:
             PlanMismatchError: the plan cannot be brought back.
             UnsupportedError: as `raise_pending_errors`, where nobody called that in the last step.
         """
-        self._use_cache.off()
-        self.applied.note_use_cache(self._use_cache.without_plan(self._use_cache_of_trainer))
+        self._set_use_cache()
         self.applied.assert_in_force()
         self.raise_pending_errors()
         if is_told_before_update:

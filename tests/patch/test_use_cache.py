@@ -212,7 +212,7 @@ def caching(model_type: str) -> zoo.Case:
     return case
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", ["ffn", "full"])
 @pytest.mark.parametrize("model_type", ["llama", "t5", "qwen2_vl", "gpt2"])
 def test_applied_plan_lets_training_forwards_make_no_cache(model_type: str, policy: str) -> None:
     case = caching(model_type)
@@ -248,7 +248,7 @@ def test_config_saved_while_a_plan_is_applied_has_the_users_value(tmp_path: Path
 
 def test_cache_that_the_caller_asks_for_is_made() -> None:
     case = caching("llama")
-    with hf_ckpt.apply(case.model, "none"):
+    with hf_ckpt.apply(case.model, "ffn"):
         assert case.model(**case.inputs, use_cache=True).past_key_values is not None
         ids = case.inputs["input_ids"]
         # By position: attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache.
@@ -349,7 +349,7 @@ def test_layers_that_share_an_index_are_refused_or_the_loss_is_that_without_a_pl
             continue
         mode, options = {"segments_2": ("full", {"segment_size": 2})}.get(policy, (policy, {}))
         with hf_ckpt.apply(case.model, mode, **options):
-            if call.get("use_cache") is False or (call and policy in ("none", "ffn")):
+            if call.get("use_cache") is False or policy == "none" or (call and policy == "ffn"):
                 assert exactness.differences(exactness.step(sharing(kind, **call)), exactness.step(case)) == []
                 continue
             for _ in range(2):
@@ -424,6 +424,75 @@ def test_packed_rows_have_the_loss_of_a_model_without_a_plan(policy: str, use_ca
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": use_cache}
     packed = zoo.Case("llama", case.model, inputs)
     assert exactness.check(packed, policy) == []
+
+
+def packed_inputs(case: zoo.Case, begins_again: int) -> dict[str, torch.Tensor]:
+    """Rows of documents of so many tokens, without a mask."""
+    ids = case.inputs["input_ids"]
+    positions = torch.arange(ids.shape[1]).remainder(begins_again).expand_as(ids)
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+@pytest.mark.sweep(keep=3)
+@pytest.mark.parametrize("has_positions", [True, False])
+@pytest.mark.parametrize(
+    "model_type",
+    "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt2 gpt_neox opt olmo2 granite mixtral bamba cohere".split(),
+)
+def test_a_plan_reads_rows_without_a_mask_as_the_model_does(model_type: str, has_positions: bool) -> None:
+    for policy in ("none", "full"):
+        case = caching(model_type)
+        inputs = packed_inputs(case, 3)
+        if not has_positions:
+            del inputs["position_ids"]
+        assert exactness.check(zoo.Case(model_type, case.model, inputs), policy) == []
+
+
+@pytest.mark.parametrize(
+    ("begins_again", "call", "is_told"),
+    [
+        ([3, 3], {}, True),
+        ([100, 3, 3], {}, True),
+        ([100, 100], {}, False),
+        ([3, 3], {"use_cache": False}, False),
+        ([3, 3], {"use_cache": True}, False),
+        ([3, 3], {"attention_mask": torch.ones(2, zoo.LENGTH, dtype=torch.long)}, False),
+    ],
+)
+def test_what_becomes_of_packed_rows_is_said_once(
+    caplog: pytest.LogCaptureFixture, begins_again: list[int], call: dict[str, Any], is_told: bool
+) -> None:
+    case = caching("llama")
+    first = hf_ckpt.apply(case.model, "ffn")
+    for number in begins_again:
+        case.model(**packed_inputs(case, number), **call).loss.backward()
+    applied = first.exchange(partial(patch_apply.apply, case.model, "full"))
+    case.model(**packed_inputs(case, begins_again[-1]), **call).loss.backward()
+    applied.remove()
+    said = [line for line in caplog.messages if line.startswith("Position ids begin again within a row")]
+    assert len(said) == is_told
+
+
+@pytest.mark.parametrize("model_type", ["llama", "t5", "qwen2_vl", "gpt2"])
+def test_policy_none_leaves_the_cache_on(model_type: str) -> None:
+    case = caching(model_type)
+    with patch_apply.apply(case.model, "none"):
+        assert case.model(**case.inputs).past_key_values is not None
+
+
+def test_policy_none_is_like_the_plans_that_may_take_its_place() -> None:
+    # With dropout in attention a cache changes the last bit.
+    case = caching("llama")
+    with hf_ckpt.apply(case.model, "none") as applied:
+        assert applied.step(lambda: case.model(**case.inputs)).past_key_values is None
+
+
+@pytest.mark.parametrize("user", [True, False])
+def test_policy_none_leaves_the_trainers_own_value(tmp_path: Path, user: bool) -> None:
+    model = llama(use_cache=user)
+    seen = watch(model)
+    trainer(model, tmp_path, HFCkptCallback("none"), use_cache=not user, **BUSY).train()
+    assert seen["training"] == {not user}
 
 
 def test_a_plan_in_place_of_another_begins_anew_after_a_forward_that_failed() -> None:
