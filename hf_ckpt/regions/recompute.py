@@ -203,8 +203,8 @@ class _ModuleOutputs:
     def _check_untouched(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
             raise ChangedSinceForwardError(
-                "The layer, or what runs after it, changes its attention's output in place, so that it cannot be kept for "
-                'recomputing the layer around it. Use mode "full" for this layer instead of "ffn".'
+                "The layer, or what runs after it, changes its attention's output in place, so that it cannot be kept "
+                'for recomputing the layer around it. Use mode "full" for this layer instead of "ffn".'
             )
 
     def of(self, forward: Function, args: Any, kwargs: Any) -> Any:
