@@ -13,7 +13,7 @@ import copy
 import random
 import weakref
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from transformers import PretrainedConfig
 
@@ -68,7 +69,7 @@ _OF_PEFT = frozenset(
     "r lora_alpha lora_bias lora_variant use_dora use_rslora kwargs _caches fan_in_fan_out is_target_conv_1d_layer "
     "ephemeral_gpu_offload cast_input_dtype_enabled".split()
 )
-"""Of peft's layers (0.21), of which there are many: no forward reads them, but for what is there as long as they are."""
+"""Of peft's layers (0.21), of which there are many. They stay as they are."""
 # This package's own, and what DeepSpeed counts on modules (0.19).
 _OTHERS_PREFIXES = ("_hf_ckpt", "ds_", "applied_pre_backward")
 
@@ -103,11 +104,11 @@ class HeldState:
 
     def note(self) -> Held:
         """Return what there is now, to start from it again; before a forward."""
-        self._num_forwards += 1
-        return Held(self.look(), self._is_written, is_first=self._num_forwards == 1)
+        return Held(self.look(), self._is_written, is_first=not self._num_forwards)
 
     def end_forward(self, held: Held) -> None:
         """Complete a note when its forward ends."""
+        self._num_forwards += 1
         if held.large:
             for tensor in held.end_forward(self.look()):
                 self._written[id(tensor)] = weakref.ref(tensor)
@@ -154,14 +155,12 @@ class Held:
         if not shape.leaves:
             return
         with unobserved(_disable_current_modes):
-            for leaf in shape.leaves:
-                value = leaf.ref()
-                if not isinstance(value, Tensor) or value.nbytes <= SMALL_BYTES:
-                    self._copies[leaf] = _copy(value)
-                else:
+            objects = shape.objects()
+            for leaf, value in objects.items():
+                if leaf.is_large:
                     self.large[leaf] = value, value._version
-                    if is_written(value):
-                        self._copies[leaf] = _copy(value)
+            small = {leaf: value for leaf, value in objects.items() if leaf not in self.large or is_written(value)}
+            self._copies = _copied(small)
 
     @property
     def has_copies(self) -> bool:
@@ -181,7 +180,7 @@ class Held:
                 continue
             if id(tensor) not in present:
                 # Most layers do not read what they make anew, and to keep it would keep the last step's.
-                self._copies[leaf] = partial(_Gone, tensor, leaf.name)
+                self._copies[leaf] = _Gone(tensor, leaf.name)
             # Without its graph, which is of an earlier step.
             self.large[leaf] = _without_graph(tensor), tensor._version
         self.large = {leaf: noted for leaf, noted in self.large.items() if leaf not in self._copies}
@@ -203,11 +202,7 @@ class Held:
             refuse("tensors that it holds were written to", changed)
         start = {leaf: tensor for leaf, (tensor, _) in self.large.items()}
         with unobserved(_disable_current_modes):
-            for leaf in self._unknown:
-                start[leaf] = _copy(start[leaf])
-            for leaf, value in self._copies.items():
-                start[leaf] = value() if isinstance(value, partial) else _copy(value)
-        return start
+            return start | _copied({leaf: start[leaf] for leaf in self._unknown} | self._copies)
 
 
 class _Places:
@@ -241,6 +236,9 @@ class _Places:
                 self.names += names
                 self.paths += [f"{path}.{name}".lstrip(".") for name in names]
         self.buffers = {id(buffer) for module in modules for buffer in module._buffers.values()}
+        # Their kernels write past the versions.
+        norms = (module for module in modules if isinstance(module, _NormBase) and module.training)
+        self.always_copied = {id(buffer) for module in norms for buffer in module._buffers.values()}
 
     def are_current(self) -> bool:
         """Whether no attribute has come or gone."""
@@ -291,7 +289,7 @@ class _Shape:
             return value
         if _is_leaf(value):
             if id(value) not in self._by_id:
-                self._by_id[id(value)] = _Leaf(value, name, id(value) in self.places.buffers)
+                self._by_id[id(value)] = _Leaf(value, name, self.places)
                 self.leaves.append(self._by_id[id(value)])
             return self._by_id[id(value)]
         if isinstance(value, tuple):
@@ -355,13 +353,15 @@ class _Shape:
 
 
 class _Leaf:
-    """Stands for an object that is copied."""
+    """Stands for an object that is copied; `is_large`: only where it is known to be written to."""
 
-    __slots__ = ("is_buffer", "name", "ref")
+    __slots__ = ("is_buffer", "is_large", "name", "ref")
 
-    def __init__(self, value: Any, name: str, is_buffer: bool) -> None:
+    def __init__(self, value: Any, name: str, places: _Places) -> None:
         self.name = name
-        self.is_buffer = is_buffer
+        self.is_buffer = id(value) in places.buffers
+        is_large = isinstance(value, Tensor) and value.nbytes > SMALL_BYTES
+        self.is_large = is_large and id(value) not in places.always_copied
         self.ref: Callable[[], Any] = weakref.ref(value) if isinstance(value, Tensor) else partial(_same, value)
 
 
@@ -438,10 +438,25 @@ def _is_leaf(value: Any) -> bool:
     return not (is_weight or is_wrapper or value.is_meta or value.is_inference()) and value.layout is torch.strided
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+def _copied(objects: Mapping[_Leaf, Any]) -> dict[_Leaf, Any]:
+    """Return copies, of which those share memory that share it now."""
+    tensors = [value for value in objects.values() if isinstance(value, Tensor) and not isinstance(value, _Gone)]
+    numbers = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+    shared: dict[int, Any] = {place: None for place, number in numbers.items() if number > 1}
+    found: dict[_Leaf, Any] = {}
+    for leaf, value in objects.items():
+        if isinstance(value, _Gone):
+            found[leaf] = value
+        elif not isinstance(value, Tensor):
+            found[leaf] = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+        elif (place := value.untyped_storage()._cdata) in shared:
+            shared[place] = shared[place] or value.untyped_storage().clone()  # type: ignore[no-untyped-call]  # upstream
+            like = value.detach().new_empty(0)
+            found[leaf] = like.set_(shared[place], value.storage_offset(), value.shape, value.stride())
+            found[leaf].requires_grad_(value.requires_grad)
+        else:
+            found[leaf] = value.detach().clone().requires_grad_(value.requires_grad)
+    return found
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
