@@ -137,6 +137,16 @@ class HeldState:
         if names := [leaf.name for leaf, *pair in zip(found, versions, again, strict=True) if pair[0] != pair[1]]:
             refuse("its recomputation has written a second time to what is reached past its module", names)
 
+    @contextmanager
+    def unchanged(self, refuse: Callable[[Sequence[str]], None]) -> Iterator[None]:
+        """Refuse what the block writes."""
+        before = self.note()
+        yield
+        now = self.look()
+        names = before.shape.differences(now) if now is not before.shape else set()
+        if names := {*names, *before.written()}:
+            refuse(sorted(names))
+
 
 class Held:
     """What there was before a forward.
@@ -161,6 +171,16 @@ class Held:
                     self.large[leaf] = value, value._version
             small = {leaf: value for leaf, value in objects.items() if leaf not in self.large or is_written(value)}
             self._copies = _copied(small)
+
+    def written(self) -> list[str]:
+        """Return the names of what has been written in place since."""
+        names = [leaf.name for leaf, (tensor, version) in self.large.items() if tensor._version != version]
+        for leaf, value in self._copies.items():
+            now = leaf.ref()
+            with unobserved(_disable_current_modes):
+                same = torch.equal(now, value) if isinstance(now, Tensor) else np.array_equal(now, value)
+            names += [] if same or now is None else [leaf.name]
+        return names
 
     @property
     def has_copies(self) -> bool:

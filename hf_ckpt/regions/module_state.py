@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.regions.fingerprints import Fingerprint, Samples
 from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
@@ -155,10 +156,11 @@ _Change = Callable[[], Callable[[], None]]
 class CallState:
     """The state of the modules of one call of a region, as it was when the call's first run ended.
 
-    `function` is a method of a module, or a function that takes the module as an argument.
+    `function` is a method of a module, or a function that takes the module as an argument. Where `is_sliced`, the first
+    runs are those of slices, of which each is the forward.
     """
 
-    __slots__ = ("_module", "_note", "_state")
+    __slots__ = ("_module", "_note", "_state", "is_sliced")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -169,6 +171,7 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+        self.is_sliced = False
 
     @property
     def path(self) -> str | None:
@@ -187,7 +190,17 @@ class CallState:
             return
         me = state.enter()
         try:
-            if self._note is None:
+            if self._note is None and self.is_sliced and is_extra_run():
+                # A check before the first slice.
+                modules = state.layout(self._module).held
+                with modules.as_in_forward(modules.note(), modules.look(), _refusing(state), is_shared=False):
+                    yield
+            elif self._note is not None and self.is_sliced and not (is_in_backward() or is_extra_run()):
+                # Slices after the second are as it is.
+                self.is_sliced = False
+                with state.layout(self._module).held.unchanged(partial(_refuse_slices, state)):
+                    yield
+            elif self._note is None:
                 layout = state.layout(self._module)
                 before, held = layout.identities(), layout.held.note()
                 yield
@@ -372,8 +385,7 @@ class _Note:
         with ExitStack() as entered:
             if not is_shared and (changes or found.has_copies or not is_same):
                 entered.enter_context(state.set_for_this_thread(changes))
-            refuse = partial(state.refuse, todo=_BEFORE_THAT)
-            entered.enter_context(held.as_in_forward(found, now, refuse, is_shared=is_shared))
+            entered.enter_context(held.as_in_forward(found, now, _refusing(state), is_shared=is_shared))
             yield
 
     def _changes(self, state: ModuleState, tensors: Sequence[Any]) -> list[_Change]:
@@ -451,6 +463,17 @@ class _Note:
             state.refuse("adapters were merged or unmerged", (), "Call backward before that.")
         if self._layout.is_sharded and not names.isdisjoint(_FLAGS):
             self._refuse_sharded(state)
+
+
+def _refusing(state: ModuleState) -> Callable[[str, Sequence[str]], None]:
+    return partial(state.refuse, todo=_BEFORE_THAT)
+
+
+def _refuse_slices(state: ModuleState, names: Sequence[str]) -> NoReturn:
+    raise UnsupportedError(
+        f"{state.path} is to run in tiles, but it writes {', '.join(names[:_MAX_NAMES])} for later, and would do so in "
+        "each of them. Leave tiles out for its layer."
+    )
 
 
 _WRITTEN = "weights were written to"

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ckpt
 from hf_ckpt.errors import UnsupportedError
+from tests import zoo
 
 pytestmark = pytest.mark.core
 
@@ -119,7 +121,7 @@ def rebound(layer: Any, hidden: Tensor) -> Any:
     return 1 + layer.seen
 
 
-def counted(layer: Any, hidden: Tensor) -> float:
+def counted(layer: Any, hidden: Tensor) -> Any:
     layer.calls = getattr(layer, "calls", 0) + 1
     return 1 / layer.calls
 
@@ -403,3 +405,66 @@ def test_what_is_reached_past_the_module_is_refused() -> None:
         loss = model(inputs(0))
         with pytest.raises(UnsupportedError, match="written a second time to what is reached past its module: seen"):
             loss.backward()
+
+
+class Counting(nn.Module):
+    """An ffn that writes with a function of itself and of its input."""
+
+    def __init__(self, ffn: nn.Module, make: Callable[[Any], None], write: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.table: Any
+        self.ffn, self.write = ffn, [write]
+        make(self)
+
+    def forward(self, hidden: Tensor) -> Any:
+        self.write[0](self, hidden)
+        return self.ffn(hidden)
+
+
+def counting(make: Callable[[Any], None], write: Callable[[Any, Tensor], Any]) -> zoo.Case:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config).train()
+    for layer in model.model.layers:
+        layer.mlp = Counting(layer.mlp, make, write)
+    ids = torch.arange(8).view(1, 8)
+    return zoo.Case("llama", model, {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+@pytest.mark.parametrize("way", ["attribute, in place", "buffer, .data", "number", "containers", "array"])
+def test_what_each_slice_would_write_is_refused_in_tiles(way: str, mode: str) -> None:
+    case = counting(*WAYS[way])
+    name = {"number": "calls", "containers": "kept"}.get(way, "seen")
+    with (
+        hf_ckpt.apply(case.model, mode, tiles=2),
+        pytest.raises(UnsupportedError, match=f"is to run in tiles, but it writes .*{name}"),
+    ):
+        case.model(**case.inputs).loss.backward()
+
+
+def test_what_the_first_slice_makes_for_all_is_no_alarm_in_tiles() -> None:
+    case = counting(lambda _: None, lambda ffn, _: vars(ffn).setdefault("table", torch.ones(3)))
+    with hf_ckpt.apply(case.model, "full", tiles=2):
+        case.model(**case.inputs).loss.backward()
+    tables = [module.table.tolist() for module in case.model.modules() if isinstance(module, Counting)]
+    assert tables == [[1, 1, 1]] * 2
+
+
+def read(layer: Any, hidden: Tensor) -> Any:
+    return 1 + layer.seen
+
+
+@pytest.mark.parametrize("make", [in_attribute, in_buffer])
+def test_what_others_write_before_backward_is_brought_back(make: Callable[[Any], None]) -> None:
+    def flow(model: Any) -> list[Any]:
+        loss = model(inputs(0))
+        for layer in model.layers:
+            layer.seen.add_(2.0)
+        loss.backward()
+        return [[p.grad.clone() for p in model.parameters()], state_of(model)]
+
+    # In place before the backward: autograd itself asks for what it has saved.
+    hold(lambda: Model(make, lambda layer, hidden: read(layer, hidden).clone()), "full", flow)
