@@ -144,6 +144,7 @@ def original_forward(module: nn.Module, found: Function | None) -> Function:
 # --- A layer around its attention. ---
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: RegionProof | None = None) -> Any:
     """Run `function(*args)`, a layer's forward, and recompute all of it but its kept modules in backward.
 
