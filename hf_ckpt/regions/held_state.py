@@ -246,7 +246,7 @@ class _Places:
         self._readers: list[tuple[itemgetter[Any], dict[str, Any]]] = []
         for path, owner, is_of_engine in found:
             left_out = _OF_PEFT if id(owner) in of_peft else ()
-            tracked = [name for name, value in owner.items() if _is_tracked(name, value, is_of_engine)]
+            tracked = [name for name in owner if _is_tracked(name, owner, is_of_engine)]
             names = [name for name in tracked if name not in left_out]
             if names:
                 # A getter of one name would return no tuple.
@@ -275,7 +275,7 @@ class _Places:
         """Take attributes away that there were not."""
         for owner, known, is_of_engine in zip(self._all, self._known, self._are_managed, strict=True):
             for name in [] if owner.keys() == known else list(owner.keys() - known):
-                if _is_tracked(name, owner[name], is_of_engine):
+                if _is_tracked(name, owner, is_of_engine):
                     del owner[name]
 
 
@@ -440,12 +440,14 @@ class _Gone(Tensor):
         )
 
 
-def _is_tracked(name: str, value: Any, managed: bool) -> bool:
-    """Whether an attribute is looked at; `managed` by FSDP1, which exchanges weights for views (2.13)."""
+def _is_tracked(name: str, owner: dict[str, Any], is_of_engine: bool) -> bool:
+    """Whether an attribute is looked at. FSDP1 exchanges weights for views of what it has gathered (2.13)."""
+    value = owner[name]
     if name in _OTHERS_NAMES or name.startswith(_OTHERS_PREFIXES):
         return False
     if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter) and not (managed and value._is_view())
+        is_own = not is_of_engine or not value._is_view() or any(each is value._base for each in owner.values())
+        return is_own and not isinstance(value, nn.Parameter)
     return isinstance(value, (*_PLAIN, *_COPIED, tuple, frozenset)) or bool(_holders_of(value))
 
 

@@ -1,9 +1,8 @@
-"""The state of the modules that a region runs: weights, buffers, and attributes that are plain values.
+"""The state of the modules that a region runs: weights, large buffers, hooks, and what else modules hold.
 
 It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. Attributes (training flags, active adapters, a dropout rate, a scale) are restored to what the
-forward found, for the recomputation alone; any other change raises an error. What a region writes itself is no change:
-it does so in each of its runs.
+state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored to what
+the forward found, for the recomputation alone; any other change raises an error.
 
 Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
 values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
