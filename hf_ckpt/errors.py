@@ -29,6 +29,10 @@ class UnsupportedError(HFCkptError, ValueError):
     """Raised when a mode could not keep loss and gradients exact, or the engine at hand cannot carry it."""
 
 
+class ChangedSinceForwardError(UnsupportedError, RuntimeError):
+    """Raised in a step where what a region reads is not what its forward read. Autograd does so for what it saves."""
+
+
 class AlreadyAppliedError(HFCkptError, RuntimeError):
     """Raised when a plan is applied to a model that already carries one."""
 

@@ -19,7 +19,7 @@ from hf_ckpt.policy.policy import MODES_WITH_TRAINED_CACHE, SELECTIVE_MODES, TRA
 from hf_ckpt.regions.offload.disk import check_path
 from hf_ckpt.regions.selective.save_rules import SaveRules, check_save_rules
 from hf_ckpt.structure.layers import Layer, Stack, check_is_model, modules_of
-from hf_ckpt.structure.parts import is_at_or_below, unwrapped
+from hf_ckpt.structure.parts import unwrapped
 from hf_ckpt.structure.stored import adapter_configs, stored
 
 if TYPE_CHECKING:
@@ -168,27 +168,3 @@ def _check_layer(entry: LayerPlan, layer: Layer, stack: Stack) -> None:
             f'{where} is set to "{entry.mode}", but {type(layer.module).__name__} computes its own backward (a '
             "reversible layer), which already recomputes. Leave it out of the policy."
         )
-    if not any(map(_counts_batches, modules_of(layer.module))):
-        # Most layers: to name what is recomputed would take most of the time of all checks.
-        return
-    for name, module in _recomputed(entry, layer):
-        if _counts_batches(module):
-            raise UnsupportedError(
-                f'{where} is set to "{entry.mode}", but {name} is a {type(module).__name__} with running statistics, '
-                "which recomputation would update a second time. Freeze it with .eval(), or leave the layer out of the "
-                "policy, as {stack: language, mode: ...} does with towers."
-            )
-
-
-def _counts_batches(module: nn.Module) -> bool:
-    """Whether each forward of a module changes its buffers."""
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
-
-
-def _recomputed(entry: LayerPlan, layer: Layer) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules, below the layer, that the entry runs twice."""
-    part_names = {Mode.ATTENTION: layer.attention, Mode.FFN: layer.ffn}.get(entry.mode, ())
-    kept = layer.attention if entry.mode is Mode.FFN and layer.ffn_is_inline else ()
-    for name, module in layer.module.named_modules():
-        if (not part_names or is_at_or_below(name, *part_names)) and not is_at_or_below(name, *kept):
-            yield name or "the layer", module

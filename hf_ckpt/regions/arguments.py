@@ -152,6 +152,7 @@ def _read_object(value: Any, values: list[Any], todo: list[Any]) -> None:
         todo.append(value.__self__)
     elif isinstance(value, FunctionType):
         todo += [cell.cell_contents for cell in value.__closure__ or ()]
+        todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     else:
         with suppress(TypeError, ValueError):
             # An array's numbers.

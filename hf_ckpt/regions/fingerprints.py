@@ -19,12 +19,11 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -389,58 +388,24 @@ def plain_tensors(value: Any) -> list[Tensor]:
     return [each for item in value for each in plain_tensors(item)] if isinstance(value, tuple | list) else []
 
 
-# --- The state that a region may read. ---
-
-_MAX_STATE = 1 << 20
-"""Elements of the largest tensor that is part of a state."""
-_VALUES = (bool, int, float, str)
-_OF_ALL_MODULES = frozenset((type(None), dict, OrderedDict, set))
+# --- The generators that a region may draw from. ---
 
 
 @dataclass(slots=True)
 class StateFingerprint:
-    """What a region may read apart from its inputs and weights, at one moment."""
+    """The generators that a region may draw from, at one moment."""
 
     random: RandomState
     python: object
     """State of Python's `random`; None if it was not read."""
     numpy: object
     """State of `numpy.random`; None if it was not read, or numpy not imported."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Plain attributes of the modules inside, by name."""
-    tensors: dict[str, list[Fingerprint]] = field(default_factory=dict)
-    """Of their buffers and of tensors that they hold otherwise, by name."""
 
     @classmethod
-    def of(cls, module: nn.Module | None, tensors: Sequence[Any], *, reads_python: bool) -> StateFingerprint:
+    def of(cls, tensors: Sequence[Any], *, reads_python: bool) -> StateFingerprint:
         """Read the state; `reads_python` asks for the generators that are not torch's."""
-        values: dict[str, Any] = {}
-        held: dict[str, list[Fingerprint]] = {}
-        for path, inner in () if module is None else module.named_modules():
-            prefix = f"{path}." if path else ""
-            for name, value in vars(inner).items():
-                # A layer with adapters has thousands of attributes, most of them those that all modules have.
-                if type(value) in _OF_ALL_MODULES:
-                    continue
-                if isinstance(value, _VALUES):
-                    values[prefix + name] = value
-                elif _is_state(value):
-                    held[prefix + name] = plain_fingerprints([value])
-            for name, value in inner._buffers.items():
-                if _is_state(value):
-                    held[prefix + name] = plain_fingerprints([value])
         python, numpy = (random.getstate(), _numpy_state()) if reads_python else (None, None)
-        return cls(RandomState.of(list(tensors)), python, numpy, values, held)
-
-
-def tensors_held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a module, without those inside, and the tensors that it holds otherwise."""
-    yield from ((name, value) for name, value in (*vars(module).items(), *module._buffers.items()) if _is_state(value))
-
-
-def _is_state(value: object) -> TypeGuard[Tensor]:
-    # A larger tensor may be a weight, which an engine has put there as a plain attribute.
-    return isinstance(value, Tensor) and not value.requires_grad and value.numel() <= _MAX_STATE
+        return cls(RandomState.of(list(tensors)), python, numpy)
 
 
 def _numpy_state() -> object:

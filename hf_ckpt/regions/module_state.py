@@ -1,9 +1,8 @@
-"""The state of the modules that a region runs: weights, buffers, and attributes that are plain values.
+"""The state of the modules that a region runs: weights, large buffers, hooks, and what else modules hold.
 
 It is noted when a region's forward ends, and compared before each recomputation, which would otherwise use another
-state without a word. Attributes (training flags, active adapters, a dropout rate, a scale) are restored to what the
-forward found, for the recomputation alone; any other change raises an error. What a region writes itself is no change:
-it does so in each of its runs.
+state without a word. What modules hold besides weights (`held_state`), hooks and `requires_grad` are restored to what
+the forward found, for the recomputation alone; any other change raises an error.
 
 Cheap enough for every step: modules are walked when one comes or goes; otherwise only attributes are read, and a few
 values of some trainable weights. Those values reveal optimizers that write past the versions of tensors (fused ones,
@@ -15,23 +14,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
-from dataclasses import is_dataclass
-from enum import Enum
 from functools import partial
 from itertools import chain
-from numbers import Number
-from operator import attrgetter, getitem
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from operator import attrgetter
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions import fingerprints
+from hf_ckpt.regions.execution_state import is_extra_run, is_in_backward
 from hf_ckpt.regions.fingerprints import Fingerprint, Samples
+from hf_ckpt.regions.held_state import SMALL_BYTES, Held, HeldState, is_managed
 from hf_ckpt.regions.pending_errors import PendingErrors
 
 STATE = "_hf_ckpt_module_state"
@@ -90,7 +84,6 @@ class ModuleState:
         if self._layout is None or not self._layout.is_current(root):
             self._layout = _Layout(root, self._shards)
             self._fingerprints.clear()
-        self._layout.attributes = self._layout.attributes.renewed()
         return self._layout
 
     def enter(self) -> int:
@@ -132,12 +125,6 @@ class ModuleState:
             known = self._fingerprints[position] = identity, fingerprints.fingerprint_of(buffer)
         return known[1]
 
-    def after_run(self, attributes: _Attributes) -> None:
-        """Note what a run wrote; `attributes` are those that its forward found, and there may be others by now."""
-        attributes.after_run()
-        if self._layout is not None and self._layout.attributes is not attributes:
-            self._layout.attributes.after_run()
-
     def runs_elsewhere(self) -> bool:
         """Whether the region runs in another thread as well."""
         return len(self._inside) > 1
@@ -145,7 +132,7 @@ class ModuleState:
     def refuse(self, what: str, names: Sequence[str], todo: str) -> NoReturn:
         """Raise: a recomputation would give other values."""
         listed = ", ".join(names[:_MAX_NAMES]) + " ..." * (len(names) > _MAX_NAMES)
-        raise UnsupportedError(
+        raise ChangedSinceForwardError(
             f"{self.path} is recomputed in backward, but since its forward {what}{': ' * bool(names)}{listed}. "
             f"Recomputing it would give other values than those that the loss was made of. {todo}"
         )
@@ -168,10 +155,11 @@ _Change = Callable[[], Callable[[], None]]
 class CallState:
     """The state of the modules of one call of a region, as it was when the call's first run ended.
 
-    `function` is a method of a module, or a function that takes the module as an argument.
+    `function` is a method of a module, or a function that takes the module as an argument. Where `is_sliced`, the first
+    runs are those of slices, of which each is the forward.
     """
 
-    __slots__ = ("_module", "_note", "_state")
+    __slots__ = ("_module", "_note", "_state", "is_sliced")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -182,6 +170,7 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+        self.is_sliced = False
 
     @property
     def path(self) -> str | None:
@@ -200,21 +189,26 @@ class CallState:
             return
         me = state.enter()
         try:
-            if self._note is None:
-                layout = state.layout(self._module)
-                before = layout.identities(), layout.attributes, layout.attributes.now()
-                yield
-                # At the end, as the region's own writes (running statistics, counters) are no change by others.
-                self._note = _Note(state, layout, *before)
-            elif changes := self._note.compare(state):
-                with state.set_for_this_thread(changes):
+            if self._note is None and self.is_sliced and is_extra_run():
+                # A check before the first slice.
+                modules = state.layout(self._module).held
+                with modules.as_in_forward(modules.note(), modules.look(), _refusing(state), is_shared=False):
                     yield
-            else:
+            elif self._note is not None and self.is_sliced and not (is_in_backward() or is_extra_run()):
+                # Slices after the second are as it is.
+                self.is_sliced = False
+                with state.layout(self._module).held.unchanged(partial(_refuse_slices, state)):
+                    yield
+            elif self._note is None:
+                layout = state.layout(self._module)
+                before, held = layout.identities(), layout.held.note()
                 yield
+                layout.held.end_forward(held)
+                self._note = _Note(state, layout, before, held)
+            else:
+                with self._note.restored(state):
+                    yield
         finally:
-            # Also where torch stops a recomputation once it has what backward needs, by an exception.
-            if self._note is not None:
-                state.after_run(self._note.attributes)
             state.leave(me)
 
 
@@ -223,7 +217,7 @@ class _Layout:
 
     def __init__(self, root: nn.Module, shards: Sequence[Values]) -> None:
         self.modules = list(root.modules())
-        self.attributes = _Attributes(self.modules, set())
+        self.held = HeldState({module: path for path, module in root.named_modules()})
         self._lists = [module._modules for module in self.modules if module._modules]
         self._children = self._children_now()
         self.is_sharded = is_managed(root)
@@ -251,7 +245,8 @@ class _Layout:
         self._num_parameters = len(self._places)
         for module in self.modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
+                # Small ones are brought back, and need not be compared.
+                if buffer is not None and not buffer.is_meta and buffer.nbytes > SMALL_BYTES:
                     self._add(module._buffers, paths[module], name)
 
     def _add(self, place: dict[str, Any], path: str, name: str) -> None:
@@ -308,143 +303,21 @@ class _Layout:
         return self._copied_hooks
 
 
-class _Attributes:
-    """Where attributes of modules are plain values: numbers, strings, flags, and containers of such.
-
-    Of each change it is known whether the region made it, in one of its runs, or somebody else between them. What only
-    the region changes is left as it is: a layer keeps the length beside the mask that it has made for it, and one
-    without the other would be wrong.
-
-    `left_out` are places, as `_place` has them, that have held something else since: tensors for instance, which are
-    too many to compare, and which a note must not keep alive.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], left_out: set[_Place], *, are_written: bool = False) -> None:
-        self.num_changes = 0
-        self.are_written = are_written
-        self._modules = modules
-        self._left_out = left_out
-        self._all = [vars(module) for module in modules if type(module) not in _HOLDERS]
-        # Layers read switches of the model's config when they run, as the implementation of attention.
-        configs = (config for owner in self._all if _is_config(config := owner.get("config")))
-        self._all += {id(config): vars(config) for config in configs}.values()
-        self._sizes = list(map(len, self._all))
-        found = [(owner, name) for owner in self._all for name in owner if self._is_compared(owner, name)]
-        self._owners = [owner for owner, _ in found]
-        self.names = [name for _, name in found]
-        self._values = [deepcopy(owner[name]) for owner, name in found]
-        self._changed_by_others: dict[int, int] = {}
-        self._created: set[_Place] = set()
-        self._is_outdated = False
-
-    def _is_compared(self, owner: dict[str, Any], name: str) -> bool:
-        return (
-            name not in _OTHERS_NAMES
-            and not name.startswith(_OTHERS_PREFIXES)
-            and _is_plain(owner[name])
-            and _place(owner, name) not in self._left_out
-        )
-
-    def renewed(self) -> _Attributes:
-        """Return these, or others if an attribute has come, gone, or become something else."""
-        if not self._is_outdated and self._have_same_sizes():
-            return self
-        return _Attributes(self._modules, self._left_out, are_written=self.are_written)
-
-    def _have_same_sizes(self) -> bool:
-        return list(map(len, self._all)) == self._sizes
-
-    def now(self) -> list[Any]:
-        """Return the values; `_MISSING` for what is gone."""
-        try:
-            return list(map(getitem, self._owners, self.names))
-        except KeyError:
-            return [owner.get(name, _MISSING) for owner, name in zip(self._owners, self.names, strict=True)]
-
-    def after_forward(self, before: list[Any]) -> list[Any]:
-        """Return copies of the values; `before` are those before it."""
-        now = self.now()
-        if not _are_same(now, self._values):
-            # Containers are those that they were, whoever changed their items.
-            self._note(now, set(_changed(before, now)))
-        if not self._have_same_sizes():
-            self._created |= self._added()
-        return self._values
-
-    def before_recomputation(self, runs_elsewhere: bool) -> None:
-        """Note what has changed since the region ran, by others unless it runs elsewhere."""
-        now = self.now()
-        if not _are_same(now, self._values):
-            self._note(now, set(range(len(now))) if runs_elsewhere else set())
-
-    def after_run(self) -> None:
-        """Note what a run wrote, if the region ever writes."""
-        if self.are_written and not _are_same(now := self.now(), self._values):
-            self._note(now, set(range(len(now))))
-
-    def _note(self, now: list[Any], written: set[int]) -> None:
-        """Note values that have changed, of which the region wrote some. The list of copies is a new one."""
-        changed = _changed(self._values, now)
-        self._values = list(self._values)
-        for number in changed:
-            self._values[number] = self._copy(number, now[number])
-        self.are_written |= not written.isdisjoint(changed)
-        if by_others := set(changed) - written:
-            self.num_changes += 1
-            self._changed_by_others |= dict.fromkeys(by_others, self.num_changes)
-
-    def _copy(self, number: int, value: Any) -> Any:
-        if _is_plain(value):
-            return deepcopy(value)
-        self._left_out.add(_place(self._owners[number], self.names[number]))
-        self._is_outdated = True
-        return _NOT_PLAIN
-
-    def _added(self) -> set[_Place]:
-        known = set(map(_place, self._owners, self.names))
-        found = ((owner, name) for owner in self._all for name in owner if self._is_compared(owner, name))
-        return {_place(*each) for each in found} - known
-
-    def are_as(self, values: list[Any]) -> bool:
-        """Whether the values are these."""
-        return _are_same(self.now(), values) and self._have_same_sizes()
-
-    def changed_since(self, values: list[Any], num_changes: int) -> list[int]:
-        """Return the numbers of values that differ from these, and that somebody else has changed since then."""
-        changed = _changed(values, self.now())
-        return [number for number in changed if self._changed_by_others.get(number, 0) > num_changes]
-
-    def setting(self, number: int, value: Any) -> _Change:
-        """Return what sets a value."""
-        return partial(_put, self._owners[number], self.names[number], deepcopy(value))
-
-    def removing(self) -> list[_Change]:
-        """Return what takes away the attributes that somebody else has added."""
-        places = self._added() - self._created
-        found = ((owner, name) for owner in self._all for name in owner if _place(owner, name) in places)
-        return [partial(_put, owner, name, _MISSING) for owner, name in found]
-
-
 class _Note:
-    """The state when the forward of a call ended.
-
-    `before` are the `identities` when it began, and `values` the values of `attributes`.
-    """
+    """The state when the forward of a call ended; `before` are the `identities` when it began."""
 
     __slots__ = (
         "_fingerprints",
+        "_held",
         "_hook_numbers",
         "_hooks",
         "_ids",
         "_layout",
-        "_num_changes",
         "_num_steps",
         "_requires_grad",
         "_sampled",
         "_samples",
-        "_values",
         "_versions",
-        "attributes",
     )
 
     def __init__(
@@ -452,17 +325,14 @@ class _Note:
         state: ModuleState,
         layout: _Layout,
         before: tuple[list[int], list[int]],
-        attributes: _Attributes,
-        values: list[Any],
+        held: Held,
     ) -> None:
         tensors = layout.tensors()
         self._layout = layout
         self._ids: list[int | None] = list(map(id, tensors))
         self._versions = versions_of(tensors)
         self._requires_grad = _all_require_grad(tensors)
-        self.attributes = attributes
-        self._values = attributes.after_forward(values)
-        self._num_changes = attributes.num_changes
+        self._held = held
         self._hook_numbers, self._hooks = layout.hooks_copied()
         if before != (self._ids, self._versions):
             # What the region writes itself changes in each of its runs, and cannot be compared.
@@ -484,8 +354,9 @@ class _Note:
         values = [tensors[position] for position in self._sampled]
         return values + [shard() for shard in self._layout.shards[:_NUM_SHARDS]]
 
-    def compare(self, state: ModuleState) -> list[_Change]:
-        """Return what restores the flags that have changed since.
+    @contextmanager
+    def restored(self, state: ModuleState) -> Iterator[None]:
+        """Let the block find what the forward found.
 
         Raises `UnsupportedError` if something else has changed.
         """
@@ -502,7 +373,19 @@ class _Note:
             state.errors.add(differ, partial(state.refuse, _WRITTEN, (), _STEPPED))
         elif differ:
             state.refuse(_WRITTEN, (), _STEPPED)
-        return self._changes(state, tensors)
+        changes = self._changes(state, tensors)
+        held, found = self._layout.held, self._held
+        now = held.look()
+        is_same = now is found.shape
+        if not is_same:
+            self._check_names(state, now.differences(found.shape))
+        # Copies of tensors alone another thread need not find.
+        is_shared = state.runs_elsewhere() and is_same and not changes
+        with ExitStack() as entered:
+            if not is_shared and (changes or found.has_copies or not is_same):
+                entered.enter_context(state.set_for_this_thread(changes))
+            entered.enter_context(held.as_in_forward(found, now, _refusing(state), is_shared=is_shared))
+            yield
 
     def _changes(self, state: ModuleState, tensors: Sequence[Any]) -> list[_Change]:
         """Return what restores the flags and hooks that have changed since."""
@@ -512,8 +395,6 @@ class _Note:
             changes += self._changes_of_requires_grad(tensors)
             if changes and layout.is_sharded:
                 self._refuse_sharded(state)
-        if self.attributes.are_written or not self.attributes.are_as(self._values):
-            changes += self._changes_of_attributes(state)
         if layout.hooks_now() != self._hook_numbers:
             changes += self._changes_of_hooks()
         return changes
@@ -575,18 +456,23 @@ class _Note:
                 changes.append(partial(_set_hooks, self._layout.modules[position], was))
         return changes
 
-    def _changes_of_attributes(self, state: ModuleState) -> list[_Change]:
-        attributes = self.attributes
-        # What another thread changes meanwhile, in a run of its own, is no change by others.
-        attributes.before_recomputation(state.runs_elsewhere())
-        found = attributes.changed_since(self._values, self._num_changes)
-        changed = [n for n in found if self._values[n] is not _NOT_PLAIN]
-        names = {attributes.names[number] for number in changed}
+    def _check_names(self, state: ModuleState, names: set[str]) -> None:
+        """Refuse attributes of engines and adapters that cannot be brought back."""
         if _MERGED in names:
             state.refuse("adapters were merged or unmerged", (), "Call backward before that.")
         if self._layout.is_sharded and not names.isdisjoint(_FLAGS):
             self._refuse_sharded(state)
-        return [attributes.setting(number, self._values[number]) for number in changed] + attributes.removing()
+
+
+def _refusing(state: ModuleState) -> Callable[[str, Sequence[str]], None]:
+    return partial(state.refuse, todo=_BEFORE_THAT)
+
+
+def _refuse_slices(state: ModuleState, names: Sequence[str]) -> NoReturn:
+    raise UnsupportedError(
+        f"{state.path} is to run in tiles, but it writes {', '.join(names[:_MAX_NAMES])} for later, and would do so in "
+        "each of them. Leave tiles out for its layer."
+    )
 
 
 _WRITTEN = "weights were written to"
@@ -600,20 +486,6 @@ def _set_requires_grad(tensor: Tensor, value: bool) -> Callable[[], None]:
     found = tensor.requires_grad
     tensor.requires_grad = value
     return partial(setattr, tensor, "requires_grad", found)
-
-
-def _put(owner: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute, or delete it for `_MISSING`, and return a function that undoes it."""
-    found = owner.get(name, _MISSING)
-    _assign(owner, name, value)
-    return partial(_assign, owner, name, found)
-
-
-def _assign(owner: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        owner.pop(name, None)
-    else:
-        owner[name] = value
 
 
 def _set_hooks(module: nn.Module, was: Sequence[dict[int, Any]]) -> Callable[[], None]:
@@ -658,72 +530,6 @@ def is_ours(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] == "hf_ckpt"
 
 
-def _changed(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
-    """Return the numbers of the values that differ."""
-    pairs = enumerate(zip(before, after, strict=True))
-    return [number for number, (was, now) in pairs if was is not now and not _are_same([was], [now])]
-
-
-class _Sign(Enum):
-    """Stands for a value; a copy is the same one."""
-
-    MISSING = 0
-    NOT_PLAIN = 1
-
-
-_MISSING, _NOT_PLAIN = _Sign
-
-_Place = tuple[int, str]
-
-_IMMUTABLE = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
-_PLAIN: tuple[Any, ...] = (*_IMMUTABLE, torch.layout, torch.memory_format, Number, Enum, range)
-_PLAIN += (FunctionType, BuiltinFunctionType, type)
-_MAX_ITEMS = 1000
-"""A longer container is no setting but a record, and would take long to compare."""
-_HOLDERS = frozenset({nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity})
-"""Exactly these modules read no attribute when they run."""
-_OTHERS_NAMES = frozenset(vars(nn.Module())) - {"training"} | {
-    # Of whoever checkpoints; the plan looks after that.
-    "gradient_checkpointing",
-    # Of FSDP1's state (2.13), and of transformers' loading (5.23).
-    "training_state",
-    "_is_hf_initialized",
-    # Sizes of weights.
-    "in_features",
-    "out_features",
-}
-# This package's own, and what DeepSpeed counts on modules (0.19).
-_OTHERS_PREFIXES = ("_hf_ckpt", "ds_", "applied_pre_backward")
-
-
-def _place(owner: dict[str, Any], name: str) -> _Place:
-    return id(owner), name
-
-
-def _is_plain(value: Any, depth: int = 4) -> bool:
-    if type(value) in _IMMUTABLE:
-        return True
-    if isinstance(value, dict) and depth and len(value) <= _MAX_ITEMS:
-        return all(_is_plain(item, depth - 1) for pair in value.items() for item in pair)
-    if isinstance(value, list | tuple | set | frozenset) and depth and len(value) <= _MAX_ITEMS:
-        return all(_is_plain(item, depth - 1) for item in value)
-    return isinstance(value, _PLAIN)
-
-
-def _is_config(value: Any) -> bool:
-    return isinstance(value, (PretrainedConfig, SimpleNamespace)) or (
-        is_dataclass(value) and hasattr(value, "__dict__")
-    )
-
-
-def _are_same(one: list[Any], other: list[Any]) -> bool:
-    """Whether values are equal; those that cannot be compared, as tensors where numbers were, are not."""
-    try:
-        return one == other
-    except (RuntimeError, TypeError, ValueError):
-        return False
-
-
 def versions_of(tensors: Sequence[Any]) -> list[int]:
     """Return the versions of tensors; -1 for a tensor that counts none."""
     try:
@@ -738,11 +544,6 @@ def _all_require_grad(tensors: Sequence[Any]) -> list[bool]:
         return list(map(_requires_grad, tensors))
     except AttributeError:
         return [tensor is not None and tensor.requires_grad for tensor in tensors]
-
-
-def is_managed(module: nn.Module) -> bool:
-    """Whether FSDP gathers the weights of a module; FSDP1 and FSDP2 both mark it so."""
-    return "_is_fsdp_managed_module" in module.__dict__
 
 
 def _is_offloaded(module: nn.Module) -> bool:

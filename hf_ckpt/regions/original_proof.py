@@ -42,7 +42,7 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
 from hf_ckpt.regions.module_state import CallState
-from hf_ckpt.regions.put_back import copied, cut_off, held_tensors, state_put_back
+from hf_ckpt.regions.put_back import copied, cut_off
 from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
 from hf_ckpt.regions.region_graph import (
     Goals,
@@ -150,7 +150,6 @@ class OriginalCall:
         weight = next(module.parameters(), None)
         self._randomness = Randomness.now([*self._arguments.values(), weight])
         self._autocast = AutocastState.now().without_cache()
-        self._versions = [(tensor, tensor._version) for tensor in held_tensors(module)]
         # The graph keeps them, and they come back for the recomputation.
         self._arguments.update(dict.fromkeys(self._places))
         self._arguments = {place: copied(value) for place, value in self._arguments.items()}
@@ -162,8 +161,6 @@ class OriginalCall:
         proof, self._held = self._held, None
         if proof is None:
             return
-        self._written = [tensor for tensor, version in self._versions if tensor._version != version]
-        del self._versions
         outputs = _tensors_of(returned)
         self._returned = proof.fingerprints(outputs, has_sketch=True)
         inputs, self._inputs = self._inputs, ()
@@ -360,7 +357,6 @@ class OriginalCall:
             for context in (
                 self._randomness.brought_back(),
                 self._autocast.restored(),
-                state_put_back(self._module, self._written),
                 saved_tensors_hooks(*(_KEEP if keeps else _DROP)),
                 self.state.as_in_forward(),
             ):

@@ -1,20 +1,14 @@
-"""What a further run of a module changes is put back when it ends: attributes, tensors, arguments."""
+"""What a further run of a module changes is put back when it ends: containers, arguments."""
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
-
-from hf_ckpt.regions.module_state import is_managed
 
 CONTAINERS = (dict, list, set, deque)
 
@@ -35,45 +29,6 @@ def cut_off(value: Any) -> Any:
 def _cut(tensor: Tensor) -> Tensor:
     # No leaf: see `_run_forward`.
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_().view_as(tensor)
-
-
-def held_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the buffers below a module, and tensors that are plain attributes there."""
-    held = (value for inner in module.modules() for each in (vars(inner), inner._buffers) for value in each.values())
-    return [value for value in held if isinstance(value, Tensor) and not value.is_inference()]
-
-
-@contextmanager
-def state_put_back(module: nn.Module, written: Sequence[Tensor]) -> Iterator[None]:
-    """Put attributes of the modules below one back when the block ends, and the values of tensors that it writes to."""
-    copies = [tensor.detach().clone() for tensor in written]
-    attributes = [(inner, dict(vars(inner))) for inner in module.modules()]
-    containers: list[tuple[Any, Any]] = [
-        (value, copy.copy(value))
-        for inner, found in attributes
-        for name, value in found.items()
-        if isinstance(value, CONTAINERS) and not (is_managed(inner) and _is_weight(name, value))
-    ]
-    with _unsafe_preserve_version_counter(tuple(written)):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, values in zip(written, copies, strict=True):
-                    tensor.copy_(values)
-            for inner, before in attributes:
-                now = vars(inner)
-                if is_managed(inner):
-                    # The engine exchanges the weights, some for attributes.
-                    kept = {name: value for name, value in before.items() if not _is_weight(name, value)}
-                    before = kept | {name: value for name, value in now.items() if _is_weight(name, value)}
-                put_back(now, before)
-            for container, found in containers:
-                put_container_back(container, found)
-
-
-def _is_weight(name: str, value: object) -> bool:
-    return name == "_parameters" or isinstance(value, Tensor)
 
 
 def put_container_back(container: Any, found: Any) -> bool:

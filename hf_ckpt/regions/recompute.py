@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from hf_ckpt.errors import UnsupportedError
+from hf_ckpt.errors import ChangedSinceForwardError, UnsupportedError
 from hf_ckpt.regions.arguments import READS_CACHE_ONLY, GivenState, is_cache, is_filled
 from hf_ckpt.regions.compiled import recompute_compiled
 from hf_ckpt.regions.execution_state import (
@@ -144,6 +144,7 @@ def original_forward(module: nn.Module, found: Function | None) -> Function:
 # --- A layer around its attention. ---
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch publishes it without types
 def recompute_around(kept: KeptModules, function: Function, *args: Any, proof: RegionProof | None = None) -> Any:
     """Run `function(*args)`, a layer's forward, and recompute all of it but its kept modules in backward.
 
@@ -195,16 +196,16 @@ class _ModuleOutputs:
             returned = call.run(*tensors)
         finally:
             kept.outputs = found
-        if not self._is_complete:
-            self._check_untouched()
+        # In the recomputation too: what is returned of them, others may have written to since.
+        self._check_untouched()
         self._is_complete = True
         return returned
 
     def _check_untouched(self) -> None:
         if any(tensor._version != version for tensor, version in self._versions):
-            raise UnsupportedError(
-                "The layer changes its attention's output in place, so that it cannot be kept for recomputing the "
-                'layer around it. Use mode "full" for this layer instead of "ffn".'
+            raise ChangedSinceForwardError(
+                "The layer, or what runs after it, changes its attention's output in place, so that it cannot be kept "
+                'for recomputing the layer around it. Use mode "full" for this layer instead of "ffn".'
             )
 
     def of(self, forward: Function, args: Any, kwargs: Any) -> Any:
@@ -300,7 +301,7 @@ class Call:
         if changed is None:
             return
         place, change = changed
-        raise UnsupportedError(
+        raise ChangedSinceForwardError(
             f"{self.state.path or f'{self._function!r:.120}'} is to be recomputed, but it {change}, or another module "
             f"does: the argument {self._name_of(place)}. Recomputing it would give other values. Leave it out of the "
             "policy."

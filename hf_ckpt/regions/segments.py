@@ -230,11 +230,14 @@ class _Segment:
         self._meta: list[tuple[torch.Size, torch.dtype, torch.device]] = []
 
     def goes_on_with(self, number: int, layer_idx: int, tensors: list[Tensor]) -> bool:
-        """Whether a call with these tensors takes the last layer's output unchanged, and not written to since."""
+        """Whether a call takes the last layer's output first, and nothing that it takes of it was written to since."""
         if number != self._number or layer_idx <= self._layer_idx:
             return False
-        position = _position(tensors[0], self._outputs) if tensors else None
-        return position is not None and tensors[0]._version == self._versions[position]
+        sources = [_position(tensor, self._outputs) for tensor in tensors]
+        return sources[:1] not in ([], [None]) and all(
+            source is None or tensor._version == self._versions[source]
+            for tensor, source in zip(tensors, sources, strict=True)
+        )
 
     def run(
         self,

@@ -113,6 +113,7 @@ class _Slices:
         self._tiling = tiling
         self._module = module
         self._call = call
+        call.state.is_sliced = len(cut.bounds) > 1
         self._cut = cut
         self._joined = Joined(cut, module)
         self._kept: list[_Slice] = []

@@ -443,11 +443,11 @@ class CallProof:
         # Those of Python and numpy tell what the forward drew from: a recomputation's are not needed.
         is_forward = self._forward is None
         with _unobserved():
-            before = StateFingerprint.of(self._module, tensors, reads_python=is_forward)
+            before = StateFingerprint.of(tensors, reads_python=is_forward)
         with self._hooks(modules):
             returned = function(*tensors)
         with _unobserved():
-            after = StateFingerprint.of(None, tensors, reads_python=is_forward)
+            after = StateFingerprint.of(tensors, reads_python=is_forward)
             # A recomputation's sketches are wanted only where its hashes differ.
             outputs = plain_fingerprints(plain_tensors(returned), has_sketch=is_forward)
         return returned, _Run(outputs, modules, before, after)
@@ -484,19 +484,15 @@ class CallProof:
             return None
         outputs = plain_fingerprints(plain_tensors(returned), has_sketch=True)
         distance = largest_distance(forward.outputs, outputs)
-        # Numbers of a generator of its own look like noise of kernels: drawn anew in each run, and as far apart.
-        cause = _random_cause(forward, again) or _own_generator(self._module)
+        cause = _random_cause(forward, again)
         if cause is None and distance is not None and distance < _NOISE * rounding_of(forward.outputs):
             noise = explaining_noise(distance, outputs, run_again)
             if noise is not None:
                 self.note_noise(noise)
                 return None
         first = _first_difference(forward.modules, again.modules)
-        cause = cause or _cause(forward.before, again.before)
         place = f" The first module inside that returns something else is {first}." if first else ""
-        why = cause or (
-            "A generator of its own, state that its module does not hold, or a changed input would explain it."
-        )
+        why = cause or ("A generator or state that its module does not hold, or a changed input would explain it.")
         return f"its recomputation returns something else than its forward{by_distance(distance)}.{place} {why}"
 
     def _find_fault_inside(self, forward: _Run, modules: dict[str, list[Fingerprint]]) -> str | None:
@@ -554,25 +550,6 @@ def _random_cause(forward: _Run, again: _Run) -> str | None:
         return "Its forward draws from numpy.random, which recomputation cannot bring back: draw from torch instead."
     if before.python != after.python:
         return "Its forward draws from random, which recomputation cannot bring back: draw from torch instead."
-    return None
-
-
-def _cause(before: StateFingerprint, now: StateFingerprint) -> str | None:
-    """Return the likeliest other cause of a difference, as a sentence; None if none is found."""
-    for name, value in before.values.items():
-        if now.values.get(name) != value:
-            return f"Its attribute {name} was {value!r} in forward and is {now.values.get(name)!r} in recomputation."
-    for name, found in before.tensors.items():
-        if not all_equal(found, now.tensors.get(name, [])):
-            return f"Its tensor {name} was changed between forward and recomputation."
-    return None
-
-
-def _own_generator(module: nn.Module | None) -> str | None:
-    """Return which module inside holds a generator, as a sentence; None if none does."""
-    for name, inner in () if module is None else module.named_modules():
-        if any(isinstance(value, torch.Generator) for value in vars(inner).values()):
-            return f"{name or 'It'} holds a generator of its own, which recomputation does not bring back."
     return None
 
 

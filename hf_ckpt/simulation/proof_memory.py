@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_ckpt.regions.execution_state import Function, module_of
-from hf_ckpt.regions.fingerprints import Fingerprint, checksum_scratch_bytes, scratch_bytes, tensors_held
+from hf_ckpt.regions.fingerprints import Fingerprint, checksum_scratch_bytes, scratch_bytes
 from hf_ckpt.regions.value_proof import CallProof, RegionProof
 from hf_ckpt.simulation.tracker import Tracker
 
@@ -50,7 +50,6 @@ class SimulatedCallProof(CallProof):
         if not is_forward:
             found = self._of_recomputation = _Fingerprints()
         try:
-            self._record_fingerprints(found, self._held())
             with self._hooks(found), _counted_saves(self._saved) as num_saved:
                 returned = function(*tensors)
             self._record_fingerprints(found, returned, has_sketch=is_forward)
@@ -95,10 +94,6 @@ class SimulatedCallProof(CallProof):
     def check_kept(self, number: Any, name: str, tensors: Sequence[Tensor]) -> None:
         """See `CallProof`."""
         self._record_fingerprints(self._of_recomputation or _Fingerprints(), tensors)
-
-    def _held(self) -> list[Tensor]:
-        modules = () if self._module is None else self._module.modules()
-        return [tensor for module in modules for _, tensor in tensors_held(module)]
 
     def _returned(self, found: Any, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """See `CallProof`; `found` are `_Fingerprints`."""

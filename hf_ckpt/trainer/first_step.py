@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -88,14 +88,13 @@ class FirstStep:
     def _start_counts(self) -> None:
         self._entries: Counter[tuple[_Key, _Run]] = Counter()
         self._reached: set[tuple[_Key, bool]] = set()
-        self._buffers: dict[int, list[tuple[str, Tensor, int]]] = {}
         self._accumulated: set[nn.Parameter] = set()
         # By number, as long as they run: of one that ends in an exception, autograd drops what holds it.
         self._backwards: WeakValueDictionary[int, _Backward] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has run nothing yet.
-        counts = ("_entries", "_reached", "_buffers", "_accumulated", "_backwards")
+        counts = ("_entries", "_reached", "_accumulated", "_backwards")
         return {name: value for name, value in vars(self).items() if name not in counts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,10 +118,6 @@ class FirstStep:
                         self._hooks.append(child.register_forward_pre_hook(partial(self._count, (number, region))))
                     watch = partial(self._watch_output, (number, region))
                     self._hooks.append(module.register_forward_hook(watch, with_kwargs=True))
-            # In a loop of one's own others may write to buffers before the backward, and regions allow for it.
-            is_noted = entry.recomputes and not self._ends_with_backward
-            if is_noted and any(True for _ in layer.module.buffers()):
-                self._hooks.append(layer.module.register_forward_hook(partial(self._note_buffers, number)))
 
     def start_with_forward(self) -> None:
         """Place the hooks when the model is next called with gradients.
@@ -148,7 +143,7 @@ class FirstStep:
         self.stop()
         self._log_resting()
         self._log_without_gradient()
-        faults = [*self._lost_recomputations(), *self._buffer_faults()]
+        faults = self._lost_recomputations()
         others = self._repeated_by_others(is_planned=False)
         if not self._ends_with_backward:
             faults += others
@@ -207,24 +202,7 @@ class FirstStep:
             if faults:
                 raise PlanMismatchError("\n".join(faults))
 
-    def _note_buffers(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_recomputed() and not is_extra_run():
-            self._buffers[number] = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
-
     # --- What is not as planned. ---
-
-    def _buffer_faults(self) -> Iterator[str]:
-        for number, noted in self._buffers.items():
-            stack, layer, entry = self._layers[number]
-            now = dict(layer.module.named_buffers())
-            changed = [
-                name for name, buffer, version in noted if now.get(name) is not buffer or buffer._version != version
-            ]
-            if changed:
-                yield (
-                    f'Layer {layer.layer_idx} of {stack.path} is set to "{_shown(entry)}", but its recomputation wrote '
-                    f"to {_listed(changed[:_SHOWN])} a second time. Leave the layer out of the policy."
-                )
 
     def _lost_recomputations(self) -> list[str]:
         def lost(key: _Key, what: str, is_planned: bool) -> str | None:

@@ -50,44 +50,12 @@ def normed(norm: nn.Module | None = None) -> zoo.Case:
     return plain_models.case(plain_models.Decoder(blocks))
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "name"),
-    [
-        ("full", {}, "attention.batch_norm"),
-        ("full", {"segment_size": 2}, "attention.batch_norm"),
-        ("full", {"segment_size": 2, "nested": True}, "attention.batch_norm"),
-        ("attention", {}, "attention.batch_norm"),
-        ({"mode": "full", "layers": 2}, {}, "attention.batch_norm"),
-    ],
-)
-def test_running_statistics_inside_the_region_raise(mode: object, options: dict[str, object], name: str) -> None:
-    shown = mode if isinstance(mode, str) else mode["mode"]
-    assert message_of(normed().model, mode, **options) == (
-        f'Layer 2 of blocks is set to "{shown}", but {name} is a BatchNorm1d with running statistics, which '
-        "recomputation would update a second time. Freeze it with .eval(), or leave the layer out of the policy, as "
-        "{stack: language, mode: ...} does with towers."
-    )
-
-
-def test_running_statistics_are_what_recomputation_would_spoil() -> None:
-    # The reason for the refusal: a second forward moves them again.
-    norm = nn.BatchNorm1d(plain_models.WIDTH)
-    inputs = torch.randn(2, plain_models.WIDTH, 3)
-    norm(inputs)
-    once = norm.running_mean.clone()
-    norm(inputs)
-    assert not torch.equal(norm.running_mean, once)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    ["ffn", {"mode": "full", "layers": "0:2"}, [{"mode": "full", "layers": [0, 1, 3]}, {"mode": "ffn", "layers": 2}]],
-)
-def test_running_statistics_outside_of_the_region_are_accepted(policy: object) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_running_statistics_move_once(policy: str) -> None:
     case = normed()
     expected, means = step_with_statistics(case)
     case = normed()
-    with hf_ckpt.apply(case.model, policy):
+    with exactness.apply(case.model, policy):
         got, means_under_policy = step_with_statistics(case)
     assert exactness.differences(expected, got) == []
     assert torch.equal(means, means_under_policy)

@@ -425,14 +425,14 @@ def test_attributes_are_read_again_only_when_one_comes_or_goes() -> None:
     with in_force(case, "full"):
         layer = case.model.model.layers[0]
         loss_of(case).backward()
-        first = vars(layer)[STATE].layout(layer).attributes
+        first = vars(layer)[STATE].layout(layer).held.look().places
         loss_of(case).backward()
         change_all(case.model, "float")
         loss_of(case).backward()
-        assert vars(layer)[STATE].layout(layer).attributes is first
+        assert vars(layer)[STATE].layout(layer).held.look().places is first
         change_all(case.model, "of the class, set on the module")
         loss_of(case).backward()
-        assert vars(layer)[STATE].layout(layer).attributes is not first
+        assert vars(layer)[STATE].layout(layer).held.look().places is not first
 
 
 def test_removal_leaves_attributes_as_they_are() -> None:

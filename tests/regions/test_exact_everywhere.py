@@ -29,7 +29,6 @@ ARCHITECTURES = [
 # What the refused policies are, and a fragment of the reason. "mixed" asks for the attention of a stack's last layer.
 REVERSIBLE = "computes its own backward"
 SCATTERED = "No decoder layers were found"
-BATCH_NORM = "running statistics"
 CACHE = "was handed a key/value cache"
 NO_FFN = "no ffn was found"
 NO_ATTENTION = "no attention was found"
@@ -54,8 +53,6 @@ REFUSED = {
     "reformer": dict.fromkeys(RECOMPUTING, REVERSIBLE),
     "xlm": dict.fromkeys(ALL, SCATTERED),
     "flaubert": dict.fromkeys(ALL, SCATTERED),
-    "granite_speech": dict.fromkeys(USING_ATTENTION, BATCH_NORM),
-    "granite_speech_plus": dict.fromkeys(USING_ATTENTION, BATCH_NORM),
     "diffusion_gemma": dict.fromkeys(USING_ATTENTION, CACHE),
     "pi0": dict.fromkeys(USING_ATTENTION, CACHE),
 }

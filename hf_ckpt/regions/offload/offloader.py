@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_ckpt.errors import OffloadError, UnsupportedError
+from hf_ckpt.errors import ChangedSinceForwardError, OffloadError, UnsupportedError
 from hf_ckpt.policy.options import TO_DISK, Offload
 from hf_ckpt.regions.execution_state import Function, refuse_transforms, tensors_in
 from hf_ckpt.regions.offload.cuda import CudaWire
@@ -227,8 +227,8 @@ class Offloader:
         if self._link is not None:
             self._link.check_room(scope.num_bytes * count)
 
-    def offload_tensor(self, tensor: Tensor, scope: OffloadScope, *, is_made_here: bool) -> PackedTensor | Tensor:
-        """Send a tensor away unless it is better left where it is; return what autograd keeps.
+    def offload_tensor(self, tensor: Tensor, scope: OffloadScope, *, is_made_here: bool) -> PackedTensor | None:
+        """Send a tensor away, and return what autograd keeps; None if it is better left where it is.
 
         `is_made_here`: the region has made the tensor, and was not given it.
         """
@@ -239,12 +239,12 @@ class Offloader:
                 reason = f"on {tensor.device.type}"
             if reason is not None:
                 self._stats.num_not_offloaded[reason] += 1
-                return tensor
+                return None
             group = self._group(tensor.device, scope)
             sent = self._sent_before(tensor)
             if sent is not None and sent not in group.items():
                 self._stats.num_not_offloaded["saved by several layers, which would all have to fetch it"] += 1
-                return tensor
+                return None
             if sent is None:
                 sent = self._send(tensor, scope, scope if is_made_here else None)
                 group.add(sent)
@@ -422,9 +422,27 @@ class Offloader:
                 self._link.close()
 
 
-def unpack(packed: PackedTensor | Tensor) -> Tensor:
+def unpack(packed: PackedTensor | StayingTensor) -> Tensor:
     """Return the tensor that `OffloadScope.pack` or `OffloadKeeper.put` was given."""
-    return packed.offloader.receive_packed(packed) if isinstance(packed, PackedTensor) else packed
+    if isinstance(packed, PackedTensor):
+        return packed.offloader.receive_packed(packed)
+    if packed.version is not None and packed.tensor._version != packed.version:
+        raise ChangedSinceForwardError(
+            "A layer that is offloaded was given or keeps a tensor that stays on its device, and that has been written "
+            "to since its forward. Recomputing the layer would give other values. Write no longer in place (x = x + y "
+            "in place of x += y), or leave the layer out of the policy."
+        )
+    return packed.tensor
+
+
+class StayingTensor:
+    """What autograd keeps in place of a tensor that stays where it is. Under hooks autograd looks at no version."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
 
 
 @dataclass(slots=True, eq=False)
@@ -451,11 +469,12 @@ class OffloadScope:
         """Whether something that was sent in this call is still to be asked for."""
         return any(group.items() for group in self.groups.values())
 
-    def pack(self, tensor: Tensor, *, is_made_here: bool = False) -> PackedTensor | Tensor:
+    def pack(self, tensor: Tensor, *, is_made_here: bool = False) -> PackedTensor | StayingTensor:
         """Send a tensor away if that is worth it, and return what autograd keeps. See `Offloader.offload_tensor`."""
         # Before 2.13 torch's checkpoint saves an empty tensor of its own.
         is_something = self.is_offloaded and tensor.numel() > 0
-        return self._offloader.offload_tensor(tensor, self, is_made_here=is_made_here) if is_something else tensor
+        sent = self._offloader.offload_tensor(tensor, self, is_made_here=is_made_here) if is_something else None
+        return StayingTensor(tensor) if sent is None else sent
 
 
 class OffloadKeeper:
@@ -465,11 +484,11 @@ class OffloadKeeper:
         self._offloader = offloader
         self._position = position
 
-    def put(self, tensor: Tensor) -> PackedTensor | Tensor:
+    def put(self, tensor: Tensor) -> PackedTensor | StayingTensor:
         """Send a tensor away if that is worth it, and return what `get` takes."""
         return self._offloader.current_scope(self._position).pack(tensor, is_made_here=True)
 
-    def get(self, packed: PackedTensor | Tensor) -> Tensor:
+    def get(self, packed: PackedTensor | StayingTensor) -> Tensor:
         """Return the tensor."""
         return unpack(packed)
 
