@@ -13,8 +13,8 @@ values of some trainable weights. Those values reveal optimizers that write past
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import is_dataclass
 from enum import Enum
@@ -59,13 +59,14 @@ class ModuleState:
     """Reads the state below one module whose forward is a region; lives on that module, and is copied with it.
 
     `path` is that of the module, for messages; `errors` are those of the plan; `num_steps` counts the steps of the
-    optimizer, if somebody sets it.
+    optimizer, if somebody sets it; `takes_gradients` says whether a forward has taken a gradient inside of itself.
     """
 
     def __init__(self, path: str, errors: PendingErrors) -> None:
         self.path = path
         self.errors = errors
         self.num_steps = 0
+        self.takes_gradients = False
         self._shards: Sequence[Values] = ()
         self._layout: _Layout | None = None
         self._fingerprints: dict[int, tuple[tuple[int, int], Fingerprint | None]] = {}
@@ -171,7 +172,7 @@ class CallState:
     `function` is a method of a module, or a function that takes the module as an argument.
     """
 
-    __slots__ = ("_module", "_note", "_state")
+    __slots__ = ("_module", "_note", "_state", "_takes_gradients")
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         bound: Any = function.func if isinstance(function, partial) else function
@@ -182,6 +183,18 @@ class CallState:
         # None if the module is no region of a plan.
         self._state: ModuleState | None = None if module is None else module.__dict__.get(STATE)
         self._note: _Note | None = None
+        self._takes_gradients = False
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether a forward of the module is known to take a gradient inside of itself."""
+        return self._takes_gradients if self._state is None else self._state.takes_gradients
+
+    @takes_gradients.setter
+    def takes_gradients(self, value: bool) -> None:
+        self._takes_gradients = value
+        if self._state is not None:
+            self._state.takes_gradients = value
 
     @property
     def path(self) -> str | None:
@@ -206,11 +219,13 @@ class CallState:
                 yield
                 # At the end, as the region's own writes (running statistics, counters) are no change by others.
                 self._note = _Note(state, layout, *before)
-            elif changes := self._note.compare(state):
-                with state.set_for_this_thread(changes):
-                    yield
             else:
-                yield
+                changes = self._note.compare(state)
+                with (
+                    state.set_for_this_thread(changes) if changes else nullcontext(),
+                    gradient_hooks_put_back(self._note.weights()),
+                ):
+                    yield
         finally:
             # Also where torch stops a recomputation once it has what backward needs, by an exception.
             if self._note is not None:
@@ -504,6 +519,10 @@ class _Note:
             state.refuse(_WRITTEN, (), _STEPPED)
         return self._changes(state, tensors)
 
+    def weights(self) -> list[Any]:
+        """Return the tensors of the modules, trainable ones among them."""
+        return self._layout.tensors()
+
     def _changes(self, state: ModuleState, tensors: Sequence[Any]) -> list[_Change]:
         """Return what restores the flags and hooks that have changed since."""
         layout = self._layout
@@ -634,6 +653,67 @@ def _put_hooks_back(hooks: Sequence[dict[int, Any]], found: Sequence[dict[int, A
     for place, before in zip(hooks, found, strict=True):
         place.clear()
         place.update(before)
+
+
+# --- Hooks on the gradients of weights. ---
+
+
+@contextmanager
+def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
+    """Let the hooks on the gradients of trainable tensors be, when the block ends, those that were there before it.
+
+    For a run that is not the forward: what a forward places on a weight is there already, and would run twice.
+    """
+    weights = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    before = list(map(_gradient_hooks, weights))
+    try:
+        yield
+    finally:
+        if (after := list(map(_gradient_hooks, weights))) != before:
+            for weight, *pair in zip(weights, before, after, strict=True):
+                for hooks, found, now in zip(_GRADIENT_HOOKS(weight), *pair, strict=True):
+                    if found != now:
+                        _put_gradient_hooks_back(hooks, dict(found))
+
+
+_GRADIENT_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _gradient_hooks(weight: Tensor) -> tuple[tuple[tuple[int, Any], ...], ...]:
+    one, other = _GRADIENT_HOOKS(weight)
+    return tuple(one.items()) if one else (), tuple(other.items()) if other else ()
+
+
+def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """Take off what was placed, and put back what was taken off.
+
+    A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
+    with the old one's if that is put back: either takes off both.
+    """
+    placed = [number for number in hooks if number not in before]
+    gone = [number for number in before if number not in hooks]
+    hooks.clear()
+    hooks.update((number, hook) for number, hook in before.items() if _is_in_force(hook, before))
+    for new, old in zip(placed, gone, strict=False):
+        if old in hooks:
+            hooks[new] = _Exchanged(None, hooks, old)
+            hooks[old] = _Exchanged(hooks[old], hooks, new)
+
+
+def _is_in_force(hook: Any, hooks: dict[int, Any]) -> bool:
+    return not isinstance(hook, _Exchanged) or hook.partner in hooks
+
+
+class _Exchanged:
+    """A hook that has two handles: one entry among the `hooks` for each, of which `partner` is the other one."""
+
+    def __init__(self, hook: Any, hooks: dict[int, Any], partner: int) -> None:
+        self._hook = hook
+        self._hooks = hooks
+        self.partner = partner
+
+    def __call__(self, given: Tensor) -> Any:
+        return self._hook(given) if self._hook is not None and self.partner in self._hooks else None
 
 
 def _copied_hooks(hooks: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:

@@ -44,7 +44,15 @@ from hf_ckpt.regions.execution_state import (
     tensors_in,
     untransformed,
 )
-from hf_ckpt.regions.recompute import Call, run_checkpointed, run_watched, save_inputs, saved_behind, split_call
+from hf_ckpt.regions.recompute import (
+    Call,
+    holding_if_needed,
+    run_checkpointed,
+    run_watched,
+    save_inputs,
+    saved_behind,
+    split_call,
+)
 
 if TYPE_CHECKING:
     from hf_ckpt.regions.value_proof import CallProof, RegionProof
@@ -138,7 +146,7 @@ def run_in_segment(
     segment = runner.join(number, layer_idx, tensors if outer is None else outer[1], snapshots)
     module = None if entered is None else module_of(entered[0].func)
     run = partial(segment.run, layer_idx, call, tensors, module, outer, nested)
-    return run_watched(proof, function, args, tensors, run)
+    return run_watched(proof, function, args, call, tensors, run)
 
 
 class _Link:
@@ -200,7 +208,7 @@ class _Link:
     def run(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run the layer's own call."""
         if self._nested:
-            return run_checkpointed(self._proof, call, call.run, tensors)
+            return holding_if_needed(call, lambda: run_checkpointed(self._proof, call, call.run, tensors))
         return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 

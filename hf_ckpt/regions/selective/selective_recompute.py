@@ -152,7 +152,7 @@ def _recompute_eagerly(
         kept.note_returned(tensors_in(returned))
         return returned
 
-    return run_watched(values, function, args, tensors, run)
+    return run_watched(values, function, args, call, tensors, run)
 
 
 def _contexts(
