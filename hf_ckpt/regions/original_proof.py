@@ -41,11 +41,12 @@ from hf_ckpt.regions.execution_state import (
     module_of,
 )
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, is_plain, largest_distance, relative_distance
-from hf_ckpt.regions.module_state import CallState
+from hf_ckpt.regions.module_state import CallState, gradient_hooks_put_back
 from hf_ckpt.regions.put_back import copied, cut_off, held_tensors, state_put_back
 from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
 from hf_ckpt.regions.region_graph import (
     Goals,
+    HooksLeftOut,
     Key,
     acts_in_backward,
     edges_of,
@@ -53,6 +54,7 @@ from hf_ckpt.regions.region_graph import (
     hook_first,
     is_asked,
     is_held_elsewhere,
+    is_hooked,
     num_nodes_made,
     without_hooks,
 )
@@ -60,6 +62,7 @@ from hf_ckpt.regions.selective.dispatch import selection_paused
 from hf_ckpt.regions.tiling import run_tiled
 from hf_ckpt.regions.value_proof import (
     ALLOWED,
+    KEEP,
     MOST_RUNS,
     CallProof,
     RegionProof,
@@ -204,6 +207,10 @@ class OriginalCall:
         # Of one output all has come before the region is recomputed. Of several, one may be used in the region too.
         self._is_late = len(numbers) > 1
 
+    def _note_hook(self) -> None:
+        # It would act a second time: on what it counts, logs or averages.
+        self._is_hooked = True
+
     def _leave_gradients_out(self, why: str) -> None:
         logger.info("%s: gradients are not held against the original's, as %s.", self._region.path, why)
 
@@ -285,6 +292,7 @@ class OriginalCall:
         if (run := self._try_run(tensors, self._output_gradients if is_now else None)) is None:
             return
         outputs, expected = run
+        has_gradients = has_gradients and not self._is_hooked
         if not self._has_compared_outputs and (fault := self._fault_of_values(tensors, outputs)) is not None:
             self.fault = fault
             # What passes through is not recomputed, which would show more.
@@ -344,7 +352,7 @@ class OriginalCall:
                 entered.enter_context(_disable_current_modes())
             outputs, goals, leaves, first_node = self._run_forward(tensors, keeps=gradients is not None)
             found = self._proof.fingerprints(outputs, has_sketch=True)
-            if gradients is None:
+            if gradients is None or self._is_hooked:
                 return found, None
             # Where a region is recomputed, autocast is that of its forward.
             with self._autocast_of_backward.restored():
@@ -358,7 +366,9 @@ class OriginalCall:
                 self._randomness.brought_back(),
                 self._autocast.restored(),
                 state_put_back(self._module, self._written),
-                saved_tensors_hooks(*(_KEEP if keeps else _DROP)),
+                gradient_hooks_put_back(self._module.parameters()),
+                HooksLeftOut(self._note_hook),
+                saved_tensors_hooks(*(KEEP if keeps or self.state.takes_gradients else _DROP)),
                 self.state.as_in_forward(),
             ):
                 entered.enter_context(context)
@@ -385,13 +395,16 @@ class OriginalCall:
         goals: Goals,
         leaves: list[Tensor],
         first_node: int,
-    ) -> dict[Key, list[Fingerprint]]:
+    ) -> dict[Key, list[Fingerprint]] | None:
         assert self._proof is not None
         received: dict[Key, list[Fingerprint]] = {}
         numbers = [number for number in gradients if number < len(outputs) and outputs[number].requires_grad]
         roots = [outputs[number] for number in numbers]
         given = [gradients[number] for number in numbers]
-        edges, *_ = edges_of(roots, goals, first_node)
+        edges, nodes, _ = edges_of(roots, goals, first_node)
+        if any(map(is_hooked, nodes)):
+            self._note_hook()
+            return None
         if self._is_late:
             for root, gradient in zip(roots, given, strict=True):
                 # With what the region itself adds to it.
@@ -439,14 +452,17 @@ class OriginalCall:
         )
 
     def _compare_gradients(self) -> None:
-        if self._expected is None or self._proof is None:
+        if self._proof is None or (self._expected is None and not self._is_hooked):
             return
         if self._is_hooked:
-            self._leave_gradients_out("hooks of others change those of its outputs")
+            self._leave_gradients_out("hooks on them act inside of it, or on its outputs")
             self._end(None)
             return
         if self._is_late:
             if (run := self._try_run(self._inputs, self._output_gradients)) is None:
+                return
+            if self._is_hooked:
+                self._compare_gradients()
                 return
             outputs, self._expected = run[0], run[1] or {}
             # What steps in backward (an optimizer in hooks of gradients) may have changed the weights since.
@@ -568,14 +584,4 @@ def _has_tiles(module: nn.Module | None) -> bool:
     return any(isinstance(forward, partial) and forward.func is run_tiled for forward in forwards)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    # A node that holds its own output would keep itself alive for ever.
-    return tensor.detach()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-_KEEP = _detached, _as_it_is
 _DROP = drop, never_unpack

@@ -124,7 +124,7 @@ class _Forward:
             raise GradientInside(RandomState.of(*given))
         self._has_begun = True
         try:
-            with _held_saved_tensors() if self._holds else nullcontext():
+            with held_saved_tensors() if self._holds else nullcontext():
                 return self._run(*tensors)
         except BaseException as error:  # noqa: BLE001  # `end` raises it
             self._error = error
@@ -161,10 +161,11 @@ def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
     If the call takes a gradient inside of itself, its region runs once more from the start, and from then on holds what
     it saves until its forward ends: a recomputation inside of the forward would take what is kept for the backward.
     """
+    holds = call.state.takes_gradients
     try:
         return run()
     except GradientInside as found:
-        if call.state.takes_gradients:
+        if holds:
             raise
         random_state = found.random_state
     call.state.takes_gradients = True
@@ -174,7 +175,7 @@ def holding_if_needed(call: Call, run: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _held_saved_tensors() -> Iterator[None]:
+def held_saved_tensors() -> Iterator[None]:
     """Hold what autograd saves in the block until its end, besides what the region's hooks make of it."""
     pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
     held: list[weakref.ref[_Held]] = []
@@ -373,7 +374,7 @@ class Call:
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
         with self.state.as_in_forward(), untransformed(), ConcurrentRun():
             if self.has_run:
-                given = {place: _aliased(value) for place, value in given.items()}
+                given = _aliased(given)
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
             returned = self._function(*args, **kwargs)
@@ -405,17 +406,23 @@ class Call:
         return names[number] if number < len(names) else f"number {number + 1}"
 
 
-def _aliased(value: Any) -> Any:
-    """Return an argument of a recomputation: tensors behind which no backward comes.
+def _aliased(given: dict[int | str, Any]) -> dict[int | str, Any]:
+    """Return the arguments of a recomputation: in the place of tensors with a graph, others that lead nowhere.
 
     Hooks on gradients that a forward places on what it is given are there already. Those of its recomputation are to
     act on nothing.
     """
-    if isinstance(value, Tensor):
-        return _alias(value) if value.requires_grad else value
-    if isinstance(value, tuple | list | dict | UserDict) and _needs_gradient(value):
-        return tree_map_only(Tensor, _aliased, value)
-    return value
+    aliases: dict[int, Tensor] = {}
+
+    def alias(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            # One for each: layers may ask whether two are one.
+            if id(value) not in aliases:
+                aliases[id(value)] = _alias(value) if value.requires_grad else value
+            return aliases[id(value)]
+        return tree_map_only(Tensor, alias, value) if _needs_gradient(value) else value
+
+    return {place: alias(value) for place, value in given.items()}
 
 
 def _needs_gradient(value: Any) -> bool:

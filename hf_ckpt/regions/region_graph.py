@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.put_back import put_back
 
@@ -100,6 +102,37 @@ def is_asked(node: Node) -> bool:
     except RuntimeError:
         # Of a leaf that `torch.autograd.grad` names.
         return False
+
+
+def is_hooked(node: Node) -> bool:
+    """Whether somebody has placed a hook on a node itself. Those on the tensor that it made are not seen."""
+    for register in (node.register_hook, node.register_prehook):
+        # The handle of one more hook leads to all of them.
+        handle: Any = register(_nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _nothing(*gradients: Any) -> None:
+    return None
+
+
+class HooksLeftOut(TorchFunctionMode):
+    """Places no hook on the gradient of a tensor while it is entered, and tells of each that was to be."""
+
+    def __init__(self, on_hook: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_hook = on_hook
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            self._on_hook()
+            return RemovableHandle({})
+        return function(*args, **(kwargs or {}))
 
 
 def hook_first(tensor: Tensor, hook: Any) -> None:

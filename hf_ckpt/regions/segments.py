@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ from hf_ckpt.regions.execution_state import (
 )
 from hf_ckpt.regions.recompute import (
     Call,
+    GradientInside,
+    held_saved_tensors,
     holding_if_needed,
     run_checkpointed,
     run_watched,
@@ -208,7 +210,7 @@ class _Link:
     def run(self, call: Call, tensors: list[Tensor]) -> Any:
         """Run the layer's own call."""
         if self._nested:
-            return holding_if_needed(call, lambda: run_checkpointed(self._proof, call, call.run, tensors))
+            return run_checkpointed(self._proof, call, call.run, tensors)
         return call.run(*tensors) if self._proof is None else self._proof.run(call.run, *tensors)
 
 
@@ -231,6 +233,8 @@ class _Segment:
         self._snapshots: dict[int, Outputs] = {}
         self._firsts: list[int] = []
         self._layer_idx = -1
+        # The call of a layer whose first run goes on.
+        self._running: Call | None = None
         self._links: list[_Link] = []
         self._outputs: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
@@ -261,10 +265,21 @@ class _Segment:
             link = _Link(*replayed, module, self._outputs, nested, proof)
             self._links.append(link)
             self._firsts.append(len(self._placeholders))
-            with saved_tensors_hooks(self._pack, _unpack):
-                output = link.run(call, tensors)
+            self._running = call
+            try:
+                output = holding_if_needed(call, partial(self._run_link, link, call, tensors, nested))
+            finally:
+                self._running = None
         self.leave(layer_idx, output)
         return output
+
+    def _run_link(self, link: _Link, call: Call, tensors: list[Tensor], nested: bool) -> Any:
+        # Where the forward starts again, what it has saved so far is not needed.
+        del self._placeholders[self._firsts[-1] :], self._meta[self._firsts[-1] :]
+        # What is checkpointed again holds what it saves by itself.
+        holds = call.state.takes_gradients and not nested
+        with saved_tensors_hooks(self._pack, _unpack), held_saved_tensors() if holds else nullcontext():
+            return link.run(call, tensors)
 
     def leave(self, layer_idx: int, output: Any) -> None:
         """Note what a layer returns: first its own output, then that of the module around it."""
@@ -314,6 +329,8 @@ class _Segment:
 
     def take(self, placeholder: _Placeholder) -> Tensor:
         """Return the value of a placeholder, for which layers run again if it has none."""
+        if self._running is not None and not self._running.state.takes_gradients:
+            raise GradientInside(self._links[-1].random_state)
         if placeholder.value is None:
             self.recompute(placeholder.link)
         self._snapshots.pop(placeholder.link, None)
