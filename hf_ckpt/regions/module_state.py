@@ -201,6 +201,13 @@ class CallState:
         """The path of the module, for messages; None if it is no region of a plan."""
         return None if self._state is None else self._state.path
 
+    def add_error(self, is_wrong: Tensor, refuse: Callable[[], None]) -> None:
+        """Have `refuse` called if a boolean of a device is true; see `PendingErrors`."""
+        if self._state is not None:
+            self._state.errors.add(is_wrong, refuse)
+        elif bool(is_wrong):
+            refuse()
+
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
         """Run the call in the block: the first time as things are, later as they were when that run ended.
@@ -674,6 +681,21 @@ def gradient_hooks_put_back(tensors: Iterable[Any]) -> Iterator[None]:
                 for hooks, found, now in zip(_GRADIENT_HOOKS(weight), *pair, strict=True):
                     if found != now:
                         _put_gradient_hooks_back(hooks, dict(found))
+
+
+@contextmanager
+def gradient_hooks_away(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Take the hooks on the gradients of weights away for the block: autograd calls them for parts of one as well."""
+    found: list[tuple[Any, dict[int, Any]]] = [
+        (hooks, dict(hooks)) for weight in weights if (hooks := weight._backward_hooks)
+    ]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            hooks.update(before)
 
 
 _GRADIENT_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")

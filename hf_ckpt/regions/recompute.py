@@ -339,15 +339,19 @@ class Call:
 
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
     the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
+    `in_parts`: each run is of other tensors, and a backward goes through it.
     """
 
-    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_places", "has_run", "state")
+    __slots__ = ("_arguments", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
 
-    def __init__(self, function: Function, arguments: dict[int | str, Any], places: list[int | str]) -> None:
+    def __init__(
+        self, function: Function, arguments: dict[int | str, Any], places: list[int | str], *, in_parts: bool = False
+    ) -> None:
         rest = {place: None if place in places else value for place, value in arguments.items()}
         self._function = function
         self._arguments = rest
         self._places = places
+        self._in_parts = in_parts
         # Layers hand keys and values on in a dictionary (gemma3n). Each recomputation gets it as it was before the
         # forward, and what it writes there reaches nobody.
         self._dicts = {place: copy.copy(value) for place, value in rest.items() if isinstance(value, dict | UserDict)}
@@ -373,7 +377,7 @@ class Call:
             self._check_unchanged()
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
         with self.state.as_in_forward(), untransformed(), ConcurrentRun():
-            if self.has_run:
+            if self.has_run and not self._in_parts:
                 given = _aliased(given)
             args = [value for place, value in given.items() if isinstance(place, int)]
             kwargs = {place: value for place, value in given.items() if isinstance(place, str)}

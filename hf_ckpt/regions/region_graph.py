@@ -16,6 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_back
 
 Key = Hashable
@@ -171,20 +172,13 @@ def without_hooks(weights: Collection[Tensor]) -> Iterator[None]:
     Their gradients too, and what else is set on them: functions of others may do so by hand.
     """
     attributes = [(weight, dict(vars(weight))) for weight in weights]
-    found: list[tuple[Any, dict[Any, Any]]] = []
     gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
     for weight, _ in gradients:
         weight.grad = None
-    for weight in weights:
-        hooks: Any = weight._backward_hooks
-        if hooks:
-            found.append((hooks, dict(hooks)))
-            hooks.clear()
     try:
-        yield
+        with gradient_hooks_away(weights):
+            yield
     finally:
-        for hooks, before in found:
-            hooks.update(before)
         for weight, before in attributes:
             put_back(vars(weight), before)
             weight.grad = None
