@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -132,7 +132,7 @@ class HooksLeftOut(TorchFunctionMode):
         """Run a function of torch."""
         if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             self._on_hook()
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         return function(*args, **(kwargs or {}))
 
 

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_sum, plain_tensors
 from hf_ckpt.regions.region_graph import HooksLeftOut
-from hf_ckpt.regions.value_proof import CallProof
+from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
 
 # --- Each call. ---
 
@@ -65,14 +66,19 @@ class PositionsAlone:
             whole = whole.reshape(*self._leading, *whole.shape[1:])
         return whole.index_select(self._dim, index.to(whole.device, non_blocking=True))
 
-    def outputs_differ(self, run: Function, inputs: Sequence[Tensor], wholes: Sequence[Tensor]) -> Tensor | None:
+    def outputs_differ(
+        self, run: Function, inputs: Sequence[Tensor], need_gradients: Sequence[bool], wholes: Sequence[Tensor]
+    ) -> Tensor | None:
         """Return whether the positions give other values alone than `wholes` have, on the device; None: not known."""
         if self._leading[-1] < 2 or any(isinstance(x, FakeTensor) or x.is_meta for x in inputs):
             return None
         self._outputs = [self.at(whole) for whole in wholes]
         now = RandomState.of(inputs)
-        with torch.no_grad(), now.kept(), HooksLeftOut(self._note_hook):
-            outputs = plain_tensors(run(*map(self.at, inputs)))
+        alone = [self.at(x).requires_grad_(needs) for x, needs in zip(inputs, need_gradients, strict=True)]
+        # With a graph, as hooks may go by that; nothing is saved for it.
+        drops = saved_tensors_hooks(drop, never_unpack)
+        with torch.enable_grad(), drops, now.kept(), HooksLeftOut(self._note_hook):
+            outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
             if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
                 return None
         return _any_differ(self._outputs, outputs)

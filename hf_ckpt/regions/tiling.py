@@ -169,9 +169,9 @@ class _Slices:
 
     def _compare_alone(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
         """Raise if positions give other values alone: in every call, as hooks and switches may come at any time."""
-        with torch.no_grad(), self._autocast.restored(), extra_run():
+        with self._autocast.restored(), extra_run():
             wholes = [output for output in outputs if output is not None]
-            differ = self._alone.outputs_differ(self._call.run, inputs, wholes)
+            differ = self._alone.outputs_differ(self._call.run, inputs, self._needs_gradient, wholes)
         is_first, self._tiling.is_checked = not self._tiling.is_checked, True
         if differ is None or (differ.device.type != "cpu" and not is_first):
             # The host does not wait for a device: the backward asks.
