@@ -339,7 +339,8 @@ class Call:
 
     `arguments` are positional ones by number, then others by keyword; those at `places` come later. `state` is that of
     the modules that the function runs. The first run is the forward, unless `has_run` says that there was one.
-    `in_parts`: each run is of other tensors, and a backward goes through it.
+    `in_parts`: each run is of other tensors, and a backward goes through it; the caller enters the state around those of
+    the forward.
     """
 
     __slots__ = ("_arguments", "_dicts", "_function", "_given", "_in_parts", "_places", "has_run", "state")
@@ -376,7 +377,7 @@ class Call:
         if self.has_run:
             self._check_unchanged()
             given.update((place, copy.copy(value)) for place, value in self._dicts.items())
-        with self.state.as_in_forward(), untransformed(), ConcurrentRun():
+        with nullcontext() if self._in_parts else self.state.as_in_forward(), untransformed(), ConcurrentRun():
             if self.has_run and not self._in_parts:
                 given = _aliased(given)
             args = [value for place, value in given.items() if isinstance(place, int)]

@@ -205,7 +205,9 @@ def check_nothing_escapes(module: nn.Module, graph: Sequence[weakref.ref[Any]]) 
 def _escape(module: nn.Module) -> UnsupportedError:
     for path, inner in module.named_modules():
         for name, value in vars(inner).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
+            # Made of `weight_orig`, or of `weight_g` and `weight_v`.
+            is_made = any(other.startswith(f"{name}_") for other in inner._parameters)
+            if isinstance(value, Tensor) and value.grad_fn is not None and is_made:
                 return UnsupportedError(
                     f"{type(module).__name__} is to run in tiles, but {f'{path}.{name}'.lstrip('.')} is computed anew "
                     "each time that it runs, as by torch.nn.utils.prune and weight_norm in a forward pre-hook: each "

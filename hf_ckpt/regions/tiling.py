@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -39,7 +40,7 @@ from hf_ckpt.regions.execution_state import (
     refuse_in_tiles,
     refuse_transforms,
 )
-from hf_ckpt.regions.module_state import gradient_hooks_away
+from hf_ckpt.regions.module_state import gradient_hooks_away, gradient_hooks_put_back
 from hf_ckpt.regions.recompute import Call, original_forward, recompute, save_inputs, saved_behind
 from hf_ckpt.regions.tile_checks import (
     DroppedGraph,
@@ -151,16 +152,19 @@ class _Slices:
         """Run all slices and return the whole outputs; what the slices save is dropped if `recomputes`."""
         weights = self._weights_now()
         parts: set[int] = set()
-        for start, length in self._tiling.slices_to_run(self._cut.bounds, inputs):
-            if self._tiling.recomputes:
-                graph, found = self._run_and_drop(inputs, weights, start, length)
-                # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
-                check_nothing_escapes(self._module, graph)
-            else:
-                self._kept.append(self._run(inputs, start, length))
-                found = self._put(self._kept[-1], weights, start, length)
-            # Each slice may use others (experts).
-            parts |= found
+        with self._call.state.as_in_forward():
+            for start, length in self._tiling.slices_to_run(self._cut.bounds, inputs):
+                # Hooks that each slice places on a weight are to see its gradient once.
+                with gradient_hooks_put_back(weights) if start else nullcontext():
+                    if self._tiling.recomputes:
+                        graph, found = self._run_and_drop(inputs, weights, start, length)
+                        # In every call, as a hook that keeps outputs may come at any time; costs a few weak references.
+                        check_nothing_escapes(self._module, graph)
+                    else:
+                        self._kept.append(self._run(inputs, start, length))
+                        found = self._put(self._kept[-1], weights, start, length)
+                # Each slice may use others (experts).
+                parts |= found
         # The others must not be in the graph: hooks on the gradients of idle experts would be called for nothing.
         self._weights = [self._weights[position] for position in sorted(parts)]
         outputs = self._joined.take()
@@ -169,7 +173,7 @@ class _Slices:
 
     def _compare_alone(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
         """Raise if positions give other values alone: in every call, as hooks and switches may come at any time."""
-        with self._autocast.restored(), extra_run():
+        with self._autocast.restored(), self._call.state.as_in_forward(), extra_run():
             wholes = [output for output in outputs if output is not None]
             differ = self._alone.outputs_differ(self._call.run, inputs, self._needs_gradient, wholes)
         is_first, self._tiling.is_checked = not self._tiling.is_checked, True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hf_ckpt
 from hf_ckpt import UnsupportedError
 from hf_ckpt.regions import tiling
+from hf_ckpt.regions.tile_checks import PositionsAlone
 from hf_ckpt.regions.tiling import Tiling, run_tiled
 from tests import exactness, plain_models
 from tests.regions.tiled_models import llama
@@ -39,8 +40,8 @@ def test_a_module_whose_positions_depend_on_others_is_refused() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(2, 20, plain_models.WIDTH)
     assert refused(Shifted(), hidden) == (
-        "Shifted is to run in tiles, but it is not position-wise: 4 positions give other values alone than among 8. "
-        "Leave tiles out for its layer."
+        "Shifted is to run in tiles, but it is not position-wise: some positions give other values alone than among "
+        "others. Leave tiles out for its layer."
     )
 
 
@@ -188,7 +189,8 @@ def test_what_leaves_a_module_by_another_door_is_refused_in_any_step(
     # Values without a graph may be looked at.
     module.leave = lambda module, scores: _SEEN.append(scores.detach())
     run_tiled(tiling, module, None, hidden).sum().backward()
-    assert len(_SEEN) == 2 * 4
+    # Four slices, twice, and what runs alone.
+    assert len(_SEEN) == 2 * 4 + 1
     _SEEN.clear()
 
 
@@ -245,28 +247,27 @@ def walked(monkeypatch: pytest.MonkeyPatch, module: nn.Module, num_steps: int) -
     """Return how many slices of four were looked through for weights in so many steps."""
     found, count = tiling.weights_used, itertools.count()
     monkeypatch.setattr(tiling, "weights_used", lambda *given: (next(count), found(*given))[1])
-    # The question whether slices can stand for the whole is not asked here: it would run the module too.
+    # Nothing runs alone: that would ask for an expert too.
+    monkeypatch.setattr(PositionsAlone, "outputs_differ", lambda *given: None)
     settings = Tiling(4)
-    settings.is_checked = True
     hidden = torch.randn(1, 20, plain_models.WIDTH, requires_grad=True)
     for _ in range(num_steps):
         run_tiled(settings, module, None, hidden).sum().backward()
     return next(count)
 
 
-def test_one_slice_of_a_call_is_looked_through_where_all_weights_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert walked(monkeypatch, plain_models.Mlp(), 3) == 3
+def test_each_slice_of_a_call_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert walked(monkeypatch, plain_models.Mlp(), 3) == 3 * 4
 
 
-def test_slices_are_looked_through_until_no_expert_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_is_idle_in_all_slices_is_told_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # The second expert comes in the third slice; then never; then at once. Backward runs the slices again.
     orders = [[0, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]]
     module = Switching([expert for order in orders for expert in order * 2])
     told: list[Any] = []
     weight = module.experts[1].up.weight
     weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
-    assert walked(monkeypatch, module, 3) == 3 + 4 + 2
-    # An expert that was idle is told of nothing.
+    assert walked(monkeypatch, module, 3) == 3 * 4
     assert len(told) == 2
 
 
