@@ -712,30 +712,43 @@ def _put_gradient_hooks_back(hooks: dict[int, Any], before: dict[int, Any]) -> N
     A forward may exchange the hook that it placed the last time. Then it goes on with the handle of the new one, or
     with the old one's if that is put back: either takes off both.
     """
-    placed = [number for number in hooks if number not in before]
-    gone = [number for number in before if number not in hooks]
+    now = dict(hooks)
+    kept = {number for number in before if _is_in_force(number, now)}
+    gone = [number for number in before if number not in kept and _is_in_force(number, before)]
+    # A run inside of the block may have exchanged hooks, which were put back.
+    linked = {other for number in kept for other in getattr(now[number], "numbers", ())}
+    placed = [number for number in now if number not in before and number not in linked and _is_in_force(number, now)]
     hooks.clear()
-    hooks.update((number, hook) for number, hook in before.items() if _is_in_force(hook, before))
+    wanted = {*kept, *gone}
+    hooks.update((number, now[number] if number in kept else hook) for number, hook in before.items() if number in wanted)
+    hooks.update((number, now[number]) for number in linked)
     for new, old in zip(placed, gone, strict=False):
-        if old in hooks:
-            hooks[new] = _Exchanged(None, hooks, old)
-            hooks[old] = _Exchanged(hooks[old], hooks, new)
+        hook = hooks[old]
+        numbers = (*(hook.numbers if isinstance(hook, _Exchanged) else (old,)), new)
+        for number in numbers:
+            hook = hooks.get(number)
+            hooks[number] = _Exchanged(hook.hook if isinstance(hook, _Exchanged) else hook, hooks, numbers)
 
 
-def _is_in_force(hook: Any, hooks: dict[int, Any]) -> bool:
-    return not isinstance(hook, _Exchanged) or hook.partner in hooks
+def _is_in_force(number: int, hooks: dict[int, Any]) -> bool:
+    hook = hooks.get(number)
+    return number in hooks and (not isinstance(hook, _Exchanged) or all(each in hooks for each in hook.numbers))
 
 
 class _Exchanged:
-    """A hook that has two handles: one entry among the `hooks` for each, of which `partner` is the other one."""
+    """A hook that has several handles: among the `hooks`, an entry for each of the `numbers`, of which one has `hook`.
 
-    def __init__(self, hook: Any, hooks: dict[int, Any], partner: int) -> None:
-        self._hook = hook
+    It acts as long as all of them are there.
+    """
+
+    def __init__(self, hook: Any, hooks: dict[int, Any], numbers: tuple[int, ...]) -> None:
+        self.hook = hook
         self._hooks = hooks
-        self.partner = partner
+        self.numbers = numbers
 
     def __call__(self, given: Tensor) -> Any:
-        return self._hook(given) if self._hook is not None and self.partner in self._hooks else None
+        is_whole = self.hook is not None and all(number in self._hooks for number in self.numbers)
+        return self.hook(given) if is_whole else None
 
 
 def _copied_hooks(hooks: Sequence[dict[int, Any]]) -> list[dict[int, Any]]:

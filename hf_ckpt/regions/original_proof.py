@@ -46,7 +46,7 @@ from hf_ckpt.regions.put_back import copied, cut_off, held_tensors, state_put_ba
 from hf_ckpt.regions.recompute import arguments_of, belongs_to_graph
 from hf_ckpt.regions.region_graph import (
     Goals,
-    HooksLeftOut,
+    HooksNoted,
     Key,
     acts_in_backward,
     edges_of,
@@ -367,7 +367,7 @@ class OriginalCall:
                 self._autocast.restored(),
                 state_put_back(self._module, self._written),
                 gradient_hooks_put_back(self._module.parameters()),
-                HooksLeftOut(self._note_hook),
+                HooksNoted(self._note_hook),
                 saved_tensors_hooks(*(KEEP if keeps or self.state.takes_gradients else _DROP)),
                 self.state.as_in_forward(),
             ):
@@ -402,7 +402,7 @@ class OriginalCall:
         roots = [outputs[number] for number in numbers]
         given = [gradients[number] for number in numbers]
         edges, nodes, _ = edges_of(roots, goals, first_node)
-        if any(map(is_hooked, nodes)):
+        if any(map(is_hooked, {*nodes, *(node for node, _ in goals)})):
             self._note_hook()
             return None
         if self._is_late:

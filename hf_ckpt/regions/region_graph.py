@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.regions.module_state import gradient_hooks_away
 from hf_ckpt.regions.put_back import put_back
@@ -121,8 +120,8 @@ def _nothing(*gradients: Any) -> None:
     return None
 
 
-class HooksLeftOut(TorchFunctionMode):
-    """Places no hook on the gradient of a tensor while it is entered, and tells of each that was to be."""
+class HooksNoted(TorchFunctionMode):
+    """Tells of each hook that is placed on the gradient of a tensor while it is entered."""
 
     def __init__(self, on_hook: Callable[[], None]) -> None:
         super().__init__()
@@ -132,7 +131,6 @@ class HooksLeftOut(TorchFunctionMode):
         """Run a function of torch."""
         if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             self._on_hook()
-            return RemovableHandle(OrderedDict())
         return function(*args, **(kwargs or {}))
 
 

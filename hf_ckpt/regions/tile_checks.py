@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_ckpt.errors import UnsupportedError
 from hf_ckpt.regions.execution_state import Function, RandomState
 from hf_ckpt.regions.fingerprints import Fingerprint, all_equal, are_equal, is_sum, plain_tensors
-from hf_ckpt.regions.region_graph import HooksLeftOut
+from hf_ckpt.regions.region_graph import HooksNoted
 from hf_ckpt.regions.value_proof import CallProof, drop, never_unpack
 
 # --- Each call. ---
@@ -77,7 +77,7 @@ class PositionsAlone:
         alone = [self.at(x).requires_grad_(needs) for x, needs in zip(inputs, need_gradients, strict=True)]
         # With a graph, as hooks may go by that; nothing is saved for it.
         drops = saved_tensors_hooks(drop, never_unpack)
-        with torch.enable_grad(), drops, now.kept(), HooksLeftOut(self._note_hook):
+        with torch.enable_grad(), drops, now.kept(), HooksNoted(self._note_hook):
             outputs = plain_tensors(run(*(x.view_as(x) for x in alone)))
             if not now.is_same(self._before) or not RandomState.of(inputs).is_same(now):
                 return None
